@@ -1,0 +1,37 @@
+"""fedrot: align clients' transformers to a common anchor before they are averaged.
+
+Sources: Zhang et al., "Beyond the Permutation Symmetry of Transformers" (ICML 2025); Verma & Elbayad,
+"Merging Text Transformer Models from Different Initializations" (TMLR 2024); Jin et al., "Dataless
+Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
+"""
+
+from fedrot import aggregation
+from fedrot.alignment import Alignment, align, random_equivalent
+from fedrot.anchors import ANCHORS, AlignedUpdate, align_round
+from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.matching.match import Anchor
+from fedrot.options import AlignmentOptions
+from fedrot.report import AlignmentReport, GroupReport
+from fedrot.symmetry import Symmetry, supported, symmetry_of
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ANCHORS",
+    "AlignedUpdate",
+    "Alignment",
+    "AlignmentOptions",
+    "AlignmentReport",
+    "Anchor",
+    "FedrotError",
+    "GroupReport",
+    "Symmetry",
+    "SymmetryError",
+    "UpdateError",
+    "aggregation",
+    "align",
+    "align_round",
+    "random_equivalent",
+    "supported",
+    "symmetry_of",
+]

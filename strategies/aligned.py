@@ -1,0 +1,230 @@
+"""Alignment in front of any Flower strategy, and FedRot, which is aligned FedAvg."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Strategy
+from torch import Tensor
+
+from fedrot.anchors import ANCHORS, align_round
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.options import AlignmentOptions
+from fedrot.report import AlignmentReport
+from fedrot.strategies.records import replace_changed, to_tensors
+from fedrot.strategies.replies import Reply, client_id, read_reply
+from fedrot.symmetry import Symmetry, symmetry_of
+
+#: The anchor that docs/results.md found best over all its settings.
+DEFAULT_ANCHOR = "running"
+
+
+@dataclass
+class _Round:
+    """What happened in one round: reports and set-aside reasons by client."""
+
+    number: int
+    start: float = field(default_factory=time.perf_counter)
+    reports: dict[int, AlignmentReport] = field(default_factory=dict)
+    set_aside: dict[int, str] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float | int]:
+        reports = list(self.reports.values())
+        before = sum(r.before for r in reports)
+
+        def share(*parts: str) -> float:
+            removed = sum(r.share(*parts) * r.before for r in reports)
+            return removed / before if before > 0 else 0.0
+
+        return {
+            "fedrot-distance-before": before / max(len(reports), 1),
+            "fedrot-distance-after": sum(r.after for r in reports) / max(len(reports), 1),
+            "fedrot-share-rotation": share("attention"),
+            "fedrot-share-permutation": share("heads", "ffn"),
+            "fedrot-share-rescale": share("rescale"),
+            "fedrot-heads-rotated": sum(r.moved("attention") for r in reports),
+            "fedrot-heads-moved": sum(r.moved("heads") for r in reports),
+            "fedrot-neurons-moved": sum(r.moved("ffn") for r in reports),
+            "fedrot-groups-skipped": sum(g.skipped for r in reports for g in r.groups),
+            "fedrot-replies-set-aside": len(self.set_aside),
+            "fedrot-seconds": time.perf_counter() - self.start,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        aligned = [
+            {"round": self.number, "client": client, **row}
+            for client, report in self.reports.items()
+            for row in report.rows()
+        ]
+        return aligned + [
+            {"round": self.number, "client": client, "set_aside": reason}
+            for client, reason in self.set_aside.items()
+        ]
+
+
+class Aligned(Strategy):
+    """Mixin: put it in front of a Flower strategy and every reply is aligned before that one sees it.
+
+    ``class MyStrategy(Aligned, FedAdam): ...``; keep it outside clipping and differential-privacy
+    wrappers. Replies are taken in the order of the clients' own ids, so that results do not depend
+    on which client was fastest. A reply that is not a finite update of the broadcast model, or comes
+    without examples, is set aside with a warning and the round goes on with the others.
+
+    Args:
+        symmetry: a ``Symmetry``, or the model's transformers configuration (object or dictionary),
+            from which the symmetry is built when the first model is broadcast.
+        *args: passed to the strategy.
+        anchor: whom to align to, see ``fedrot.align_round``.
+        options: what to align, see ``fedrot.AlignmentOptions``.
+        align: False leaves the replies as they are: exactly the strategy behind.
+        report_path: a JSON-lines file that receives one row per round, client and group, and one per
+            reply set aside.
+        **kwargs: passed to the strategy.
+
+    Raises:
+        FedrotError: the anchor is unknown; on the first round, the symmetry does not fit the model.
+    """
+
+    def __init__(
+        self,
+        symmetry: Symmetry | Mapping[str, Any] | object,
+        *args: Any,
+        anchor: str = DEFAULT_ANCHOR,
+        options: AlignmentOptions | None = None,
+        align: bool = True,
+        report_path: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if anchor not in ANCHORS:
+            raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
+        self.symmetry = symmetry
+        self.anchor = anchor
+        self.options = options or AlignmentOptions()
+        self.align = align
+        self.report_path = Path(report_path) if report_path is not None else None
+        self._broadcast = ArrayRecord()
+
+    def summary(self) -> None:
+        """Log what is aligned, then the strategy's own summary."""
+        what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'" if self.align else "off"
+        log(INFO, "\t├──> Alignment: %s", what)
+        super().summary()  # type: ignore[safe-super]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Remember the broadcast model, which ``aggregate_train`` is not given."""
+        self._broadcast = arrays
+        if self.align and not isinstance(self.symmetry, Symmetry):
+            self.symmetry = symmetry_of(self.symmetry, to_tensors(arrays))
+        return super().configure_train(  # type: ignore[safe-super]
+            server_round, arrays, config, grid
+        )
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Align the replies, let the strategy behind aggregate them, and report."""
+        ordered = sorted(replies, key=client_id)
+        if not self.align:
+            return super().aggregate_train(server_round, ordered)  # type: ignore[safe-super]
+        this_round = _Round(server_round)
+        aligned = self._aligned(ordered, this_round)
+        arrays, metrics = super().aggregate_train(server_round, aligned)  # type: ignore[safe-super]
+        if arrays is not None:
+            self._keep_integers(arrays)
+        return arrays, self._report(this_round, metrics)
+
+    def _aligned(self, replies: list[Message], this_round: _Round) -> list[Message]:
+        """Return failed replies as they are, good ones aligned; set the rest aside."""
+        assert isinstance(self.symmetry, Symmetry)
+        broadcast = to_tensors(self._broadcast)
+        failed = [message for message in replies if message.has_error()]
+        good = self._good(replies, broadcast, this_round)
+        aligned = align_round(
+            ((reply.tensors, reply.weight) for reply in good),
+            broadcast,
+            self.symmetry,
+            self.options,
+            self.anchor,
+        )
+        messages = []
+        for reply, result in zip(good, aligned, strict=True):
+            this_round.reports[client_id(reply.message)] = result.alignment.report
+            messages.append(_with_tensors(reply, result.tensors))
+        return messages + failed
+
+    def _good(
+        self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: _Round
+    ) -> list[Reply]:
+        good: list[Reply] = []
+        metric_names: set[str] | None = None
+        for message in replies:
+            if message.has_error():
+                continue
+            try:
+                reply = read_reply(message, broadcast, getattr(self, "weighted_by_key", "num-examples"))
+                (metrics,) = message.content.metric_records.values()
+                if metric_names is not None and set(metrics) != metric_names:
+                    raise UpdateError(
+                        f"The metrics are {sorted(metrics)}, other clients sent "
+                        f"{sorted(metric_names)}. Send the same metrics from every client."
+                    )
+            except UpdateError as error:
+                this_round.set_aside[client_id(message)] = str(error)
+                log(WARNING, "Reply of client %d set aside: %s", client_id(message), error)
+                continue
+            metric_names = set(metrics)
+            good.append(reply)
+        return good
+
+    def _keep_integers(self, arrays: ArrayRecord) -> None:
+        """Averaging turns integer and boolean buffers into floats; they are the broadcast model's."""
+        for name, array in self._broadcast.items():
+            if name in arrays and not array.dtype.startswith("float"):
+                arrays[name] = array
+
+    def _report(self, this_round: _Round, metrics: MetricRecord | None) -> MetricRecord:
+        ours = this_round.metrics()
+        log(
+            INFO,
+            "Alignment: distance %.4g -> %.4g (rotation %.1f%%, permutation %.1f%%), "
+            "%d groups below the threshold skipped, %d replies set aside, %.2f s",
+            ours["fedrot-distance-before"],
+            ours["fedrot-distance-after"],
+            100 * ours["fedrot-share-rotation"],
+            100 * ours["fedrot-share-permutation"],
+            ours["fedrot-groups-skipped"],
+            ours["fedrot-replies-set-aside"],
+            ours["fedrot-seconds"],
+        )
+        if self.report_path is not None:
+            self.report_path.parent.mkdir(parents=True, exist_ok=True)
+            with self.report_path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in this_round.rows()))
+        return MetricRecord({**(metrics or {}), **ours})
+
+
+def _with_tensors(reply: Reply, tensors: Mapping[str, Tensor]) -> Message:
+    """Return a copy of the reply's message that carries other tensors; the original stays as it was."""
+    content = RecordDict(dict(reply.message.content))
+    ((name, arrays),) = content.array_records.items()
+    content[name] = replace_changed(arrays, reply.tensors, tensors)
+    message = copy.copy(reply.message)
+    message.content = content
+    return message
+
+
+class FedRot(Aligned, FedAvg):
+    """Aligned FedAvg: every FedAvg argument works, and ``align=False`` is FedAvg itself."""

@@ -1,0 +1,26 @@
+"""Flower records as tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+
+
+def to_tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
+    """Return the arrays as CPU tensors of the same names, shapes and dtypes."""
+    return {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
+
+
+def replace_changed(
+    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> ArrayRecord:
+    """Return ``arrays`` with the tensors that were replaced; the others keep their bytes."""
+    return ArrayRecord(
+        {
+            name: array if after[name] is before[name] else Array(after[name].cpu().numpy())
+            for name, array in arrays.items()
+        }
+    )

@@ -1,0 +1,73 @@
+"""Which replies may enter the average: checked before anything is computed with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flwr.app import Message
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.strategies.records import to_tensors
+from fedrot.validation import check_finite, check_update
+
+#: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
+CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply that passed: its message, its tensors and its weight."""
+
+    message: Message
+    tensors: dict[str, Tensor]
+    weight: float
+
+
+def client_id(message: Message) -> int:
+    """Return the client's own partition id if it sent one, else its node id."""
+    if message.has_content():
+        record = message.content.config_records.get(CLIENT_RECORD, {})
+        own = record.get(CLIENT_KEY)
+        if isinstance(own, int):
+            return own
+    return message.metadata.src_node_id
+
+
+def read_reply(message: Message, broadcast: Mapping[str, Tensor], weighted_by_key: str) -> Reply:
+    """Check a reply and decode it.
+
+    Raises:
+        UpdateError: it does not hold exactly one ArrayRecord and one MetricRecord, its weight is not
+            a positive number, an array cannot be decoded, or the arrays are not a finite update of
+            the broadcast model.
+    """
+    content = message.content
+    if len(content.array_records) != 1 or len(content.metric_records) != 1:
+        raise UpdateError(
+            f"The reply holds {len(content.array_records)} ArrayRecords and "
+            f"{len(content.metric_records)} MetricRecords; send exactly one of each."
+        )
+    (metrics,) = content.metric_records.values()
+    weight = metrics.get(weighted_by_key)
+    if not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        raise UpdateError(
+            f"The metric '{weighted_by_key}' is {weight!r}; it must be a positive number (a client "
+            "without examples has nothing to average)."
+        )
+    (arrays,) = content.array_records.values()
+    try:
+        tensors = to_tensors(arrays)
+    except Exception as error:
+        raise UpdateError(f"The arrays cannot be decoded: {error}") from error
+    check_update(tensors, {name: tuple(t.shape) for name, t in broadcast.items()})
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() != broadcast[name].is_floating_point():
+            raise UpdateError(
+                f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
+                f"{broadcast[name].dtype}. Send the kind of numbers that was received."
+            )
+    check_finite(tensors)
+    return Reply(message, tensors, float(weight))

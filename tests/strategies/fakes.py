@@ -1,0 +1,68 @@
+"""A grid whose clients are functions in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
+
+TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
+
+Client = Callable[[Message], Message]
+
+
+def reply(
+    to: Message, tensors: dict[str, Tensor], examples: Any, client: int | None = None, **metrics: Any
+) -> Message:
+    """Answer a message with tensors, a number of examples, and optionally the client's own id."""
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord(tensors),
+            "metrics": MetricRecord({"num-examples": examples, **metrics}),
+        }
+    )
+    if client is not None:
+        content["client"] = ConfigRecord({"partition-id": client})
+    return Message(content, reply_to=to)
+
+
+def failure(to: Message) -> Message:
+    """Answer a message with an error, as a crashed client does."""
+    return Message(Error(code=1, reason="crashed"), reply_to=to)
+
+
+class FakeGrid(Grid):
+    """Delivers every message to the client of its node and collects the answers."""
+
+    def __init__(self, clients: dict[int, Client]) -> None:
+        self.clients = clients
+        self.asked: list[list[int]] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.clients)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        sent = list(messages)
+        self.asked.append([message.metadata.dst_node_id for message in sent])
+        return [self.clients[message.metadata.dst_node_id](message) for message in sent]
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any:
+        return None
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        return Message(*args, **kwargs)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return []
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return []

@@ -1,0 +1,358 @@
+"""FedRot and the Aligned mixin against Flower's own strategies, on a grid in this process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAdam, FedAvg
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+
+import fedrot
+from fedrot.strategies import Aligned, FedRot
+from tests.strategies.fakes import FakeGrid, failure, reply
+
+CONFIG = BertConfig(
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    intermediate_size=40,
+    vocab_size=50,
+    max_position_embeddings=20,
+)
+Tensors = dict[str, Tensor]
+
+
+def model() -> Tensors:
+    torch.manual_seed(0)
+    tensors = dict(BertForSequenceClassification(CONFIG).state_dict())
+    return {name: t + 0.05 * torch.randn_like(t) for name, t in tensors.items()}
+
+
+def updates(base: Tensors, count: int = 3, scale: float = 0.01) -> list[Tensors]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in base.items()}
+        for _ in range(count)
+    ]
+
+
+def broadcast(strategy: FedAvg, tensors: Tensors, clients: int = 3) -> list[Message]:
+    grid = FakeGrid({100 + i: failure for i in range(clients)})
+    return list(strategy.configure_train(1, ArrayRecord(tensors), ConfigRecord(), grid))
+
+
+def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
+    assert record is not None
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
+    left, right = arrays_of(a), arrays_of(b)
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def test_without_alignment_the_result_is_fedavgs_to_the_last_bit() -> None:
+    base = model()
+    ours, stock = FedRot(CONFIG, align=False), FedAvg()
+    results = []
+    for strategy in (ours, stock):
+        messages = broadcast(strategy, base)
+        replies = [
+            reply(m, u, 10 + i, i, loss=0.5)
+            for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))
+        ]
+        results.append(strategy.aggregate_train(1, replies))
+    assert largest_difference(results[0][0], results[1][0]) == 0.0
+    assert dict(results[0][1] or {}) == dict(results[1][1] or {})
+
+
+def test_every_fedavg_argument_works() -> None:
+    given = {
+        "fraction_train": 0.5,
+        "fraction_evaluate": 0.25,
+        "min_train_nodes": 1,
+        "min_evaluate_nodes": 1,
+        "min_available_nodes": 3,
+        "weighted_by_key": "rows",
+        "arrayrecord_key": "weights",
+        "configrecord_key": "settings",
+        "train_metrics_aggr_fn": lambda records, key: MetricRecord({"x": 1}),
+        "evaluate_metrics_aggr_fn": lambda records, key: MetricRecord({"y": 2}),
+    }
+    assert set(given) == set(inspect.signature(FedAvg.__init__).parameters) - {"self"}
+    strategy = FedRot(CONFIG, **given)
+    assert {name: getattr(strategy, name) for name in given} == given
+
+
+@pytest.mark.parametrize("anchor", sorted(fedrot.ANCHORS))
+def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
+    base = model()
+    symmetry = fedrot.symmetry_of(CONFIG, base)
+    strategy = FedRot(symmetry, anchor=anchor)
+    messages = broadcast(strategy, base)
+    honest = updates(base)
+    scrambled = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(honest)]
+    results = [
+        strategy.aggregate_train(
+            1,
+            [reply(m, u, 10 * (i + 1), i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))],
+        )[0]
+        for sent in (honest, scrambled)
+    ]
+    assert largest_difference(*results) < 1e-5
+    plain, _ = FedAvg().aggregate_train(
+        1, [reply(m, u, 10 * (i + 1)) for i, (m, u) in enumerate(zip(messages, scrambled, strict=True))]
+    )
+    assert largest_difference(results[0], plain) > 0.05
+
+
+def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates() -> None:
+    base = model()
+    symmetry = fedrot.symmetry_of(CONFIG, base)
+    strategy = FedRot(CONFIG, anchor="global")
+    messages = broadcast(strategy, base)
+    sent, weights = updates(base), [1, 5, 14]
+    result, _ = strategy.aggregate_train(
+        1, [reply(m, u, w, i) for i, (m, u, w) in enumerate(zip(messages, sent, weights, strict=True))]
+    )
+    aligned = [fedrot.align(u, base, symmetry).apply(u) for u in sent]
+    for name, array in arrays_of(result).items():
+        expected = sum(w * a[name].double() for w, a in zip(weights, aligned, strict=True)) / 20
+        np.testing.assert_allclose(array, expected.numpy(), atol=1e-6)
+
+
+def test_the_order_of_arrival_does_not_matter() -> None:
+    base = model()
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, base)
+    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))]
+    first, _ = strategy.aggregate_train(1, replies)
+    second, _ = strategy.aggregate_train(1, replies[::-1])
+    assert largest_difference(first, second) == 0.0
+
+
+def damaged(base: Tensors, **changes: Any) -> Tensors:
+    tensors = dict(base)
+    for name, value in changes.items():
+        key = next(k for k in tensors if k.endswith(name.replace("__", ".")))
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = value(tensors[key])
+    return tensors
+
+
+def no_examples(m: Message, base: Tensors) -> Message:
+    return reply(m, base, 0, 9)
+
+
+def undecodable(m: Message, base: Tensors) -> Message:
+    answer = reply(m, base, 1, 9)
+    record = answer.content["arrays"]
+    name = next(iter(record))
+    record[name] = Array(dtype="float32", shape=(2, 2), stype="numpy.ndarray", data=b"garbage")
+    return answer
+
+
+def two_array_records(m: Message, base: Tensors) -> Message:
+    answer = reply(m, base, 1, 9)
+    answer.content["more"] = ArrayRecord(base)
+    return answer
+
+
+def no_metrics(m: Message, base: Tensors) -> Message:
+    answer = reply(m, base, 1, 9)
+    del answer.content["metrics"]
+    return answer
+
+
+BAD = {
+    "is missing": lambda m, b: reply(m, damaged(b, classifier__bias=None), 1, 9),
+    "not part of the model": lambda m, b: reply(m, {**b, "extra": torch.ones(2)}, 1, 9),
+    "has shape": lambda m, b: reply(m, damaged(b, classifier__weight=lambda t: t[:, :-1]), 1, 9),
+    "holds NaN or Inf": lambda m, b: reply(m, damaged(b, pooler__dense__bias=lambda t: t / 0), 1, 9),
+    "is torch.int64": lambda m, b: reply(m, damaged(b, classifier__weight=lambda t: t.long()), 1, 9),
+    "must be a positive number": no_examples,
+    "is -3": lambda m, b: reply(m, b, -3, 9),
+    "is nan": lambda m, b: reply(m, b, float("nan"), 9),
+    r"is \[1, 2\]": lambda m, b: reply(m, b, [1, 2], 9),
+    "cannot be decoded": undecodable,
+    "2 ArrayRecords": two_array_records,
+    "0 MetricRecords": no_metrics,
+    "Send the same metrics": lambda m, b: reply(m, b, 1, 9, surprise=1.0),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(BAD))
+def test_a_bad_reply_is_set_aside_with_its_reason_and_the_round_goes_on(
+    reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = model()
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, report_path=report)
+    messages = broadcast(strategy, base, clients=4)
+    good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
+    expected, _ = strategy.aggregate_train(1, good)
+    report.unlink()
+    logging.getLogger("flwr").propagate = True
+    result, metrics = strategy.aggregate_train(1, [*good, BAD[reason](messages[3], base)])
+    assert largest_difference(expected, result) == 0.0
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 1
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    (aside,) = [row for row in rows if "set_aside" in row]
+    assert aside["client"] == 9
+    assert re.search(reason, aside["set_aside"])
+    assert "Reply of client 9 set aside" in caplog.text
+
+
+def test_failed_clients_leave_the_average_to_the_others() -> None:
+    base = model()
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, base)
+    sent = updates(base)
+    two = [reply(messages[i], sent[i], 10, i) for i in range(2)]
+    expected, _ = strategy.aggregate_train(1, two)
+    result, metrics = strategy.aggregate_train(1, [*two, failure(messages[2])])
+    assert largest_difference(expected, result) == 0.0
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 0
+
+
+def test_without_a_good_reply_the_model_stays() -> None:
+    base = model()
+    clients = {100 + i: lambda m: no_examples(m, base) for i in range(2)}
+    result = FedRot(CONFIG, fraction_evaluate=0.0).start(FakeGrid(clients), ArrayRecord(base), 2)
+    assert list(result.arrays) == []
+    assert result.train_metrics_clientapp[2]["fedrot-replies-set-aside"] >= 1
+
+
+def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
+    base = model()
+    symmetry = fedrot.symmetry_of(CONFIG, base)
+    report = tmp_path / "deep" / "report.jsonl"
+    strategy = FedRot(CONFIG, anchor="global", report_path=report)
+    messages = broadcast(strategy, base)
+    sent = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(updates(base))]
+    _, metrics = strategy.aggregate_train(
+        1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    )
+    assert metrics is not None
+    moved = {slot.tensor for g in symmetry.select(("attention", "ffn")) for slot in g.slots}
+
+    def distance(tensors: Tensors) -> float:
+        return sum(float((tensors[n] - base[n]).double().square().sum()) for n in moved)
+
+    after = [distance(fedrot.align(u, base, symmetry).apply(u)) for u in sent]
+    before = [distance(u) for u in sent]
+    assert metrics["fedrot-distance-before"] == pytest.approx(np.mean(before), rel=1e-5)
+    assert metrics["fedrot-distance-after"] == pytest.approx(np.mean(after), rel=1e-4)
+    removed = metrics["fedrot-share-rotation"] + metrics["fedrot-share-permutation"]
+    assert removed == pytest.approx(1 - sum(after) / sum(before), rel=1e-4)
+    assert metrics["fedrot-neurons-moved"] > 100
+    assert metrics["fedrot-heads-rotated"] == 3 * 2 * 2 * 3
+    assert metrics["fedrot-seconds"] > 0
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    assert len(rows) == 3 * 2 * 3
+    assert {row["layer"] for row in rows} == {0, 1}
+    assert sum(r["before"] for r in rows) == pytest.approx(sum(before), rel=1e-5)
+
+
+def test_a_threshold_skips_and_says_so() -> None:
+    base = model()
+    options = fedrot.AlignmentOptions(threshold=0.99)
+    strategy = FedRot(CONFIG, anchor="global", options=options)
+    messages = broadcast(strategy, base)
+    sent = updates(base)
+    result, metrics = strategy.aggregate_train(
+        1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    )
+    plain, _ = FedAvg().aggregate_train(
+        1, [reply(m, u, 10) for m, u in zip(messages, sent, strict=True)]
+    )
+    assert metrics is not None
+    assert metrics["fedrot-groups-skipped"] == 3 * 2 * 2
+    assert largest_difference(result, plain) < 1e-7
+
+
+def test_integer_and_boolean_buffers_are_the_broadcast_models() -> None:
+    base = {**model(), "steps": torch.tensor(7), "mask": torch.tensor([True, False])}
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, base)
+    sent = [{**u, "steps": torch.tensor(9), "mask": base["mask"]} for u in updates(model())]
+    result, _ = strategy.aggregate_train(
+        1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    )
+    arrays = arrays_of(result)
+    assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), 7)
+    assert arrays["mask"].dtype == np.dtype("bool")
+
+
+def test_the_replies_are_not_changed() -> None:
+    base = model()
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, base)
+    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))]
+    before = [arrays_of(r.content["arrays"]) for r in replies]
+    strategy.aggregate_train(1, replies)
+    for was, message in zip(before, replies, strict=True):
+        now = arrays_of(message.content["arrays"])
+        assert all((was[name] == now[name]).all() for name in was)
+
+
+class AlignedAdam(Aligned, FedAdam):
+    """The mixin in front of a server optimiser."""
+
+
+def test_the_mixin_works_in_front_of_a_server_optimiser() -> None:
+    base = model()
+    symmetry = fedrot.symmetry_of(CONFIG, base)
+    sent = updates(base)
+
+    def run(strategy: FedAvg, scramble: bool) -> ArrayRecord:
+        def client(index: int) -> Any:
+            tensors = sent[index]
+            if scramble:
+                tensors = fedrot.random_equivalent(tensors, symmetry, seed=index)
+            return lambda m: reply(m, tensors, 10, index)
+
+        grid = FakeGrid({100 + i: client(i) for i in range(3)})
+        return strategy.start(grid, ArrayRecord(base), 2).arrays
+
+    options = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, "eta": 0.01}
+    honest = run(AlignedAdam(CONFIG, anchor="global", **options), scramble=False)
+    scrambled = run(AlignedAdam(CONFIG, anchor="global", **options), scramble=True)
+    # Adam divides by the size of the change, so rounding grows where nothing changed.
+    assert largest_difference(honest, scrambled) < 1e-3
+    assert largest_difference(honest, run(FedAdam(**options), scramble=True)) > 5e-3
+
+
+def test_partial_participation_and_metrics_through_start() -> None:
+    base = model()
+
+    def client(index: int) -> Any:
+        return lambda m: reply(m, updates(base, 5)[index], 10, index)
+
+    grid = FakeGrid({100 + i: client(i) for i in range(5)})
+    strategy = FedRot(CONFIG, fraction_train=0.4, fraction_evaluate=0.0)
+    result = strategy.start(grid, ArrayRecord(base), 2)
+    assert [len(nodes) for nodes in grid.asked if nodes] == [2, 2]
+    assert "fedrot-share-rotation" in result.train_metrics_clientapp[2]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
+    with pytest.raises(fedrot.SymmetryError, match="not supported"):
+        broadcast(FedRot({"model_type": "mamba"}), model())
+    with pytest.raises(fedrot.FedrotError, match="Unknown anchor 'median'"):
+        FedRot(CONFIG, anchor="median")

@@ -29,8 +29,8 @@ class Reply:
 def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
     if message.has_content():
-        record = message.content.config_records.get(CLIENT_RECORD, {})
-        own = record.get(CLIENT_KEY)
+        record = message.content.config_records.get(CLIENT_RECORD)
+        own = record.get(CLIENT_KEY) if record is not None else None
         if isinstance(own, int):
             return own
     return message.metadata.src_node_id

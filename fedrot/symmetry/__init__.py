@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedrot.symmetry import bert, distilbert
 from fedrot.symmetry.description import DEFAULT_PARTS, PARTS, Group, Slot, Symmetry
 from fedrot.symmetry.family import Family
-from fedrot.symmetry.resolve import TensorsOrShapes, resolve
+from fedrot.symmetry.resolve import TensorsOrShapes, family_of, resolve, settings_of
 
 __all__ = [
     "DEFAULT_PARTS",
@@ -15,6 +15,7 @@ __all__ = [
     "Group",
     "Slot",
     "Symmetry",
+    "check_family",
     "supported",
     "symmetry_of",
 ]
@@ -25,6 +26,11 @@ FAMILIES: tuple[Family, ...] = (bert.FAMILY, distilbert.FAMILY)
 def supported() -> tuple[str, ...]:
     """Return the supported ``model_type`` names."""
     return tuple(name for family in FAMILIES for name in family.model_types)
+
+
+def check_family(config: object) -> None:
+    """Raise ``SymmetryError`` if the configuration's architecture is not supported."""
+    family_of(settings_of(config), FAMILIES)
 
 
 def symmetry_of(config: object, tensors: TensorsOrShapes) -> Symmetry:

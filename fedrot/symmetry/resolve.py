@@ -21,8 +21,8 @@ _WRAPPERS = frozenset({"module", "_orig_mod"})
 
 def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
     """Match ``config`` with a family and its names with those of ``tensors``."""
-    settings = _settings(config)
-    family = _family(settings, tensors, families)
+    settings = settings_of(config)
+    family = family_of(settings, families, next(iter(tensors), None))
     layers = int(_setting(settings, family, family.layers_key))
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
     names = _unwrapped(shapes)
@@ -56,7 +56,8 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     return Symmetry(family.name, layers, renamed, shapes, tied)
 
 
-def _settings(config: object) -> Mapping[str, Any]:
+def settings_of(config: object) -> Mapping[str, Any]:
+    """Return a transformers configuration, or a dictionary, as a dictionary."""
     to_dict = getattr(config, "to_dict", None)
     settings = to_dict() if callable(to_dict) else config
     if not isinstance(settings, Mapping):
@@ -66,15 +67,18 @@ def _settings(config: object) -> Mapping[str, Any]:
     return settings
 
 
-def _family(settings: Mapping[str, Any], tensors: TensorsOrShapes, families: Sequence[Family]) -> Family:
+def family_of(
+    settings: Mapping[str, Any], families: Sequence[Family], first_tensor: str | None = None
+) -> Family:
+    """Return the family of ``model_type``; raise ``SymmetryError`` if there is none."""
     model_type = settings.get("model_type")
     for family in families:
         if model_type in family.model_types:
             return family
+    unplaced = f" First tensor without a place: '{first_tensor}'." if first_tensor else ""
     raise SymmetryError(
         f"The architecture '{model_type}' is not supported (config key 'model_type'); supported: "
-        f"{_supported(families)}. First tensor without a place: "
-        f"'{next(iter(tensors), '(no tensors)')}'."
+        f"{_supported(families)}.{unplaced}"
     )
 
 

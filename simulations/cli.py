@@ -1,0 +1,153 @@
+"""The ``fedrot`` command."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from fedrot.simulations.runner import prepare_environment
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Aligned federated averaging of transformers, compared with plain averaging.",
+)
+console = Console()
+
+#: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    prepare_environment()
+    app()
+
+
+@app.command()
+def simulate(
+    out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
+    data: Annotated[
+        str, typer.Option(help="Data set: bundled, a task or corpus in --data-dir, or a hub name.")
+    ] = "goemotions_ekman",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    train_limit: Annotated[int | None, typer.Option(help="Use at most so many rows.")] = None,
+    test_limit: Annotated[int | None, typer.Option(help="Test on at most so many rows.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Pretrained encoder, folder or hub name; default: small BERT.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the small BERT.")] = 2,
+    width: Annotated[int, typer.Option(help="Hidden size of the small BERT.")] = 128,
+    heads: Annotated[int, typer.Option(help="Attention heads of the small BERT.")] = 4,
+    max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
+    dropout: Annotated[float, typer.Option(help="Dropout of the small BERT.")] = 0.1,
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
+    partition: Annotated[
+        str,
+        typer.Option(help="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME."),
+    ] = "iid",
+    holdout: Annotated[float, typer.Option(help="Share of its data a client tests on.")] = 0.1,
+    fraction_train: Annotated[float, typer.Option(help="Share of clients in a round.")] = 1.0,
+    start: Annotated[
+        str, typer.Option(help="Any of same, different, scrambled, separated by commas.")
+    ] = "same",
+    arms: Annotated[
+        str,
+        typer.Option(
+            help="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, separated by commas."
+        ),
+    ] = "plain,aligned",
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Rounds of federated training.")] = 3,
+    local_epochs: Annotated[int, typer.Option(help="Epochs per client and round.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,
+) -> None:
+    """Compare aligned with plain averaging in Flower's simulation engine."""
+    settings = dict(locals())
+    out = settings.pop("out")
+    settings["starts"] = settings.pop("start")
+    _guarded(lambda: _simulate([settings], out))
+
+
+@app.command()
+def compare(
+    grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[setting]] each.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")] = None,
+) -> None:
+    """Run a grid of settings, each with its arms, starts and seeds."""
+
+    def run() -> None:
+        with grid.open("rb") as file:
+            described = tomllib.load(file)
+        base = described.get("base", {})
+        if data_dir is not None:
+            base["data_dir"] = data_dir
+        settings = [{**base, **setting} for setting in described.get("setting", [])]
+        if not settings:
+            raise ValueError(f"'{grid}' describes no [[setting]].")
+        _simulate(settings, out)
+
+    _guarded(run)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Rebuild the plots and the HTML report of a run folder, complete or not."""
+
+    def run() -> None:
+        from fedrot.simulations.runner import present
+
+        if not (folder / "rows.jsonl").exists():
+            raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
+        present(folder, console)
+
+    _guarded(run)
+
+
+def _simulate(settings: list[dict[str, Any]], out: Path) -> None:
+    from fedrot.simulations import runner
+    from fedrot.simulations.config import SimulationConfig
+
+    configs = [SimulationConfig.from_flat(setting) for setting in settings]
+    names = [config.setting for config in configs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"The settings need names of their own, but are called {names}.")
+    if not runner.simulate(configs, out, shlex.join(["fedrot", *sys.argv[1:]]), console):
+        raise typer.Exit(INTERRUPTED)
+
+
+def _guarded(run: Callable[[], None]) -> None:
+    """Turn expected errors into one line and an exit code."""
+    try:
+        run()
+    except ValidationError as error:
+        for problem in error.errors():
+            where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"
+            _complain(f"Error in {where}: {problem['msg']}")
+        raise typer.Exit(BAD_INPUT) from None
+    except (OSError, ValueError) as error:
+        _complain(f"Error: {error}")
+        raise typer.Exit(BAD_INPUT) from None
+    except RuntimeError as error:
+        _complain(f"Error: {error}")
+        raise typer.Exit(FAILED) from None
+
+
+def _complain(message: str) -> None:
+    console.print(message, style="red", markup=False, highlight=False)

@@ -1,0 +1,195 @@
+"""The Flower ClientApp: train on the own partition, evaluate on the own held-out rows.
+
+Everything it needs comes in the message's configuration and the node's partition id, so the same app
+runs in the simulation engine and in a federation of real nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedrot.strategies.replies import CLIENT_KEY, CLIENT_RECORD
+
+if TYPE_CHECKING:
+    import torch
+
+    from fedrot.simulations.tasks import Task
+
+#: Metrics of a client's own model, before averaging, on the central held-out split.
+ALONE = "alone-"
+
+app = ClientApp()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one message asks for."""
+
+    config_json: str
+    seed: int
+    start: str
+    round: int
+    last_round: int
+    cache: str
+    client: int
+
+    @classmethod
+    def read(cls, message: Message, context: Context) -> Job:
+        """Read a job from a message and its node."""
+        (config,) = message.content.config_records.values()
+        return cls(
+            config_json=str(config["simulation"]),
+            seed=int(config["seed"]),  # type: ignore[arg-type]
+            start=str(config["start"]),
+            round=int(config["server-round"]),  # type: ignore[arg-type]
+            last_round=int(config["last-round"]),  # type: ignore[arg-type]
+            cache=str(config["cache"]),
+            client=int(context.node_config[CLIENT_KEY]),
+        )
+
+    @property
+    def stream(self) -> int:
+        """A seed of its own for every client, round and run."""
+        return (self.seed * 1_000 + self.round) * 1_000 + self.client
+
+
+@app.query()
+def who(message: Message, context: Context) -> Message:
+    """Answer with the node's partition id."""
+    return Message(RecordDict({CLIENT_RECORD: _identity(context)}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train from the received model (or from an own start) and return the update."""
+    from fedrot.simulations.tasks import task_of
+
+    job = Job.read(message, context)
+    task = task_of(job.config_json)
+    (arrays,) = message.content.array_records.values()
+    state, metrics = _cached(job, arrays, lambda: _train(job, task, arrays))
+    if job.start == "scrambled":
+        state = _scrambled(job, task, state)
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord(state),
+            "metrics": MetricRecord(metrics),
+            CLIENT_RECORD: _identity(context),
+        }
+    )
+    return Message(content, reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate the global model on the client's own held-out rows."""
+    from fedrot.simulations import training
+    from fedrot.simulations.tasks import task_of
+
+    job = Job.read(message, context)
+    task = task_of(job.config_json)
+    (arrays,) = message.content.array_records.values()
+    _, held_out = task.client_rows(job.seed, job.client)
+    model = _model(job, task)
+    model.load_state_dict(arrays.to_torch_state_dict())
+    metrics = training.evaluate(model, task.data, task.train, held_out)
+    content = RecordDict(
+        {
+            "metrics": MetricRecord({"num-examples": len(held_out), **metrics}),
+            CLIENT_RECORD: _identity(context),
+        }
+    )
+    return Message(content, reply_to=message)
+
+
+def _identity(context: Context) -> ConfigRecord:
+    return ConfigRecord({CLIENT_KEY: int(context.node_config[CLIENT_KEY])})
+
+
+@lru_cache(maxsize=1)
+def _empty_model(config_json: str) -> torch.nn.Module:
+    """Building a model costs more than loading weights into it."""
+    import torch
+
+    from fedrot.simulations.models import build_model
+    from fedrot.simulations.tasks import task_of
+
+    # Clients share the machine's cores; more threads than cores only get in each other's way.
+    torch.set_num_threads(1)
+    task = task_of(config_json)
+    return build_model(task.config, task.data, seed=0)
+
+
+def _model(job: Job, task: Task) -> torch.nn.Module:
+    return _empty_model(task.config.to_json())
+
+
+def _train(
+    job: Job, task: Task, arrays: ArrayRecord
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    import numpy as np
+
+    from fedrot.simulations import training
+    from fedrot.simulations.models import build_model
+
+    model = _model(job, task)
+    if job.start == "different" and job.round == 1:
+        own = build_model(task.config, task.data, seed=job.stream)
+        model.load_state_dict(own.state_dict())
+    else:
+        model.load_state_dict(arrays.to_torch_state_dict())
+    rows, _ = task.client_rows(job.seed, job.client)
+    loss = training.train(model, task.train, rows, task.config, job.stream)
+    metrics = {"num-examples": len(rows), "train-loss": loss}
+    if job.round == job.last_round:
+        everything = np.arange(len(task.test.labels))
+        alone = training.evaluate(model, task.data, task.test, everything)
+        metrics |= {f"{ALONE}{name}": value for name, value in alone.items()}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
+
+
+def _scrambled(job: Job, task: Task, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from fedrot import random_equivalent, symmetry_of
+    from fedrot.simulations.models import model_config
+
+    symmetry = symmetry_of(model_config(task.config, task.data), state)
+    return random_equivalent(state, symmetry, seed=job.stream)
+
+
+def _cached(job: Job, arrays: ArrayRecord, compute: Any) -> Any:
+    """Arms that send a client the same model get the same update: it is trained once.
+
+    Training is a function of the configuration, the seed, the round, the client and the received
+    bytes; the file's name is their hash.
+    """
+    if not job.cache:
+        return compute()
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    # Every start but "different" trains from what it received; scrambling comes after the cache.
+    own_start = job.start == "different" and job.round == 1
+    key = hashlib.sha256(json.dumps([job.config_json, job.stream, job.last_round, own_start]).encode())
+    for name, array in arrays.items():
+        key.update(name.encode())
+        key.update(array.data)
+    path = Path(job.cache) / f"{key.hexdigest()}.safetensors"
+    if path.exists():
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return state, json.loads(file.metadata()["metrics"])
+    state, metrics = compute()
+    temporary = path.with_suffix(f".{os.getpid()}")
+    separate = {name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(separate, temporary, metadata={"metrics": json.dumps(metrics)})
+    temporary.rename(path)
+    return state, metrics

@@ -1,0 +1,141 @@
+"""What a simulation runs: one validated, serialisable description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from fedrot.anchors import ANCHORS
+from fedrot.options import AlignmentOptions
+from fedrot.simulations.partition import parse_partition
+from fedrot.strategies import DEFAULT_ANCHOR
+
+Start = Literal["same", "different", "scrambled"]
+
+
+class Arm(BaseModel):
+    """How one arm averages: ``plain``, ``aligned``, or ``PARTS[@ANCHOR]``.
+
+    ``PARTS`` is any of attention, ffn, heads, rescale joined by ``+``; ``aligned`` stands for the
+    default parts, and an arm without ``@ANCHOR`` for the strategy's default anchor.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    align: bool
+    parts: tuple[str, ...] = ()
+    anchor: str = DEFAULT_ANCHOR
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """Read an arm from its name; raises ``ValueError`` with the grammar."""
+        if text == "plain":
+            return cls(name=text, align=False)
+        what, _, anchor = text.partition("@")
+        anchor = anchor or DEFAULT_ANCHOR
+        if anchor not in ANCHORS:
+            raise ValueError(f"arm '{text}': unknown anchor '{anchor}'; one of {', '.join(ANCHORS)}")
+        parts = AlignmentOptions().parts if what == "aligned" else tuple(what.split("+"))
+        try:
+            AlignmentOptions(parts=parts)
+        except ValueError as error:
+            raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned')") from error
+        return cls(name=text, align=True, parts=parts, anchor=anchor)
+
+
+class SimulationConfig(BaseModel):
+    """One comparison: arms and starts over the same data, partitions, seeds and batches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    setting: str = Field("default", description="Name of this setting in tables and rows.")
+    data: str = Field("goemotions_ekman", description="Data set name.")
+    data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
+    text_column: str | None = None
+    label_column: str | None = None
+    train_limit: Annotated[int, Field(gt=0)] | None = None
+    test_limit: Annotated[int, Field(gt=0)] | None = None
+
+    model: str | None = Field(None, description="Folder or hub name; None: a small BERT.")
+    layers: int = Field(2, gt=0)
+    width: int = Field(128, gt=0)
+    heads: int = Field(4, gt=0)
+    max_length: int = Field(64, gt=3)
+    dropout: float = Field(0.1, ge=0, lt=1)
+
+    clients: int = Field(4, gt=0)
+    partition: str = Field("iid", description="iid | dirichlet:A | pathological:K | keyclass:F | ...")
+    holdout: float = Field(0.1, ge=0, lt=1, description="Share of each client's data it tests on.")
+    fraction_train: float = Field(1.0, gt=0, le=1)
+
+    starts: tuple[Start, ...] = ("same",)
+    arms: tuple[str, ...] = ("plain", "aligned")
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rounds: int = Field(3, gt=0)
+    local_epochs: int = Field(1, gt=0)
+    batch_size: int = Field(32, gt=0)
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+
+    @field_validator("partition")
+    @classmethod
+    def _known_partition(cls, value: str) -> str:
+        parse_partition(value)
+        return value
+
+    @field_validator("arms")
+    @classmethod
+    def _known_arms(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for arm in value:
+            Arm.parse(arm)
+        return value
+
+    @field_validator("starts", "arms", "seeds")
+    @classmethod
+    def _some(cls, value: tuple[object, ...]) -> tuple[object, ...]:
+        if not value or len(set(value)) != len(value):
+            raise ValueError("needs at least one value, each once")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_heads(self) -> SimulationConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return self
+
+    @classmethod
+    def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
+        """Build from scalars, as command lines and Flower's run configuration have them.
+
+        ``starts`` and ``arms`` are comma-separated, ``seeds`` is their number and ``first_seed`` the
+        first of them; empty strings stand for the default, a limit of 0 for none, dashes in names for
+        underscores.
+        """
+        flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
+        for name in ("train_limit", "test_limit"):
+            flat[name] = flat.get(name) or None
+        for name in ("starts", "arms"):
+            if isinstance(flat.get(name), str):
+                flat[name] = tuple(p.strip() for p in flat[name].split(",") if p.strip())
+        first = flat.pop("first_seed", 0)
+        if isinstance(flat.get("seeds"), int):
+            flat["seeds"] = tuple(range(first, first + flat["seeds"]))
+        return cls.model_validate(flat)
+
+    def cells(self) -> list[tuple[int, Start, Arm]]:
+        """Return every (seed, start, arm), a seed's cells next to each other."""
+        return [
+            (seed, start, Arm.parse(arm))
+            for seed in self.seeds
+            for start in self.starts
+            for arm in self.arms
+        ]
+
+    def to_json(self) -> str:
+        """Return the configuration as one line of JSON, the same for equal configurations."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)

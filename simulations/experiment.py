@@ -1,0 +1,249 @@
+"""The server's side of a simulation: every cell of a configuration through Flower's strategy loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+
+from fedrot.options import AlignmentOptions
+from fedrot.simulations import training
+from fedrot.simulations.client_app import ALONE
+from fedrot.simulations.config import Arm, SimulationConfig, Start
+from fedrot.simulations.models import build_model, model_config
+from fedrot.simulations.runfolder import RunFolder
+from fedrot.simulations.tasks import Task, task_of
+from fedrot.strategies import FedRot
+from fedrot.strategies.replies import CLIENT_KEY, CLIENT_RECORD, client_id
+
+#: Called with (cell description, round, rounds) after every round.
+Progress = Callable[[str, int, int], None]
+
+
+class Interrupted(Exception):
+    """The user asked to stop; what is done is in the run folder."""
+
+
+class OrderedGrid(Grid):
+    """A grid that names nodes in the order of their partitions and can be stopped.
+
+    Node ids are random, so sampling from them would differ between two runs of the same seed.
+    """
+
+    def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
+        self._grid, self._stop = grid, stop
+        self._nodes = list(grid.get_node_ids())
+        while len(self._nodes) < nodes:
+            self._pause(0.5)
+            self._nodes = list(grid.get_node_ids())
+        questions = [
+            Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+            for node in self._nodes
+        ]
+        answers = self.send_and_receive(questions)
+        own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
+        missing = sorted(set(self._nodes) - set(own))
+        if missing:
+            raise RuntimeError(f"The nodes {missing} did not tell their partition id.")
+        self._nodes.sort(key=own.__getitem__)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Interrupted
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Send, and poll more often than Flower's default of seconds: rounds here are short."""
+        waiting = set(self._grid.push_messages(messages))
+        end = None if timeout is None else time.monotonic() + timeout
+        replies: list[Message] = []
+        while waiting and (end is None or time.monotonic() < end):
+            arrived = list(self._grid.pull_messages(waiting))
+            replies += arrived
+            waiting -= {message.metadata.reply_to_message_id for message in arrived}
+            if waiting:
+                self._pause(0.02)
+        return replies
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._nodes)
+
+    def set_run(self, run: Any) -> None:
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        return self._grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        return self._grid.create_message(*args, **kwargs)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._grid.pull_messages(message_ids)
+
+
+class SeededFedRot(FedRot):
+    """FedRot that samples the same clients in every arm: Flower samples from the global ``random``."""
+
+    def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seed = seed
+        self.round = 0
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.round = server_round
+        random.seed(f"{self._seed}:{server_round}")
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+def run_cells(
+    grid: Grid,
+    config: SimulationConfig,
+    folder: RunFolder,
+    stop: threading.Event,
+    progress: Progress,
+) -> None:
+    """Run every cell of ``config`` and write its rows as they come.
+
+    Raises:
+        Interrupted: ``stop`` was set.
+    """
+    task = task_of(config.to_json())
+    for seed in config.seeds:
+        parts = task.clients(seed)
+        folder.partition(config.setting, seed, task.data.train.labels, parts, task.data.label_names)
+    ordered = OrderedGrid(grid, stop, config.clients)
+    cache = Path(tempfile.mkdtemp(prefix="fedrot-updates-"))
+    try:
+        previous: int | None = None
+        for seed, start, arm in config.cells():
+            if seed != previous:
+                # Arms share updates only within a seed.
+                for file in cache.iterdir():
+                    file.unlink()
+                previous = seed
+            _run_cell(ordered, task, seed, start, arm, folder, cache, progress)
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+def _run_cell(
+    grid: Grid,
+    task: Task,
+    seed: int,
+    start: Start,
+    arm: Arm,
+    folder: RunFolder,
+    cache: Path,
+    progress: Progress,
+) -> None:
+    config = task.config
+    labels = {"setting": config.setting, "arm": arm.name, "start": start, "seed": seed}
+    model = build_model(config, task.data, seed)
+    everything = np.arange(len(task.test.labels))
+
+    def record(scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if not math.isnan(value):
+                folder.row(
+                    {**labels, "round": server_round, "scope": scope, "metric": name, "value": value}
+                )
+
+    def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        model.load_state_dict(arrays.to_torch_state_dict())
+        metrics = training.evaluate(model, task.data, task.test, everything)
+        record("central", server_round, metrics)
+        progress(f"{config.setting} · seed {seed} · {start} · {arm.name}", server_round, config.rounds)
+        return MetricRecord(dict(metrics))
+
+    trained_rounds: set[int] = set()
+
+    def after_training(contents: list[RecordDict], key: str) -> MetricRecord:
+        trained_rounds.add(strategy.round)
+        for content in contents:
+            client, metrics = _client_metrics(content)
+            alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
+            record(f"alone:{client}", strategy.round, alone)
+            record(f"client:{client}", strategy.round, {"train-loss": metrics["train-loss"]})
+        return MetricRecord()
+
+    def after_evaluation(contents: list[RecordDict], key: str) -> MetricRecord:
+        for content in contents:
+            client, metrics = _client_metrics(content)
+            metrics.pop(key)
+            record(f"client:{client}", strategy.round, metrics)
+        return MetricRecord()
+
+    report = cache / "alignment.jsonl"
+    strategy = SeededFedRot(
+        model_config(config, task.data).to_dict(),
+        seed=seed,
+        anchor=arm.anchor,
+        options=AlignmentOptions(parts=arm.parts) if arm.align else None,
+        align=arm.align,
+        report_path=report,
+        fraction_train=config.fraction_train,
+        fraction_evaluate=1.0 if config.holdout else 0.0,
+        min_train_nodes=1,
+        min_evaluate_nodes=1 if config.holdout else 0,
+        min_available_nodes=config.clients,
+        train_metrics_aggr_fn=after_training,
+        evaluate_metrics_aggr_fn=after_evaluation,
+    )
+    job: dict[str, int | str] = {
+        "simulation": config.to_json(),
+        "seed": seed,
+        "start": start,
+        "last-round": config.rounds,
+        "cache": str(cache),
+    }
+    result = strategy.start(
+        grid,
+        ArrayRecord(model.state_dict()),
+        num_rounds=config.rounds,
+        train_config=ConfigRecord({**job}),
+        evaluate_config=ConfigRecord({**job}),
+        evaluate_fn=central,
+    )
+    lost = sorted(set(range(1, config.rounds + 1)) - trained_rounds)
+    if lost:
+        raise RuntimeError(
+            f"No client returned a usable update in round {lost[0]} of arm '{arm.name}', seed {seed}. "
+            f"The reasons are in '{folder.path / 'flower.log'}'."
+        )
+    for server_round, metrics in result.train_metrics_clientapp.items():
+        record("alignment", server_round, dict(metrics))
+    if report.exists():
+        for line in report.read_text(encoding="utf-8").splitlines():
+            folder.alignment({**labels, **json.loads(line)})
+        report.unlink()
+    folder.flush()
+
+
+def _client_metrics(content: RecordDict) -> tuple[int, dict[str, Any]]:
+    (metrics,) = content.metric_records.values()
+    return int(content.config_records[CLIENT_RECORD][CLIENT_KEY]), dict(metrics)  # type: ignore[arg-type]

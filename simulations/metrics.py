@@ -1,0 +1,121 @@
+"""Scores and losses of predictions on a held-out split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Kind: TypeAlias = Literal["single", "multi", "regression"]
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def evaluate_predictions(
+    kind: Kind, metrics: Sequence[str], outputs: Array, labels: Array
+) -> dict[str, float]:
+    """Score model outputs; the result holds every metric asked for, and ``loss``.
+
+    Args:
+        kind: decides the loss: mean cross-entropy (``single``), mean binary cross-entropy over
+            rows and classes (``multi``), mean squared error (``regression``); in float64.
+        metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1``, ``micro_f1``, ``f1``
+            (of class 1), ``matthews``; ``pearson``, ``spearman`` for regression. Macro F1 averages
+            over the classes that occur in labels or predictions.
+        outputs: logits ``[n, classes]`` (a multi-label class is predicted where its logit exceeds
+            0), or predictions ``[n]`` or ``[n, 1]`` for regression.
+        labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
+
+    A correlation that is not defined (constant predictions) counts as 0.
+
+    Raises:
+        ValueError: no rows, shapes that do not fit, or a metric that does not exist for ``kind``.
+    """
+    outputs = np.asarray(outputs, dtype=np.float64)
+    if kind == "regression":
+        outputs = outputs.reshape(len(outputs), -1)
+        if outputs.shape[1:] != (1,):
+            raise ValueError(f"regression needs one output per row, got {outputs.shape[1]}")
+        outputs = outputs[:, 0]
+    expected = labels.shape if kind != "single" else (len(labels), outputs.shape[-1])
+    if outputs.shape != expected or not len(labels):
+        raise ValueError(
+            f"{kind} outputs of shape {outputs.shape} do not fit labels of shape {labels.shape}"
+        )
+    functions = _REGRESSION if kind == "regression" else _CLASSIFICATION
+    unknown = [metric for metric in metrics if metric not in functions]
+    if unknown:
+        raise ValueError(
+            f"unknown metric {unknown[0]!r} for {kind} labels; choose from {', '.join(functions)}"
+        )
+    predicted = _predict(kind, outputs)
+    scores = {metric: functions[metric](labels, predicted) for metric in metrics}
+    return {**scores, "loss": _LOSSES[kind](labels, outputs)}
+
+
+def _predict(kind: Kind, outputs: Array) -> Array:
+    if kind == "single":
+        return np.argmax(outputs, axis=1)
+    return np.where(outputs > 0, 1, 0) if kind == "multi" else outputs
+
+
+def _cross_entropy(labels: Array, logits: Array) -> float:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(shifted).sum(axis=1))
+    return float((log_sum - shifted[np.arange(len(labels)), labels]).mean())
+
+
+def _binary_cross_entropy(labels: Array, logits: Array) -> float:
+    return float((np.logaddexp(0.0, logits) - labels * logits).mean())
+
+
+def _squared_error(labels: Array, predictions: Array) -> float:
+    return float(((predictions - labels) ** 2).mean())
+
+
+def _accuracy(labels: Array, predicted: Array) -> float:
+    hits = labels == predicted
+    return float((hits if hits.ndim == 1 else hits.all(axis=1)).mean())
+
+
+def _f1(average: str) -> Callable[[Array, Array], float]:
+    def score(labels: Array, predicted: Array) -> float:
+        from sklearn.metrics import f1_score
+
+        return float(f1_score(labels, predicted, average=average, zero_division=0))
+
+    return score
+
+
+def _matthews(labels: Array, predicted: Array) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels, predicted))
+
+
+def _correlation(name: str) -> Callable[[Array, Array], float]:
+    def score(labels: Array, predictions: Array) -> float:
+        from scipy import stats
+
+        if len(labels) < 2 or np.ptp(labels) == 0 or np.ptp(predictions) == 0:
+            return 0.0
+        value = float(getattr(stats, name)(predictions, labels).statistic)
+        return value if np.isfinite(value) else 0.0
+
+    return score
+
+
+_CLASSIFICATION: dict[str, Callable[[Array, Array], float]] = {
+    "accuracy": _accuracy,
+    "macro_f1": _f1("macro"),
+    "micro_f1": _f1("micro"),
+    "f1": _f1("binary"),
+    "matthews": _matthews,
+}
+_REGRESSION = {"pearson": _correlation("pearsonr"), "spearman": _correlation("spearmanr")}
+_LOSSES: dict[Kind, Callable[[Array, Array], float]] = {
+    "single": _cross_entropy,
+    "multi": _binary_cross_entropy,
+    "regression": _squared_error,
+}

@@ -1,0 +1,290 @@
+"""How training rows are divided among clients.
+
+Heavy imports stay inside functions, because every client message may start a fresh process.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from fedrot.errors import FedrotError
+
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
+
+PartitionKind: TypeAlias = Literal["iid", "dirichlet", "pathological", "keyclass", "column"]
+Rows: TypeAlias = npt.NDArray[np.int64]
+
+SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:FRACTION, column:NAME"
+
+log = logging.getLogger(__name__)
+
+
+class PartitionError(FedrotError):
+    """A partition is misspelt, impossible for these rows, or would leave a client empty."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A way to divide rows; ``value`` is its parameter, empty for ``iid``."""
+
+    kind: PartitionKind
+    value: float | int | str = ""
+
+    def __str__(self) -> str:
+        return self.kind if self.value == "" else f"{self.kind}:{self.value}"
+
+
+def parse_partition(spec: str) -> Partition:
+    """Read ``iid``, ``dirichlet:0.5``, ``pathological:2``, ``keyclass:0.8`` or ``column:source``.
+
+    Raises:
+        PartitionError: unknown or incomplete, alpha not above 0, fewer than one class per client,
+            or a fraction outside (0, 1].
+    """
+    kind, _, value = spec.strip().partition(":")
+    if kind not in get_args(PartitionKind) or (kind == "iid") != (value == ""):
+        raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
+    if kind == "iid":
+        return Partition("iid")
+    if kind == "column":
+        return Partition("column", value)
+    try:
+        number = float(value)
+    except ValueError:
+        raise PartitionError(f"partition {spec!r}: {value!r} is not a number; use {SPECS}") from None
+    if kind == "dirichlet":
+        if not 0 < number < float("inf"):
+            raise PartitionError(f"partition {spec!r}: alpha must be above 0 (0.5 is common)")
+        return Partition("dirichlet", number)
+    if kind == "keyclass":
+        if not 0 < number <= 1:
+            raise PartitionError(f"partition {spec!r}: the fraction must lie in (0, 1], such as 0.8")
+        return Partition("keyclass", number)
+    if number < 1 or not number.is_integer():
+        raise PartitionError(f"partition {spec!r}: give a whole number of classes, at least 1")
+    return Partition("pathological", int(number))
+
+
+def split_clients(
+    split_labels: npt.NDArray[Any],
+    columns: Mapping[str, Sequence[object]],
+    partition: Partition,
+    clients: int,
+    seed: int,
+) -> list[Rows]:
+    """Divide the rows of a split among ``clients``; the same seed gives the same division.
+
+    * ``iid``: a random division into equal parts.
+    * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
+    * ``pathological:K``: each client holds exactly K classes. With fewer than classes/K clients
+      some class has no holder; its rows are dropped. Every other partition keeps all rows.
+    * ``keyclass:FRACTION``: see ``_key_class_rows``.
+    * ``column:NAME``: one client per value of the column, in the order of the values; when there
+      are more values than clients, whole values are grouped, largest first, each into the group
+      that is smallest so far. The seed has no influence.
+
+    Args:
+        split_labels: as in ``Split.labels``. Partitions by class use the first true label of a
+            multi-label row (or "none"), and the score rounded to an integer in regression.
+        columns: as in ``Split.columns``.
+
+    Returns:
+        per client a sorted int64 array of row numbers; disjoint and none of them empty.
+
+    Raises:
+        PartitionError: fewer than one client, fewer rows than clients, more classes per client
+            than there are, an unknown or incomplete column, or a client without rows.
+    """
+    rows = len(split_labels)
+    if clients < 1:
+        raise PartitionError(f"{clients} clients asked for; at least 1 is needed")
+    if rows < clients:
+        raise PartitionError(
+            f"{rows} rows cannot be divided among {clients} clients; use fewer clients or more rows"
+        )
+    if partition.kind == "column":
+        parts = _column_rows(str(partition.value), columns, clients)
+    elif partition.kind == "keyclass":
+        keys = partition_keys(split_labels)
+        parts = _key_class_rows(keys, float(partition.value), clients, seed)
+    else:
+        parts = _flower_rows(partition, partition_keys(split_labels), clients, seed)
+    empty = [client for client, part in enumerate(parts) if not len(part)]
+    if empty:
+        raise PartitionError(
+            f"partition {partition}: client {empty[0]} of {clients} would have no rows; use fewer "
+            "clients, more rows or a milder partition"
+        )
+    return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
+
+
+def partition_keys(labels: npt.NDArray[Any]) -> Rows:
+    """The class by which each row is divided: int64 ``[n]``, from 0.
+
+    Single label: the label. Multi-label: the first true label, or the number of classes where none
+    is true. Regression: the score rounded to an integer, counted from the lower of 0 and the least.
+    """
+    if labels.ndim == 2:
+        none = labels.shape[1]
+        return np.where(labels.any(axis=1), labels.argmax(axis=1), none).astype(np.int64)
+    if np.issubdtype(labels.dtype, np.floating):
+        bins = np.rint(labels).astype(np.int64)
+        return bins - min(0, int(bins.min(initial=0)))
+    return labels.astype(np.int64)
+
+
+def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str, ...]:
+    """Names of the columns of ``histogram``: classes, perhaps "none", or score bins."""
+    if labels.ndim == 2:
+        return (*label_names, "none") if not labels.any(axis=1).all() else tuple(label_names)
+    if np.issubdtype(labels.dtype, np.floating):
+        low = min(0, int(np.rint(labels).min(initial=0)))
+        return tuple(str(low + key) for key in range(int(partition_keys(labels).max()) + 1))
+    return tuple(label_names)
+
+
+def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> Rows:
+    """Rows per client and class: int64 ``[clients, classes]``.
+
+    Every row is counted once, under its ``partition_keys`` class, so a row of the result sums to
+    the client's size. ``classes`` is a lower bound: multi-label rows without a true label and
+    regression bins add columns, named by ``key_names``.
+    """
+    keys = partition_keys(labels)
+    width = max(classes, int(keys.max(initial=0)) + 1)
+    return np.stack([np.bincount(keys[part], minlength=width) for part in parts]).astype(np.int64)
+
+
+def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> list[Rows]:
+    from flwr_datasets import partitioner as flower
+
+    order = np.arange(len(keys))
+    chosen: Partitioner
+    if partition.kind == "iid":
+        # Flower's IID partitioner cuts contiguous blocks and leaves shuffling to its caller.
+        order = np.random.default_rng(seed).permutation(len(keys))
+        chosen = flower.IidPartitioner(clients)
+    elif partition.kind == "dirichlet":
+        chosen = flower.DirichletPartitioner(
+            clients, "key", float(partition.value), min_partition_size=1, shuffle=False, seed=seed
+        )
+    else:
+        per_client, present = int(partition.value), len(np.unique(keys))
+        if per_client > present:
+            raise PartitionError(
+                f"partition {partition}: each client wants {per_client} classes, but the training "
+                f"rows have {present}; use pathological:{present} or less"
+            )
+        chosen = flower.PathologicalPartitioner(
+            clients, "key", per_client, "first-deterministic", shuffle=False, seed=seed
+        )
+    try:
+        return _load_all(chosen, {"row": order, "key": keys[order]}, clients)
+    except ValueError as error:
+        raise PartitionError(
+            f"partition {partition} among {clients} clients: a client would have no rows; use "
+            f"fewer clients or a milder partition ({error})"
+        ) from error
+
+
+def _load_all(partitioner: Partitioner, columns: Mapping[str, Any], clients: int) -> list[Rows]:
+    from datasets import Dataset
+
+    partitioner.dataset = Dataset.from_dict(dict(columns))
+    # Retries of the draw and dropped classes are part of the definitions, and the progress bar of
+    # a few milliseconds would break the caller's display.
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        parts = [partitioner.load_partition(client) for client in range(clients)]
+    return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
+
+
+def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: int) -> list[Rows]:
+    from flwr_datasets.partitioner import NaturalIdPartitioner
+
+    if column not in columns:
+        raise PartitionError(
+            f"partition column:{column}: there is no such column; columns are "
+            f"{', '.join(columns) or 'none besides text and label'}"
+        )
+    missing = sum(value is None for value in columns[column])
+    if missing:
+        raise PartitionError(f"partition column:{column}: {missing} rows have no value; remove them")
+    values = list(map(str, columns[column]))
+    distinct = len(set(values))
+    if distinct < clients:
+        raise PartitionError(
+            f"partition column:{column}: {distinct} values for {clients} clients, so client "
+            f"{distinct} would have no rows; use at most {distinct} clients"
+        )
+    natural = {"row": np.arange(len(values)), "value": values}
+    parts = _load_all(NaturalIdPartitioner("value"), natural, distinct)
+    if distinct == clients:
+        return parts
+    groups: list[list[Rows]] = [[] for _ in range(clients)]
+    for part in sorted(parts, key=len, reverse=True):
+        min(groups, key=lambda group: sum(map(len, group))).append(part)
+    return [np.concatenate(group) for group in groups]
+
+
+def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> list[Rows]:
+    """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of clients.
+
+    Client k has key class k mod C, of the C classes that occur, and gets ``fraction`` of that
+    class's rows, shared evenly with the clients of the same key class. The other rows fill the
+    clients up to equal sizes (to within one row) at random, and go to a client of another key
+    class as far as equal sizes allow. A share larger than an equal part is cut to it.
+    """
+    rng = np.random.default_rng(seed)
+    present, classes = np.unique(keys, return_inverse=True)
+    rows_of = [rng.permutation(np.flatnonzero(classes == c)) for c in range(len(present))]
+    key_of = np.arange(clients) % len(present)
+    own = np.arange(len(present))[:, None] == key_of[None, :]
+    room = np.full(clients, len(keys) // clients)
+    room[: len(keys) % clients] += 1
+
+    counts = np.zeros((len(present), clients), dtype=np.int64)
+    for c in range(min(len(present), clients)):
+        holders = np.flatnonzero(own[c])
+        share = round(fraction * len(rows_of[c]))
+        wanted = share // len(holders) + (np.arange(len(holders)) < share % len(holders))
+        counts[c, holders] = np.minimum(wanted, room[holders])
+        if (wanted > room[holders]).any():
+            log.warning(
+                "keyclass:%s: %d rows of class %s exceed an equal part and were cut to it",
+                fraction, share, present[c],
+            )  # fmt: skip
+    rest = np.array([len(rows) for rows in rows_of]) - counts.sum(axis=1)
+    counts += _deal(rest, room - counts.sum(axis=0), own, rng)
+    cuts = counts.cumsum(axis=1)[:, :-1]
+    pieces = [np.split(rows, cut) for rows, cut in zip(rows_of, cuts, strict=True)]
+    return [np.concatenate([piece[client] for piece in pieces]) for client in range(clients)]
+
+
+def _deal(rest: Rows, room: Rows, forbidden: npt.NDArray[np.bool_], rng: np.random.Generator) -> Rows:
+    """Deal ``rest[c]`` rows per class into ``room[k]`` places at random: counts ``[C, K]``.
+
+    Rows in a forbidden cell then change places with rows for which both new cells are allowed.
+    """
+    dealt = np.zeros(forbidden.shape, dtype=np.int64)
+    places = rng.permutation(np.repeat(np.arange(len(room)), room))
+    np.add.at(dealt, (np.repeat(np.arange(len(rest)), rest), places), 1)
+    for c, k in np.argwhere(forbidden):
+        partners = np.where(~forbidden[c][None, :] & ~forbidden[:, k][:, None], dealt, 0)
+        moves = min(int(dealt[c, k]), int(partners.sum()))
+        swap = rng.multivariate_hypergeometric(partners.ravel(), moves).reshape(dealt.shape)
+        dealt -= swap
+        dealt[c] += swap.sum(axis=0)
+        dealt[:, k] += swap.sum(axis=1)
+        dealt[c, k] -= moves
+    return dealt

@@ -1,0 +1,162 @@
+"""The pictures of a run's report: partition, metrics by round, distance removed by alignment."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedrot.simulations.statistics import CENTRAL, Row, removed_shares
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart; yellow last, as it is pale.
+PALETTE = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442",
+)  # fmt: skip
+MARKERS = "osD^vPX*"
+LINES = ("-", "--", "-.", ":")
+
+
+def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Path:
+    """Stacked bars: rows of each class (``names``) per client; ``counts`` is [clients][classes]."""
+    table = np.asarray(counts)
+    clients = np.arange(len(table))
+    figure, axes = _figure(1, 1, width=max(6.0, min(12.0, 3.5 + 0.45 * len(table))))
+    ax = axes[0][0]
+    base = np.zeros(len(table))
+    for index, column in enumerate(table.T):
+        name = names[index] if index < len(names) else "none"
+        colour = _colour(index, table.shape[1])
+        ax.bar(clients, column, 0.75, base, label=name, color=colour, edgecolor="white", lw=0.4)
+        base += column
+    if len(table) <= 20:
+        ax.set_xticks(clients, [str(client) for client in clients])
+    ax.set_xlabel("client")
+    ax.set_ylabel("training rows")
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _save(figure, path)
+
+
+def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str]) -> Path:
+    """Central ``metric`` by round: a line per arm (mean over seeds, band ± sd), a panel per start.
+
+    ``rows`` belong to one setting. A round is drawn over the seeds that reached it. The place of an
+    arm in ``arms`` gives its colour.
+    """
+    series: dict[str, dict[str, dict[int, dict[int, float]]]] = {}
+    for row in rows:
+        if row["scope"] == CENTRAL and row["metric"] == metric:
+            by_arm = series.setdefault(str(row["start"]), {})
+            by_round = by_arm.setdefault(str(row["arm"]), defaultdict(dict))
+            by_round[int(row["round"])][int(row["seed"])] = float(row["value"])
+    figure, axes = _figure(1, len(series), sharey=True)
+    for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
+        for arm, by_round in by_arm.items():
+            _band(ax, by_round, arm, arms.index(arm))
+        ax.set_title(f"start: {start}", loc="left")
+        ax.set_xlabel("round")
+        _whole_numbers(ax)
+    axes[0][0].set_ylabel(metric.replace("_", " "))
+    _shared_legend(figure, axes.flat)
+    return _save(figure, path)
+
+
+def alignment_plot(path: Path, rows: Iterable[Row], arms: Sequence[str]) -> Path:
+    """Share of the squared distance to the anchor removed: bars per layer and arm.
+
+    A row of panels per start, a panel per part; distances are summed over rounds, clients, seeds
+    and groups. ``rows`` belong to one setting and have ``before`` and ``after``.
+    """
+    shares = {key[1:]: share for key, share in removed_shares(rows).items()}
+    starts = list(dict.fromkeys(start for start, _, _, _ in shares))
+    aligned = list(dict.fromkeys(arm for _, arm, _, _ in shares))
+    parts = list(dict.fromkeys(part for _, _, part, _ in shares))
+    figure, axes = _figure(len(starts), len(parts), sharey=True)
+    width = 0.8 / len(aligned)
+    for (row, start), (column, part) in product(enumerate(starts), enumerate(parts)):
+        ax = axes[row][column]
+        layers = sorted({key[3] for key in shares if key[2] == part})
+        for index, arm in enumerate(aligned):
+            places = np.arange(len(layers)) + (index - (len(aligned) - 1) / 2) * width
+            heights = [100 * shares.get((start, arm, part, layer), 0.0) for layer in layers]
+            colour = _colour(arms.index(arm) if arm in arms else index, len(PALETTE))
+            ax.bar(places, heights, 0.9 * width, label=arm, color=colour)
+        ax.set_xticks(np.arange(len(layers)), [str(layer) for layer in layers])
+        ax.set_title(f"{part}, start: {start}", loc="left")
+        ax.set_xlabel("layer")
+        ax.axhline(0, color="0.4", lw=0.8)
+    for panels in axes:
+        panels[0].set_ylabel("squared distance removed (%)")
+    _shared_legend(figure, axes.flat)
+    return _save(figure, path)
+
+
+def _band(ax: Axes, by_round: dict[int, dict[int, float]], arm: str, index: int) -> None:
+    rounds = sorted(by_round)
+    values = [list(by_round[r].values()) for r in rounds]
+    mean = np.array([np.mean(v) for v in values])
+    sd = np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
+    colour = _colour(index, len(PALETTE))
+    marker, line = MARKERS[index % len(MARKERS)], LINES[index % len(LINES)]
+    ax.plot(rounds, mean, line, marker=marker, color=colour, label=arm, ms=4, lw=1.6)
+    ax.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.15, lw=0)
+
+
+def _colour(index: int, of: int) -> Any:
+    import matplotlib
+
+    if of <= len(PALETTE):
+        return PALETTE[index % len(PALETTE)]
+    return matplotlib.colormaps["cividis"](index / max(1, of - 1))
+
+
+def _figure(
+    rows: int, columns: int, *, width: float | None = None, sharey: bool = False
+) -> tuple[Figure, Any]:
+    # The figure is made without pyplot, which would pick a display and keep global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width or 1.2 + 3.8 * max(columns, 1.3), 3.4 * rows), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", color="0.9", lw=0.8)
+        ax.set_axisbelow(True)
+    return figure, axes
+
+
+def _whole_numbers(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    columns = min(4, len(entries))
+    figure.legend(
+        entries.values(), entries.keys(), loc="upper center", bbox_to_anchor=(0.5, 0),
+        ncols=columns, frameon=False,
+    )  # fmt: skip
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.tight_layout()
+    figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")
+    temporary.replace(path)
+    return path

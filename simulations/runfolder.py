@@ -1,0 +1,119 @@
+"""A run's folder: configuration, versions, raw rows; readable at any moment, complete or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_PACKAGES = (
+    "fedrot",
+    "torch",
+    "numpy",
+    "scipy",
+    "flwr",
+    "ray",
+    "flwr-datasets",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "scikit-learn",
+)
+
+ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
+
+
+class RunFolder:
+    """Writes ``config.json``, ``versions.json``, ``partition.json``, ``rows.jsonl`` and ``rows.csv``.
+
+    Raises:
+        FileExistsError: the folder already holds rows of another run.
+    """
+
+    def __init__(self, path: Path, settings: Sequence[Mapping[str, Any]], command: str) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        if (path / "rows.jsonl").exists():
+            raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
+        self._partitions: dict[str, Any] = {}
+        self.write_json("config.json", {"command": command, "settings": list(settings)})
+        self.write_json("versions.json", versions())
+        self._rows = (path / "rows.jsonl").open("a", encoding="utf-8")
+        self._alignments = (path / "alignment.jsonl").open("a", encoding="utf-8")
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Append one row of results."""
+        self._rows.write(json.dumps({name: row[name] for name in ROW_FIELDS}) + "\n")
+
+    def alignment(self, row: Mapping[str, Any]) -> None:
+        """Append one row of the alignment report."""
+        self._alignments.write(json.dumps(row) + "\n")
+
+    def flush(self) -> None:
+        """Put what was appended so far on disk."""
+        for file in (self._rows, self._alignments):
+            file.flush()
+
+    def partition(
+        self,
+        setting: str,
+        seed: int,
+        labels: np.ndarray,
+        parts: Sequence[np.ndarray],
+        names: Sequence[str],
+    ) -> None:
+        """Record how many rows of each class every client holds."""
+        from fedrot.simulations.partition import histogram
+
+        counts = histogram(labels, parts, len(names)).tolist()
+        sizes = [len(part) for part in parts]
+        by_setting = self._partitions.setdefault(setting, {"label_names": list(names), "seeds": {}})
+        by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
+        self.write_json("partition.json", self._partitions)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file whole or not at all."""
+        temporary = self.path / f".{name}.{os.getpid()}"
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self.path / name)
+
+    def close(self, complete: bool) -> None:
+        """Finish: write the CSV beside the rows, and whether the run is complete."""
+        self._rows.close()
+        self._alignments.close()
+        temporary = self.path / f".rows.csv.{os.getpid()}"
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ROW_FIELDS)
+            writer.writeheader()
+            writer.writerows(read_rows(self.path))
+        temporary.replace(self.path / "rows.csv")
+        self.write_json("status.json", {"complete": complete})
+
+
+def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
+    """Read a JSON-lines file of a run folder; an unfinished last line is left out."""
+    rows = []
+    for line in (path / name).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,184 @@
+"""Run simulations through Flower's engine, show progress, and leave a run folder behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.runfolder import RunFolder
+
+#: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Set what is not set yet of ``ENVIRONMENT``; call before importing Flower."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def check(configs: Sequence[SimulationConfig]) -> None:
+    """Load model, data and partitions of every configuration, so that bad input fails at once."""
+    from fedrot.simulations.models import build_model, model_config, settings_of
+    from fedrot.simulations.tasks import task_of
+    from fedrot.symmetry import check_family, symmetry_of
+
+    for config in configs:
+        # An unsupported family is refused before its tokenizer and weights are looked for.
+        check_family(settings_of(config))
+        task = task_of(config.to_json())
+        for seed in config.seeds:
+            task.clients(seed)
+        model = build_model(config, task.data, seed=0)
+        symmetry_of(model_config(config, task.data), model.state_dict())
+
+
+def present(out: Path, console: Console) -> None:
+    """Print the table of a run folder and write its report."""
+    from fedrot.simulations.report import summary_table, write_report
+    from fedrot.simulations.runfolder import read_rows
+
+    console.print(summary_table(read_rows(out)))
+    console.print(f"Report: {write_report(out)}", markup=False)
+
+
+def simulate(configs: Sequence[SimulationConfig], out: Path, command: str, console: Console) -> bool:
+    """Run every configuration into the folder ``out``; return False if the user interrupted it.
+
+    Raises:
+        FileExistsError: the folder holds another run.
+        FedrotError: data, partition or model cannot be used.
+        RuntimeError: a simulation failed; what was done before is in the folder.
+    """
+    from fedrot.simulations.experiment import Interrupted
+
+    check(configs)
+    folder = RunFolder(out, [c.model_dump(mode="json") for c in configs], command)
+    complete = False
+    try:
+        with _interruptible() as stop, _progress(console, configs) as advance:
+            for config in configs:
+                _run(config, folder, stop, advance)
+        complete = True
+    except Interrupted:
+        console.print(f"Interrupted; what is done is in {out}.", style="yellow")
+    finally:
+        folder.close(complete)
+        present(out, console)
+    return complete
+
+
+def _run(config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any) -> None:
+    _log_to(folder.path / "flower.log")
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
+    from fedrot.simulations.client_app import app as client_app
+    from fedrot.simulations.experiment import Interrupted, run_cells
+
+    server_app = ServerApp()
+    failure: list[BaseException] = []
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            run_cells(grid, config, folder, stop, advance)
+        except BaseException as error:
+            failure.append(error)
+            raise
+
+    cores = os.cpu_count() or 1
+    try:
+        run_simulation(
+            server_app,
+            client_app,
+            num_supernodes=config.clients,
+            backend_config={
+                "init_args": {"num_cpus": cores, "num_gpus": 0, "include_dashboard": False},
+                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            },
+        )
+    except Exception as error:
+        cause = failure[0] if failure else error
+        if isinstance(cause, Interrupted):
+            raise cause from None
+        raise RuntimeError(f"The simulation of setting '{config.setting}' failed: {cause}") from cause
+
+
+def _log_to(path: Path) -> None:
+    """Send Flower's log to a file: the console belongs to the progress display."""
+    logger = logging.getLogger("flwr")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into a stop at the next opportunity; a second one kills as usual."""
+    stop = threading.Event()
+
+    def interrupt(signum: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    total = sum(len(config.cells()) * config.rounds for config in configs)
+    with Progress(*columns, console=console, transient=False) as progress:
+        bar = progress.add_task("starting Flower's engine", total=total)
+
+        def advance(description: str, server_round: int, rounds: int) -> None:
+            progress.update(
+                bar,
+                description=f"{description} · round {server_round}/{rounds}",
+                advance=1 if server_round else 0,
+            )
+            if not console.is_terminal:
+                console.print(f"{description}: round {server_round}/{rounds}", highlight=False)
+
+        yield advance

@@ -1,0 +1,183 @@
+"""Results of a run in words and tables: for the terminal, for Markdown and for the report."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fedrot.simulations.statistics import (
+    LOWER_IS_BETTER,
+    Paired,
+    Row,
+    Summary,
+    final_values,
+    metrics_in,
+    paired_difference,
+    removed_shares,
+    setting_of,
+    summarise,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+BASELINE = "plain"
+# Below this share of the squared distance, alignment of a layer is called without effect.
+NEGLIGIBLE = 0.01
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the result table: an arm, its metrics, and its difference from the baseline."""
+
+    setting: str
+    start: str
+    arm: str
+    seeds: int
+    scores: tuple[Summary | None, ...]
+    differences: tuple[Paired | None, ...]
+
+
+def result_lines(rows: Sequence[Row], metrics: Sequence[str], baseline: str = BASELINE) -> list[Line]:
+    """One line per setting, start and arm, with a score and a difference per metric.
+
+    Differences are ``None`` for the baseline itself and where a setting and start have none.
+    """
+    values = final_values(rows)
+    scores = {(s.setting, s.start, s.arm, s.metric): s for s in summarise(rows, metrics)}
+    lines = []
+    for setting, start, arm in dict.fromkeys(key[:3] for key in scores):
+        differences: list[Paired | None] = []
+        for metric in metrics:
+            ours = values.get((setting, start, arm, metric), {})
+            theirs = values.get((setting, start, baseline, metric))
+            if arm == baseline or theirs is None:
+                differences.append(None)
+                continue
+            by_seed = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+            differences.append(paired_difference(by_seed, lower_is_better=metric in LOWER_IS_BETTER))
+        found = tuple(scores.get((setting, start, arm, metric)) for metric in metrics)
+        seeds = max(score.n for score in found if score)
+        lines.append(Line(setting, start, arm, seeds, found, tuple(differences)))
+    return lines
+
+
+def format_score(score: Summary | None) -> str:
+    """``0.694 ± 0.012``, without the spread if there is one seed."""
+    if score is None:
+        return "-"
+    return f"{score.mean:.3f}" + ("" if math.isnan(score.sd) else f" ± {score.sd:.3f}")
+
+
+def format_difference(difference: Paired | None) -> str:
+    """``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
+    if difference is None:
+        return "-"
+    if difference.n == 0:
+        return difference.verdict
+    interval = f" [{difference.ci_low:+.3f}, {difference.ci_high:+.3f}]"
+    shown = "" if math.isnan(difference.ci_low) else interval
+    return f"{difference.mean:+.3f}{shown} {difference.verdict}"
+
+
+def summary_table(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> Table:
+    """The final-round results for the terminal: mean ± sd per metric, difference of the first.
+
+    Args:
+        headline_metrics: columns of the table; all central metrics if not given.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    metrics = list(headline_metrics or metrics_in(rows))
+    header, lines = _cells(rows, metrics, BASELINE, metrics[:1])
+    first = 0 if len({line[0] for line in lines}) > 1 else 1  # one setting needs no column
+    table = Table(
+        title="Final round: mean ± standard deviation over seeds",
+        caption=f"Difference from {BASELINE}: paired by seed, two-sided 95 % t interval.",
+    )
+    for name, justify in zip(header[first:], _justify(header)[first:], strict=True):
+        table.add_column(name, justify=justify)
+    for line in lines:
+        # Plain text: brackets in names and intervals are no markup.
+        table.add_row(*map(Text, line[first:]))
+    return table
+
+
+def markdown_table(
+    rows: Sequence[Row], metrics: Sequence[str] | None = None, baseline: str = BASELINE
+) -> str:
+    """The final-round results as a Markdown table, with the paired difference of every metric."""
+    metrics = list(metrics or metrics_in(rows))
+    header, lines = _cells(rows, metrics, baseline, metrics)
+    rule = ["---" if justify == "left" else "---:" for justify in _justify(header)]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, rule, *lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
+
+
+def _cells(
+    rows: Sequence[Row], metrics: Sequence[str], baseline: str, compared: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    against = [f"{metric}: difference from {baseline}" for metric in compared]
+    header = ["setting", "start", "arm", "seeds", *metrics, *against]
+    lines = []
+    for line in result_lines(rows, metrics, baseline):
+        scores = [format_score(score) for score in line.scores]
+        differences = [format_difference(d) for d in line.differences[: len(compared)]]
+        lines.append([line.setting, line.start, line.arm, str(line.seeds), *scores, *differences])
+    return header, lines
+
+
+def _justify(header: Sequence[str]) -> list[Literal["left", "right"]]:
+    return ["left" if index < 3 else "right" for index in range(len(header))]
+
+
+def findings(lines: Sequence[Line], metrics: Sequence[str], alignment: Sequence[Row]) -> list[str]:
+    """Sentences on where alignment hurt, did nothing, or could not be done."""
+    said = []
+    for line in lines:
+        for metric, difference in zip(metrics, line.differences, strict=True):
+            if difference is not None:
+                said += _doubts(line, metric, difference)
+    return said + _idle_layers(alignment) + _set_aside(alignment)
+
+
+def _doubts(line: Line, metric: str, difference: Paired) -> list[str]:
+    where = f"{line.setting or 'this run'}, start {line.start}: {line.arm}"
+    change = format_difference(difference).removesuffix(f" {difference.verdict}")
+    if difference.verdict == "worse":
+        return [f"{where} hurt {metric} against {BASELINE}: {change}."]
+    if difference.verdict == "within noise":
+        return [f"{where} made no measurable difference to {metric}: {change}."]
+    if difference.verdict == "not finite":
+        return [f"{where} or {BASELINE} diverged: {metric} is not finite."]
+    return []
+
+
+def _idle_layers(alignment: Sequence[Row]) -> list[str]:
+    """Where alignment found next to nothing to remove."""
+    idle: dict[tuple[str, str, str, str], list[str]] = {}
+    for (setting, start, arm, part, layer), share in removed_shares(alignment).items():
+        if share < NEGLIGIBLE:
+            shown = f"{layer} ({100 * share:.2g} %)"
+            idle.setdefault((setting, start, arm, part), []).append(shown)
+    return [
+        f"{setting or 'this run'}, start {start}: {arm} removed less than {100 * NEGLIGIBLE:.0f} % "
+        f"of the squared distance by {part} in layer {', '.join(layers)}."
+        for (setting, start, arm, part), layers in idle.items()
+    ]
+
+
+def _set_aside(alignment: Sequence[Row]) -> list[str]:
+    reasons = Counter(
+        (setting_of(row), str(row.get("arm")), str(row["set_aside"]))
+        for row in alignment
+        if "set_aside" in row
+    )
+    return [
+        f"{setting or 'this run'}: {arm} set a reply aside {count} time(s): {reason}"
+        for (setting, arm, reason), count in reasons.items()
+    ]

@@ -1,0 +1,98 @@
+"""One-way arrows: simulations -> strategies -> fedrot, and a light ``import fedrot``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("flwr", "flwr_datasets", "ray", "transformers", "datasets", "pandas", "sklearn", "matplotlib")
+FORBIDDEN = {
+    "fedrot": (*HEAVY, "fedrot.strategies", "fedrot.simulations"),
+    "strategies": ("fedrot.simulations",),
+}
+#: The import name of each top-level folder.
+PACKAGES = {"fedrot": "fedrot", "strategies": "fedrot.strategies", "simulations": "fedrot.simulations"}
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Return every module that the source imports, wherever in the file, as absolute names."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base]).rstrip(".")
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
+    return names
+
+
+def violations(names: set[str], forbidden: tuple[str, ...]) -> set[str]:
+    """Return the names that are, or lie below, a forbidden module."""
+    return {n for n in names for f in forbidden if n == f or n.startswith(f"{f}.")}
+
+
+def _sources(folder: str) -> list[tuple[Path, str]]:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        inside = path.relative_to(ROOT / folder).parent.parts
+        found.append((path, ".".join([PACKAGES[folder], *inside])))
+    return found
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_arrows_point_one_way(folder: str) -> None:
+    sources = _sources(folder)
+    assert sources
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(bad)
+        for path, package in sources
+        if (bad := violations(imported(path.read_text(encoding="utf-8"), package), FORBIDDEN[folder]))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("import flwr", "fedrot"),
+        ("import flwr.app as app", "fedrot.symmetry"),
+        ("def f():\n    from transformers import BertModel", "fedrot"),
+        ("from fedrot import simulations", "fedrot"),
+        ("from fedrot.strategies import FedRot", "fedrot"),
+        ("from . import strategies", "fedrot"),
+        ("from .. import simulations", "fedrot.matching"),
+        ("from ..strategies.mods import x", "fedrot.matching"),
+        ("if TYPE_CHECKING:\n    import datasets", "fedrot"),
+        ("importlib.import_module('ray')", "fedrot"),
+    ],
+)
+def test_the_check_itself_finds_forbidden_imports(source: str, package: str) -> None:
+    assert violations(imported(source, package), FORBIDDEN["fedrot"])
+
+
+def test_the_check_itself_allows_what_is_fine() -> None:
+    source = (
+        "import torch\nfrom fedrot.symmetry import Symmetry\nfrom .kinds import Kind\nimport raymond"
+    )
+    assert not violations(imported(source, "fedrot.symmetry"), FORBIDDEN["fedrot"])
+
+
+def test_importing_fedrot_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = "import sys, json, fedrot; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    loaded = json.loads(result.stdout)
+    assert "fedrot" in loaded
+    assert violations(set(loaded), (*HEAVY, "fedrot.strategies", "fedrot.simulations")) == set()

@@ -1,0 +1,243 @@
+"""Small real ``transformers`` encoders whose parameters are all random and non-zero."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    DistilBertForSequenceClassification,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    ElectraForPreTraining,
+    ElectraForSequenceClassification,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+)
+
+LAYERS, HEADS, DIM, NEURONS, VOCABULARY = 2, 4, 8, 48, 60
+WIDTH = HEADS * DIM
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Module names of one layer, written down here independently of the library's own tables."""
+
+    stack: str
+    query: str
+    key: str
+    value: str
+    output: str
+    up: str
+    down: str
+
+    def of(self, layer: int, module: str) -> str:
+        """Return the full name of one module of one layer."""
+        return f"{self.stack}.{layer}.{getattr(self, module)}"
+
+
+def _bert_names(prefix: str) -> Names:
+    return Names(
+        stack=f"{prefix}.encoder.layer",
+        query="attention.self.query",
+        key="attention.self.key",
+        value="attention.self.value",
+        output="attention.output.dense",
+        up="intermediate.dense",
+        down="output.dense",
+    )
+
+
+_DISTILBERT_NAMES = Names(
+    stack="distilbert.transformer.layer",
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    output="attention.out_lin",
+    up="ffn.lin1",
+    down="ffn.lin2",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture with one head on top: how to build it, and what its modules are called."""
+
+    name: str
+    build: Callable[[str], Any]
+    names: Names
+
+
+def _settings(attention: str) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": NEURONS,
+        "max_position_embeddings": 40,
+        "num_labels": 3,
+        "attn_implementation": attention,
+    }
+
+
+def bert_config(attention: str = "eager") -> Any:
+    """Return the configuration of the small BERT."""
+    return BertConfig(**_settings(attention))
+
+
+def _bert(cls: Any) -> Callable[[str], Any]:
+    return lambda attention: cls(bert_config(attention))
+
+
+def _roberta(cls: Any) -> Callable[[str], Any]:
+    return lambda attention: cls(RobertaConfig(**_settings(attention)))
+
+
+def _xlm_roberta(attention: str) -> Any:
+    return XLMRobertaForSequenceClassification(XLMRobertaConfig(**_settings(attention)))
+
+
+def _electra(cls: Any) -> Callable[[str], Any]:
+    return lambda attention: cls(ElectraConfig(**_settings(attention), embedding_size=16))
+
+
+def _distilbert(cls: Any) -> Callable[[str], Any]:
+    def build(attention: str) -> Any:
+        return cls(
+            DistilBertConfig(
+                vocab_size=VOCABULARY,
+                dim=WIDTH,
+                n_layers=LAYERS,
+                n_heads=HEADS,
+                hidden_dim=NEURONS,
+                max_position_embeddings=40,
+                num_labels=3,
+                attn_implementation=attention,
+            )
+        )
+
+    return build
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("bert-classifier", _bert(BertForSequenceClassification), _bert_names("bert")),
+        Case("bert-mlm", _bert(BertForMaskedLM), _bert_names("bert")),
+        Case("roberta-classifier", _roberta(RobertaForSequenceClassification), _bert_names("roberta")),
+        Case("roberta-mlm", _roberta(RobertaForMaskedLM), _bert_names("roberta")),
+        Case("xlm-r-classifier", _xlm_roberta, _bert_names("roberta")),
+        Case("electra-classifier", _electra(ElectraForSequenceClassification), _bert_names("electra")),
+        Case("electra-mlm", _electra(ElectraForMaskedLM), _bert_names("electra")),
+        Case("electra-discriminator", _electra(ElectraForPreTraining), _bert_names("electra")),
+        Case(
+            "distilbert-classifier", _distilbert(DistilBertForSequenceClassification), _DISTILBERT_NAMES
+        ),
+        Case("distilbert-mlm", _distilbert(DistilBertForMaskedLM), _DISTILBERT_NAMES),
+    )
+}
+
+#: One case per module naming, for tests that need not run on every head.
+FEW = ("bert-classifier", "distilbert-mlm")
+
+
+def randomise(model: Any, seed: int = 0) -> Any:
+    """Set every parameter, biases and norms included, to random non-zero values, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            is_gain = "norm" in name.lower() and name.endswith("weight")
+            parameter.copy_(1 + 0.2 * noise if is_gain else 0.25 * noise)
+    return model
+
+
+@cache
+def _model(name: str, attention: str, dtype: torch.dtype) -> Any:
+    return randomise(CASES[name].build(attention).to(dtype)).eval()
+
+
+def fresh_model(name: str, attention: str = "eager", seed: int = 0) -> Any:
+    """Return a float64 model of its own, which the test may change."""
+    return randomise(copy.deepcopy(_model(name, attention, torch.float64)), seed)
+
+
+def config_of(name: str) -> Any:
+    """Return the configuration of a case."""
+    return _model(name, "eager", torch.float64).config
+
+
+@cache
+def _state(name: str, seed: int) -> State:
+    return {k: v.detach().clone() for k, v in fresh_model(name, seed=seed).state_dict().items()}
+
+
+def state_of(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
+    """Return a private copy of a case's random state dict; another seed is an unrelated model."""
+    return {
+        k: v.to(dtype, copy=True) if v.is_floating_point() else v.clone()
+        for k, v in _state(name, seed).items()
+    }
+
+
+def inputs() -> dict[str, Tensor]:
+    """Return two token sequences, the second one padded; RoBERTa's padding index is avoided."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, VOCABULARY, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def logits(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
+    """Return the model's logits with these tensors, in the dtype of the tensors."""
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+    model = copy.deepcopy(_model(name, attention, dtype))
+    model.load_state_dict(dict(tensors))
+    with torch.no_grad():
+        return model(**inputs()).logits
+
+
+def near(state: Mapping[str, Tensor], scale: float, seed: int = 1) -> State:
+    """Return the state plus Gaussian noise of that relative size, tensor by tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    moved: State = {}
+    for name, tensor in state.items():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            size = scale * tensor.double().norm() / max(float(noise.norm()), 1e-30)
+            moved[name] = (tensor.double() + size * noise).to(tensor.dtype)
+        else:
+            moved[name] = tensor.clone()
+    return moved
+
+
+def squared_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the squared distance over all floating-point tensors, summed in float64."""
+    total = 0.0
+    for name, tensor in one.items():
+        if tensor.is_floating_point():
+            total += float((tensor.double() - other[name].double()).square().sum())
+    return total
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the largest absolute difference over all tensors."""
+    assert one.keys() == other.keys()
+    return max(float((one[n].double() - other[n].double()).abs().max()) for n in one)

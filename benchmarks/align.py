@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def loop_baseline(update: State, anchor: State, layers: int) -> State:
     return out
 
 
-def flower_round(anchor: State, layers: int) -> Callable[[], object]:
+def flower_round(layers: int) -> Callable[[], object]:
     """Return Flower's own weighted average over several replies of this size."""
     from flwr.app import ArrayRecord, MetricRecord, RecordDict
     from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
@@ -169,6 +170,11 @@ def flower_round(anchor: State, layers: int) -> Callable[[], object]:
     return lambda: aggregate_arrayrecords(replies, "num-examples")
 
 
+def align_and_apply(update: State, anchor: fedrot.Anchor, symmetry: fedrot.Symmetry) -> State:
+    """Align attention and neurons, and return the moved update."""
+    return fedrot.align(update, anchor, symmetry).apply(update)
+
+
 def timed(run: Callable[[], object]) -> float:
     """Return the seconds of one run."""
     start = time.perf_counter()
@@ -181,15 +187,15 @@ def seconds(regime: str, layers: int, drift: float, repeats: int) -> dict[str, l
     anchor = initialise(layers, 0)
     symmetry = fedrot.symmetry_of(config(layers), anchor)
     update = client(anchor, regime, layers, drift, 1)
-    flower = flower_round(anchor, layers)
+    flower = flower_round(layers)
     times: dict[str, list[float]] = {name: [] for name in ("first", "next", "loop", "flower")}
     for repetition in range(repeats + 1):
         reused = fedrot.Anchor(anchor)
         runs: dict[str, Callable[[], object]] = {
-            "first": lambda reused=reused: fedrot.align(update, reused, symmetry).apply(update),
-            "next": lambda reused=reused: fedrot.align(update, reused, symmetry).apply(update),
+            "first": partial(align_and_apply, update, reused, symmetry),
+            "next": partial(align_and_apply, update, reused, symmetry),
             "flower": flower,
-            "loop": lambda: loop_baseline(update, anchor, layers),
+            "loop": partial(loop_baseline, update, anchor, layers),
         }
         for name, run in runs.items():
             elapsed = timed(run) / (REPLIES if name == "flower" else 1)
@@ -220,7 +226,7 @@ def memory_child(regime: str, layers: int, drift: float) -> None:
     """Print the peak extra memory of one align and apply, in model sizes."""
     small = initialise(1, 5)
     warm = fedrot.symmetry_of(config(1), small)
-    fedrot.align(drifted(small, drift, 6), small, warm)
+    align_and_apply(drifted(small, drift, 6), fedrot.Anchor(small), warm)
     del small
     anchor = initialise(layers, 0)
     update = client(anchor, regime, layers, drift, 1)
@@ -228,7 +234,7 @@ def memory_child(regime: str, layers: int, drift: float) -> None:
     size = sum(t.numel() * t.element_size() for t in update.values())
     reset_peak()
     before = status("VmRSS")
-    aligned = fedrot.align(update, fedrot.Anchor(anchor), symmetry).apply(update)
+    aligned = align_and_apply(update, fedrot.Anchor(anchor), symmetry)
     peak = status("VmHWM")
     assert len(aligned) == len(update)
     print((peak - before) / size)

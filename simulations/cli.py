@@ -129,13 +129,15 @@ def _simulate(settings: list[dict[str, Any]], out: Path) -> None:
     if len(set(names)) != len(names):
         raise ValueError(f"The settings need names of their own, but are called {names}.")
     if not runner.simulate(configs, out, shlex.join(["fedrot", *sys.argv[1:]]), console):
-        raise typer.Exit(INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 def _guarded(run: Callable[[], None]) -> None:
     """Turn expected errors into one line and an exit code."""
     try:
         run()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
     except ValidationError as error:
         for problem in error.errors():
             where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"

@@ -184,16 +184,14 @@ def _run_cell(
 
     def after_training(contents: list[RecordDict], key: str) -> MetricRecord:
         trained_rounds.add(strategy.round)
-        for content in contents:
-            client, metrics = _client_metrics(content)
+        for client, metrics in _client_metrics(contents):
             alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
             record(f"alone:{client}", strategy.round, alone)
             record(f"client:{client}", strategy.round, {"train-loss": metrics["train-loss"]})
         return MetricRecord()
 
     def after_evaluation(contents: list[RecordDict], key: str) -> MetricRecord:
-        for content in contents:
-            client, metrics = _client_metrics(content)
+        for client, metrics in _client_metrics(contents):
             metrics.pop(key)
             record(f"client:{client}", strategy.round, metrics)
         return MetricRecord()
@@ -244,6 +242,10 @@ def _run_cell(
     folder.flush()
 
 
-def _client_metrics(content: RecordDict) -> tuple[int, dict[str, Any]]:
-    (metrics,) = content.metric_records.values()
-    return int(content.config_records[CLIENT_RECORD][CLIENT_KEY]), dict(metrics)  # type: ignore[arg-type]
+def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:
+    """Return every client's id and metrics, in the order of the ids: replies arrive in any."""
+    found = []
+    for content in contents:
+        (metrics,) = content.metric_records.values()
+        found.append((int(content.config_records[CLIENT_RECORD][CLIENT_KEY]), dict(metrics)))  # type: ignore[arg-type]
+    return sorted(found, key=lambda pair: pair[0])

@@ -50,7 +50,8 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
     """Central ``metric`` by round: a line per arm (mean over seeds, band ± sd), a panel per start.
 
     ``rows`` belong to one setting. A round is drawn over the seeds that reached it. The place of an
-    arm in ``arms`` gives its colour.
+    arm in ``arms`` gives its colour. With a single round there is nothing to follow, and each arm
+    is a point with its seeds beside it.
     """
     series: dict[str, dict[str, dict[int, dict[int, float]]]] = {}
     for row in rows:
@@ -58,6 +59,9 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
             by_arm = series.setdefault(str(row["start"]), {})
             by_round = by_arm.setdefault(str(row["arm"]), defaultdict(dict))
             by_round[int(row["round"])][int(row["seed"])] = float(row["value"])
+    rounds = {r for by_arm in series.values() for by_round in by_arm.values() for r in by_round}
+    if max(rounds) <= 1:
+        return _points(path, series, max(rounds), metric, arms)
     figure, axes = _figure(1, len(series), sharey=True)
     for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
         for arm, by_round in by_arm.items():
@@ -100,6 +104,28 @@ def alignment_plot(path: Path, rows: Iterable[Row], arms: Sequence[str]) -> Path
     return _save(figure, path)
 
 
+def _points(
+    path: Path,
+    series: dict[str, dict[str, dict[int, dict[int, float]]]],
+    final: int,
+    metric: str,
+    arms: Sequence[str],
+) -> Path:
+    figure, axes = _figure(1, len(series), height=1.2 + 0.28 * len(arms), sharey=True)
+    for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
+        for arm, by_round in by_arm.items():
+            values = list(by_round.get(final, {}).values())
+            place = [-arms.index(arm)] * len(values)
+            ax.plot(values, place, "|", color="0.6", ms=9)
+            if values:
+                ax.plot(np.mean(values), place[0], "o", color=PALETTE[0], ms=6)
+        ax.set_yticks([-index for index in range(len(arms))], arms)
+        ax.set_title(f"start: {start}", loc="left")
+        ax.set_xlabel(f"{metric.replace('_', ' ')} after round {final} (bars: seeds, dot: mean)")
+        ax.grid(axis="x", color="0.9", lw=0.8)
+    return _save(figure, path)
+
+
 def _band(ax: Axes, by_round: dict[int, dict[int, float]], arm: str, index: int) -> None:
     rounds = sorted(by_round)
     values = [list(by_round[r].values()) for r in rounds]
@@ -120,13 +146,18 @@ def _colour(index: int, of: int) -> Any:
 
 
 def _figure(
-    rows: int, columns: int, *, width: float | None = None, sharey: bool = False
+    rows: int,
+    columns: int,
+    *,
+    width: float | None = None,
+    height: float = 3.4,
+    sharey: bool = False,
 ) -> tuple[Figure, Any]:
     # The figure is made without pyplot, which would pick a display and keep global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width or 1.2 + 3.8 * max(columns, 1.3), 3.4 * rows), dpi=120)
+    figure = Figure(figsize=(width or 1.2 + 3.8 * max(columns, 1.3), height * rows), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)
     for ax in axes.flat:

@@ -18,11 +18,13 @@ from fedrot.simulations.tables import (
     format_difference,
     format_score,
     markdown_table,
+    partition_table,
     result_lines,
+    scrambling,
     summary_table,
 )
 
-__all__ = ["markdown_table", "summary_table", "write_report"]
+__all__ = ["markdown_table", "partition_table", "summary_table", "write_report"]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -58,6 +60,7 @@ def write_report(run_dir: Path) -> Path:
         command=config.get("command"),
         metrics=metrics,
         lines=lines,
+        scrambling=scrambling(lines, metrics),
         findings=findings(lines, metrics, alignment),
         compared=any(difference for line in lines for difference in line.differences),
         baseline=BASELINE,

@@ -34,14 +34,13 @@ class RunFolder:
     """Writes ``config.json``, ``versions.json``, ``partition.json``, ``rows.jsonl`` and ``rows.csv``.
 
     Raises:
-        FileExistsError: the folder already holds rows of another run.
+        FileExistsError: the folder already holds rows of another run; nothing is written then.
     """
 
     def __init__(self, path: Path, settings: Sequence[Mapping[str, Any]], command: str) -> None:
         self.path = path
+        refuse_used(path)
         path.mkdir(parents=True, exist_ok=True)
-        if (path / "rows.jsonl").exists():
-            raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
         self._partitions: dict[str, Any] = {}
         self.write_json("config.json", {"command": command, "settings": list(settings)})
         self.write_json("versions.json", versions())
@@ -70,11 +69,12 @@ class RunFolder:
         names: Sequence[str],
     ) -> None:
         """Record how many rows of each class every client holds."""
-        from fedrot.simulations.partition import histogram
+        from fedrot.simulations.partition import histogram, key_names
 
-        counts = histogram(labels, parts, len(names)).tolist()
+        keys = key_names(labels, names)
+        counts = histogram(labels, parts, len(keys)).tolist()
         sizes = [len(part) for part in parts]
-        by_setting = self._partitions.setdefault(setting, {"label_names": list(names), "seeds": {}})
+        by_setting = self._partitions.setdefault(setting, {"label_names": list(keys), "seeds": {}})
         by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
         self.write_json("partition.json", self._partitions)
 
@@ -95,6 +95,12 @@ class RunFolder:
             writer.writerows(read_rows(self.path))
         temporary.replace(self.path / "rows.csv")
         self.write_json("status.json", {"complete": complete})
+
+
+def refuse_used(path: Path) -> None:
+    """Raise ``FileExistsError`` if the folder already holds the rows of a run."""
+    if (path / "rows.jsonl").exists():
+        raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
 
 
 def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.runfolder import RunFolder
+from fedrot.simulations.runfolder import RunFolder, refuse_used
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -64,7 +64,9 @@ def present(out: Path, console: Console) -> None:
     from fedrot.simulations.report import summary_table, write_report
     from fedrot.simulations.runfolder import read_rows
 
-    console.print(summary_table(read_rows(out)))
+    rows = read_rows(out)
+    if rows:
+        console.print(summary_table(rows))
     console.print(f"Report: {write_report(out)}", markup=False)
 
 
@@ -78,7 +80,9 @@ def simulate(configs: Sequence[SimulationConfig], out: Path, command: str, conso
     """
     from fedrot.simulations.experiment import Interrupted
 
+    refuse_used(out)
     check(configs)
+    _print_partitions(configs, console)
     folder = RunFolder(out, [c.model_dump(mode="json") for c in configs], command)
     complete = False
     try:
@@ -92,6 +96,18 @@ def simulate(configs: Sequence[SimulationConfig], out: Path, command: str, conso
         folder.close(complete)
         present(out, console)
     return complete
+
+
+def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
+    from fedrot.simulations.partition import histogram, key_names
+    from fedrot.simulations.report import partition_table
+    from fedrot.simulations.tasks import task_of
+
+    for config in configs:
+        task, seed = task_of(config.to_json()), config.seeds[0]
+        names = key_names(task.data.train.labels, task.data.label_names)
+        counts = histogram(task.data.train.labels, task.clients(seed), len(names)).tolist()
+        console.print(partition_table(counts, names, config.setting, seed))
 
 
 def _run(config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any) -> None:

@@ -1,4 +1,4 @@
-"""The Flower ServerApp for ``flwr run``: the same cells as ``fedrot simulate``, in a federation of yours."""
+"""The Flower ServerApp for ``flwr run``: the cells of ``fedrot simulate``, in your own federation."""
 
 from __future__ import annotations
 

@@ -12,7 +12,13 @@ import numpy as np
 
 Row: TypeAlias = Mapping[str, Any]
 Verdict: TypeAlias = Literal[
-    "better", "worse", "within noise", "one seed: no interval", "no seed in common", "not finite"
+    "better",
+    "worse",
+    "within noise",
+    "identical",
+    "one seed: no interval",
+    "no seed in common",
+    "not finite",
 ]
 
 CENTRAL = "central"
@@ -38,7 +44,7 @@ class Paired:
     """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
 
     The interval is NaN with fewer than two seeds. The verdict knows that a lower loss is better;
-    it is "within noise" if the interval contains 0.
+    it is "within noise" if the interval contains 0, "identical" if every difference is exactly 0.
     """
 
     mean: float
@@ -128,6 +134,8 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
         return Paired(math.nan, math.nan, math.nan, 0, "no seed in common")
     if not all(map(math.isfinite, differences)):
         return Paired(math.nan, math.nan, math.nan, n, "not finite")
+    if not any(differences):
+        return Paired(0.0, 0.0, 0.0, n, "identical")
     mean, sd = _mean_and_sd(differences)
     if n == 1:
         return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")

@@ -76,7 +76,7 @@ def format_difference(difference: Paired | None) -> str:
     """``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
     if difference is None:
         return "-"
-    if difference.n == 0:
+    if difference.n == 0 or difference.verdict == "identical":
         return difference.verdict
     interval = f" [{difference.ci_low:+.3f}, {difference.ci_high:+.3f}]"
     shown = "" if math.isnan(difference.ci_low) else interval
@@ -87,12 +87,13 @@ def summary_table(rows: Sequence[Row], headline_metrics: Sequence[str] | None = 
     """The final-round results for the terminal: mean ± sd per metric, difference of the first.
 
     Args:
-        headline_metrics: columns of the table; all central metrics if not given.
+        headline_metrics: columns of the table; the headline metric and the loss if not given.
     """
     from rich.table import Table
     from rich.text import Text
 
-    metrics = list(headline_metrics or metrics_in(rows))
+    found = metrics_in(rows)
+    metrics = list(headline_metrics or dict.fromkeys([*found[:1], *found[-1:]]))
     header, lines = _cells(rows, metrics, BASELINE, metrics[:1])
     first = 0 if len({line[0] for line in lines}) > 1 else 1  # one setting needs no column
     table = Table(
@@ -100,7 +101,7 @@ def summary_table(rows: Sequence[Row], headline_metrics: Sequence[str] | None = 
         caption=f"Difference from {BASELINE}: paired by seed, two-sided 95 % t interval.",
     )
     for name, justify in zip(header[first:], _justify(header)[first:], strict=True):
-        table.add_column(name, justify=justify)
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name == "arm")
     for line in lines:
         # Plain text: brackets in names and intervals are no markup.
         table.add_row(*map(Text, line[first:]))
@@ -135,6 +136,37 @@ def _justify(header: Sequence[str]) -> list[Literal["left", "right"]]:
     return ["left" if index < 3 else "right" for index in range(len(header))]
 
 
+def partition_table(
+    counts: Sequence[Sequence[int]], names: Sequence[str], setting: str, seed: int
+) -> Table:
+    """Rows of each class per client, for the terminal; ``counts`` is [clients][classes]."""
+    from rich.table import Table
+
+    table = Table(title=f"Training rows per client: {setting}, seed {seed}")
+    for name in ("client", "rows", *names):
+        table.add_column(name, justify="right")
+    for client, row in enumerate(counts):
+        table.add_row(*map(str, (client, sum(row), *row)))
+    return table
+
+
+def scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
+    """What scrambling the clients' coordinates cost every arm, against its own run of start same."""
+    same = {(line.setting, line.arm): line for line in lines if line.start == "same"}
+    said = []
+    for line in lines:
+        twin = same.get((line.setting, line.arm))
+        if line.start != "scrambled" or twin is None:
+            continue
+        changes = [
+            f"{metric} {theirs.mean:.4f} -> {ours.mean:.4f} ({ours.mean - theirs.mean:+.4f})"
+            for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
+            if ours is not None and theirs is not None
+        ]
+        said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
+    return said
+
+
 def findings(lines: Sequence[Line], metrics: Sequence[str], alignment: Sequence[Row]) -> list[str]:
     """Sentences on where alignment hurt, did nothing, or could not be done."""
     said = []
@@ -150,6 +182,8 @@ def _doubts(line: Line, metric: str, difference: Paired) -> list[str]:
     change = format_difference(difference).removesuffix(f" {difference.verdict}")
     if difference.verdict == "worse":
         return [f"{where} hurt {metric} against {BASELINE}: {change}."]
+    if difference.verdict == "identical":
+        return [f"{where} gave exactly the {metric} of {BASELINE}."]
     if difference.verdict == "within noise":
         return [f"{where} made no measurable difference to {metric}: {change}."]
     if difference.verdict == "not finite":

@@ -88,7 +88,7 @@ def test_only_common_seeds_are_paired() -> None:
         ([-0.1, -0.11, -0.12], True, "better"),
         ([-0.1, -0.11, -0.12], False, "worse"),
         ([0.1, -0.11, 0.12], False, "within noise"),
-        ([0.0, 0.0, 0.0], False, "within noise"),
+        ([0.0, 0.0, 0.0], False, "identical"),
         ([0.0, math.nan], False, "not finite"),
         ([math.inf, 1.0], True, "not finite"),
     ],

@@ -26,7 +26,7 @@ types: wheel
 
 wheel: .venv/installed
 	rm -rf build dist
-	$(BIN)/python -m build --quiet --wheel .
+	$(BIN)/python -m build --quiet --wheel --no-isolation .
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed dist/*.whl
 
 clean:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import linear_sum_assignment
@@ -281,29 +282,33 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the table, and whether the bars (near regime) are met."""
     table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title=f"Aligning one client: {result['layers']} layers, {result['parameters'] / 1e6:.0f} M "
-        f"parameters, {result['threads']} threads, drift {result['drift']:g}"
+        f"parameters, {result['threads']} threads, drift {result['drift']:g}",
     )
     for column in ("regime", "client", "ours", "loop", "loop/ours", "Flower", "ours/Flower", "memory"):
         text = column in ("regime", "client")
-        table.add_column(column, justify="left" if text else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if text else "right", no_wrap=True, min_width=len(column)
+        )
     for regime, row in result["regimes"].items():
         for which in ("first", "next"):
             table.add_row(
                 regime,
                 which,
-                f"{row['seconds'][which]:.3f} s",
-                f"{row['seconds']['loop']:.2f} s",
+                f"{row['seconds'][which]:.2f}",
+                f"{row['seconds']['loop']:.2f}",
                 f"{row['faster_than_loop'][which]:.1f}",
-                f"{row['seconds']['flower']:.3f} s",
+                f"{row['seconds']['flower']:.2f}",
                 f"{row['of_flower'][which]:.2f}",
                 f"{row['peak_memory_model_sizes']:.2f}" if which == "first" else "",
             )
-    console.print(
-        "client: first of a round (new anchor) or next (anchor reused); ours: align + apply; Flower: "
-        "FedAvg per reply; memory: peak extra, in model sizes."
-    )
     console.print(table)
+    console.print(
+        "Medians, in seconds. client: first of a round (new anchor) or next (anchor reused). ours: "
+        "align + apply. Flower: FedAvg per reply. memory: peak extra, in model sizes."
+    )
     near = result["regimes"]["near"]
     met = {
         f"next clients at least {BARS['loop']:g}x faster than the loop": near["faster_than_loop"]["next"]

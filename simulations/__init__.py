@@ -1,0 +1,9 @@
+"""The simulation harness: aligned against plain averaging through Flower's engine."""
+
+from importlib.util import find_spec
+
+_missing = [name for name in ("flwr", "ray", "transformers", "pydantic", "typer") if not find_spec(name)]
+if _missing:
+    raise ModuleNotFoundError(
+        f"The harness needs {', '.join(_missing)}: pip install 'fedrot[simulation]'"
+    )

@@ -1,5 +1,10 @@
 """Flower strategies that align every reply to a common anchor before it is averaged."""
 
+from importlib.util import find_spec
+
+if find_spec("flwr") is None:
+    raise ModuleNotFoundError("The strategies need Flower: pip install 'fedrot[flower]'")
+
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned, FedRot
 
 __all__ = ["DEFAULT_ANCHOR", "Aligned", "FedRot"]

@@ -145,8 +145,13 @@ def test_a_certificate_is_never_wrong(
     anchor = size * _clustered(seed, n, width, spread)
     noise = size * rng.choice([1e-8, 1e-4, 1e-2, 0.3]) * rng.normal(size=anchor.shape)
     client = anchor + noise
-    if rng.random() < 0.3:
-        client[[0, n - 1]] = client[[n - 1, 0]]
+    # Nearest neighbours trade places, partly: from half the way on, swapping them is better.
+    i = int(rng.integers(n))
+    apart = cdist(anchor[i : i + 1], anchor)[0]
+    apart[i] = np.inf
+    j = int(apart.argmin())
+    way = rng.choice([0.0, 0.4, 0.4999, 0.5001, 0.6, 1.0])
+    client[[i, j]] += way * (anchor[[j, i]] - anchor[[i, j]])
     blocks = _blocks(anchor, client, dtype)
     bound = permutation.separation([a for a, _ in blocks], columns)
     certified = permutation.certified(permutation.row_distances(blocks), bound)
@@ -166,6 +171,13 @@ def test_certificates_are_given_where_they_should_be() -> None:
             blocks = _blocks(anchor, anchor + scale * rng.normal(size=anchor.shape), dtype)
             bound = permutation.separation([a for a, _ in blocks])
             assert permutation.certified(permutation.row_distances(blocks), bound) is expected
+    # Nearest neighbours that trade places: certified up to half the way, and not beyond.
+    pair = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)[:, None].expand(3, 9)
+    for way, expected in ((0.49, True), (0.51, False), (0.7, False)):
+        client = pair.clone()
+        client[:2] += way * (pair[[1, 0]] - pair[:2])
+        bound = permutation.separation([pair])
+        assert permutation.certified(permutation.row_distances([(pair, client)]), bound) is expected
     # A neuron that is exactly its anchor's is certified even next to its duplicate.
     twins = np.concatenate([anchor, anchor])
     blocks = _blocks(twins, twins, torch.float32)
@@ -299,6 +311,27 @@ def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
     for flat in (torch.zeros(DIM, DIM), torch.ones(DIM, DIM), 1e-300 * torch.eye(DIM)):
         r = polar(flat.double())
         assert (r @ r.T - torch.eye(DIM)).abs().max() <= 1e-12
+
+
+def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
+    """Of all optimal rotations it takes the one nearest to the identity (half of a head is zero)."""
+    name = "bert-classifier"
+    names = CASES[name].names
+    anchor, update = state_of(name, dtype=torch.float32), state_of(name, 3, torch.float32)
+    half = DIM // 2
+    for module in ("query", "key"):
+        for leaf in ("weight", "bias"):
+            anchor[f"{names.of(0, module)}.{leaf}"][:half] = 0
+    symmetry = fedrot.symmetry_of(config_of(name), anchor)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+    found = next(m.element[0] for m in alignment.moves if m.group.name == "encoder.layer.0.qk")
+    m = _cross(anchor, update, names, 0, 0, "qk").numpy()
+    u, sigma, vh = np.linalg.svd(m)
+    assert sigma[half] < 1e-12 < 1e-2 < sigma[half - 1]
+    free, _ = scipy.linalg.polar(u[:, half:].T @ vh[half:].T)
+    least = u[:, :half] @ vh[:half] + u[:, half:] @ free @ vh[half:]
+    assert np.abs(least @ least.T - np.eye(DIM)).max() <= 1e-12
+    assert np.abs(found.double().numpy() - least).max() <= 1e-3
 
 
 def test_ridge_pulls_towards_the_identity() -> None:

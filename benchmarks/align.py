@@ -13,7 +13,7 @@ the resident set before (anchor and update are loaded by then; one untimed pass 
 of numbers has loaded the numerical libraries). On systems without ``/proc`` it is the rise of
 ``ru_maxrss``.
 
-    python benchmarks/align.py [--json FILE] [--repeats 5] [--threads N] [--layers 12] [--drift 0.02]
+    python benchmarks/align.py [--json FILE] [--repeats 5] [--threads N] [--layers 12] [--drift 0.02] [--regimes near]
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "regimes": {},
     }
-    for regime in REGIMES:
+    for regime in options.regimes:
         times = seconds(regime, layers, options.drift, options.repeats)
         result["regimes"][regime] = {
             "seconds": {name: statistics.median(values) for name, values in times.items()},
@@ -309,7 +309,9 @@ def show(result: dict[str, Any], console: Console) -> None:
         "Medians, in seconds. client: first of a round (new anchor) or next (anchor reused). ours: "
         "align + apply. Flower: FedAvg per reply. memory: peak extra, in model sizes."
     )
-    near = result["regimes"]["near"]
+    near = result["regimes"].get("near")
+    if near is None:
+        return
     met = {
         f"next clients at least {BARS['loop']:g}x faster than the loop": near["faster_than_loop"]["next"]
         >= BARS["loop"],
@@ -329,6 +331,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's own choice")
     parser.add_argument("--drift", type=float, default=0.02, help="relative change of the near client")
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=REGIMES)
     parser.add_argument("--json", type=Path, default=None, help="also write the numbers to this file")
     parser.add_argument("--memory-child", choices=REGIMES, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()

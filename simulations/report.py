@@ -21,10 +21,10 @@ from fedrot.simulations.tables import (
     partition_table,
     result_lines,
     scrambling,
-    summary_table,
+    summary_tables,
 )
 
-__all__ = ["markdown_table", "partition_table", "summary_table", "write_report"]
+__all__ = ["markdown_table", "partition_table", "summary_tables", "write_report"]
 
 
 def write_report(run_dir: Path) -> Path:

@@ -61,12 +61,20 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 def present(out: Path, console: Console) -> None:
     """Print the table of a run folder and write its report."""
-    from fedrot.simulations.report import summary_table, write_report
+    from fedrot.simulations.report import summary_tables, write_report
     from fedrot.simulations.runfolder import read_rows
+    from fedrot.simulations.statistics import metrics_in
+    from fedrot.simulations.tables import result_lines, scrambling
 
     rows = read_rows(out)
-    if rows:
-        console.print(summary_table(rows))
+    for table in summary_tables(rows):
+        console.print(table)
+    metrics = metrics_in(rows)
+    cost = scrambling(result_lines(rows, metrics), metrics)
+    if cost:
+        console.print("What scrambling the clients' coordinates cost:", style="bold")
+        for sentence in cost:
+            console.print(f"  {sentence}", markup=False)
     console.print(f"Report: {write_report(out)}", markup=False)
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fedrot.simulations.statistics import (
     LOWER_IS_BETTER,
@@ -83,28 +83,40 @@ def format_difference(difference: Paired | None) -> str:
     return f"{difference.mean:+.3f}{shown} {difference.verdict}"
 
 
-def summary_table(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> Table:
-    """The final-round results for the terminal: mean ± sd per metric, difference of the first.
+def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> list[Table]:
+    """The final-round results for the terminal, one table per setting, fit for a narrow one.
 
     Args:
-        headline_metrics: columns of the table; the headline metric and the loss if not given.
+        headline_metrics: columns of the tables; the headline metric and the loss if not given. The
+            difference from plain averaging is shown for the first.
     """
+    found = metrics_in(rows)
+    metrics = list(headline_metrics or dict.fromkeys([*found[:1], *found[-1:]]))
+    lines = result_lines(rows, metrics)
+    settings = dict.fromkeys(line.setting for line in lines)
+    return [_setting_table([ln for ln in lines if ln.setting == name], metrics) for name in settings]
+
+
+def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    found = metrics_in(rows)
-    metrics = list(headline_metrics or dict.fromkeys([*found[:1], *found[-1:]]))
-    header, lines = _cells(rows, metrics, BASELINE, metrics[:1])
-    first = 0 if len({line[0] for line in lines}) > 1 else 1  # one setting needs no column
+    seeds = sorted({line.seeds for line in lines})
+    counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
     table = Table(
-        title="Final round: mean ± standard deviation over seeds",
+        title=f"{lines[0].setting}: final round, mean ± sd, {counted} seed(s)",
         caption=f"Difference from {BASELINE}: paired by seed, two-sided 95 % t interval.",
     )
-    for name, justify in zip(header[first:], _justify(header)[first:], strict=True):
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name == "arm")
+    several = len({line.start for line in lines}) > 1
+    table.add_column("start" if several else "arm", no_wrap=True)
+    if several:
+        table.add_column("arm", no_wrap=True)
+    for name in (*metrics, f"{metrics[0]} - {BASELINE}"):
+        table.add_column(name, justify="right")
     for line in lines:
+        cells = [*([line.start] if several else []), line.arm, *map(format_score, line.scores)]
         # Plain text: brackets in names and intervals are no markup.
-        table.add_row(*map(Text, line[first:]))
+        table.add_row(*map(Text, [*cells, format_difference(line.differences[0])]))
     return table
 
 
@@ -113,27 +125,17 @@ def markdown_table(
 ) -> str:
     """The final-round results as a Markdown table, with the paired difference of every metric."""
     metrics = list(metrics or metrics_in(rows))
-    header, lines = _cells(rows, metrics, baseline, metrics)
-    rule = ["---" if justify == "left" else "---:" for justify in _justify(header)]
+    against = [f"{metric}: difference from {baseline}" for metric in metrics]
+    header = ["setting", "start", "arm", "seeds", *metrics, *against]
+    lines = [
+        [ln.setting, ln.start, ln.arm, str(ln.seeds)]
+        + [format_score(score) for score in ln.scores]
+        + [format_difference(difference) for difference in ln.differences]
+        for ln in result_lines(rows, metrics, baseline)
+    ]
+    rule = ["---" if index < 3 else "---:" for index in range(len(header))]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, rule, *lines)]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
-
-
-def _cells(
-    rows: Sequence[Row], metrics: Sequence[str], baseline: str, compared: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    against = [f"{metric}: difference from {baseline}" for metric in compared]
-    header = ["setting", "start", "arm", "seeds", *metrics, *against]
-    lines = []
-    for line in result_lines(rows, metrics, baseline):
-        scores = [format_score(score) for score in line.scores]
-        differences = [format_difference(d) for d in line.differences[: len(compared)]]
-        lines.append([line.setting, line.start, line.arm, str(line.seeds), *scores, *differences])
-    return header, lines
-
-
-def _justify(header: Sequence[str]) -> list[Literal["left", "right"]]:
-    return ["left" if index < 3 else "right" for index in range(len(header))]
 
 
 def partition_table(

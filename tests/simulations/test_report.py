@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report import markdown_table, summary_table, write_report
+from fedrot.simulations.report import markdown_table, summary_tables, write_report
+from fedrot.simulations.tables import result_lines, scrambling
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -184,16 +185,27 @@ def test_one_seed_and_no_baseline(run: Path) -> None:
     assert "There is no comparison with plain yet." in write_report(run).read_text(encoding="utf-8")
 
 
-def test_the_terminal_table(run: Path) -> None:
+def test_the_terminal_tables_one_per_setting() -> None:
     text = StringIO()
-    Console(file=text, width=140).print(summary_table(result_rows(), ["accuracy", "loss"]))
+    (table,) = summary_tables(result_rows(), ["accuracy", "loss"])
+    Console(file=text, width=140).print(table)
     assert "0.611 ± 0.011" in text.getvalue()
     assert "+0.101 [+0.099, +0.103] better" in text.getvalue()
-    assert "setting" not in text.getvalue()
-    both = summary_table(result_rows("one") + result_rows("two"))
-    assert both.columns[0].header == "setting"
-    assert both.row_count == 12
-    assert summary_table([]).row_count == 0
+    assert "3 seed(s)" in text.getvalue()
+    both = summary_tables(result_rows("one") + result_rows("two"))
+    assert [t.row_count for t in both] == [6, 6]
+    assert [str(t.title).split(":")[0] for t in both] == ["one", "two"]
+    assert summary_tables([]) == []
+
+
+def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
+    rows = result_rows()
+    for row in rows:
+        if (row["start"], row["arm"], row["metric"]) == ("scrambled", "plain", "accuracy"):
+            row["value"] -= 0.2
+    plain, aligned, _ = scrambling(result_lines(rows, ["accuracy"]), ["accuracy"])
+    assert plain == "main, plain: accuracy 0.5100 -> 0.3100 (-0.2000)."
+    assert aligned == "main, aligned: accuracy 0.6110 -> 0.6110 (+0.0000)."
 
 
 def test_the_markdown_table() -> None:

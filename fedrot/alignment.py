@@ -78,8 +78,8 @@ def align(
     increases the squared distance to the anchor by more than rounding.
 
     Raises:
-        UpdateError: a tensor is missing, extra, misshapen, not floating-point where a group acts,
-            not finite, or on another device than the anchor's.
+        UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
+            floating-point, not finite, or on another device than the anchor's.
     """
     start = time.perf_counter()
     options = options or AlignmentOptions()

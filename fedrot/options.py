@@ -47,7 +47,7 @@ class AlignmentOptions:
         if self.layers == "all":
             return tuple(range(count))
         side, _, number = self.layers.partition(":")
-        if side not in ("first", "last") or not number.isdigit():
+        if side not in ("first", "last") or not number.isdecimal():
             raise FedrotError(
                 f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
             )

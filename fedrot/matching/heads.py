@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.blocks import Pair
+from fedrot.matching.rotation import polar
 
 
-def head_scores(heads: int, slots: Iterable[tuple[Pair, Hashable]]) -> Tensor:
+def head_scores(heads: int, slots: Iterable[tuple[Pair, Hashable]], ridge: float = 0.0) -> Tensor:
     """Return the score of every pair of heads, float64 ``[heads (anchor), heads (client)]``.
 
     Args:
         heads: the number of heads.
         slots: each pair with the name of the rotation that also moves it, or None when no rotation
             follows; the cross matrices of one rotation are added before its nuclear norm is taken.
+        ridge: of the rotation that follows; it then reaches less than the nuclear norm.
     """
     cross: dict[Hashable, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     for (a, c), rotation in slots:
@@ -30,7 +32,12 @@ def head_scores(heads: int, slots: Iterable[tuple[Pair, Hashable]]) -> Tensor:
         cross[rotation] = cross[rotation].to(blocks.device) + (
             torch.diagonal(blocks, dim1=-2, dim2=-1).sum(-1) if rotation is None else blocks
         )
-    scores = [
-        m if rotation is None else torch.linalg.svdvals(m).sum(-1) for rotation, m in cross.items()
-    ]
+    scores = [m if rotation is None else _best_value(m, ridge) for rotation, m in cross.items()]
     return torch.stack(scores).sum(0)
+
+
+def _best_value(m: Tensor, ridge: float) -> Tensor:
+    """Return ``<R, M>`` for the rotation ``R`` that would be chosen, for every pair of heads."""
+    if ridge == 0:
+        return torch.linalg.svdvals(m).sum(-1)
+    return (polar(m, ridge) * m).sum((-1, -2))

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -32,7 +33,7 @@ class Anchor:
     _separation: dict[tuple[str, int | None], Tensor] = field(default_factory=dict, repr=False)
 
     def separation(self, group: Group, columns: int | None) -> Tensor:
-        """Return the memoised lower bound of ``permutation.separation`` for one group."""
+        """Return the memoised bound of ``permutation.separation`` for one group."""
         key = (group.name, columns)
         if key not in self._separation:
             blocks = [a for a, _ in pairs(group, self.tensors, self.tensors)]
@@ -72,12 +73,10 @@ def match_heads(
         inner = symmetry.select(options.parts, (group.layer,))
         rotated = {s: g.name for g in inner if g.within == group.name for s in g.slots}
         blocks = pairs(group, anchor.tensors, client)
-        heads = cast(HeadPermutation, group.kind).n
-        scores = head_scores(
-            heads, zip(blocks, (rotated.get(slot) for slot in group.slots), strict=True)
-        )
-        element, gain = permutation.best_assignment(scores)
         before = after = distance(group, blocks, anchor, client)
+        slots = zip(blocks, (rotated.get(slot) for slot in group.slots), strict=True)
+        scores = head_scores(cast(HeadPermutation, group.kind).n, slots, options.ridge)
+        element, gain = permutation.best_assignment(scores)
         if element is not None:
             after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
         matches.append(Match(element, before, after, gain))
@@ -103,7 +102,8 @@ def match_rotations(
             before.append(distance(groups[index], blocks, anchor, client))
             crosses.append(rotation.similarity(kind, blocks))
         cross = torch.stack(crosses)
-        best = rotation.polar(cross, options.ridge)
+        precise = blocks[0][1].dtype == torch.float64
+        best = rotation.polar(cross, options.ridge, precise=precise)
         for i, (index, gain) in enumerate(zip(indices, rotation.gain(best, cross), strict=True)):
             if gain is None:
                 matches[index] = Match(None, before[i], before[i])
@@ -125,10 +125,10 @@ def match_scales(
     matches = []
     for group in groups:
         blocks = pairs(group, anchor.tensors, client)
+        before = distance(group, blocks, anchor, client)
         sides = [slot.contravariant for slot in group.slots]
         heads = cast(Rescale, group.kind).heads
         element, gains = best_scale(*head_products(heads, blocks, sides))
-        before = distance(group, blocks, anchor, client)
         gain = float(gains.sum())
         after = max(before - gain, 0.0)
         matches.append(Match(element if gain > 0 else None, before, after, gain))
@@ -148,10 +148,7 @@ def match_neurons(
         blocks = pairs(group, anchor.tensors, client)
         distances = permutation.row_distances(blocks)
         before = _finite(float(distances.sum()), group, anchor, client)
-        if any(
-            permutation.certified(distances, anchor.separation(group, columns))
-            for columns in (permutation.QUICK_COLUMNS, None)
-        ):
+        if permutation.identity_certified(distances, partial(anchor.separation, group)):
             matches.append(Match(None, before, before, certified=True))
             continue
         element, gain = permutation.assignment(blocks)

@@ -8,7 +8,7 @@ computed once; the client's costs one pass over its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -19,10 +19,13 @@ from fedrot.matching.blocks import Pair
 #: A permutation must gain more than this share of ``|trace|`` over the identity to be accepted.
 MINIMUM_GAIN = 1e-6
 
-#: Columns of the largest slot that the quick lower bound on the anchor's separation looks at.
-QUICK_COLUMNS = 64
+#: Columns of the widest slot that the quick lower bounds on the anchor's separation look at.
+QUICK_COLUMNS = (32, 128)
 
-_ROWS = 1024
+#: How many times its quick bound a client may exceed before the full bound is not even tried.
+HOPELESS = 8.0
+
+_ROWS = 256
 
 
 def row_distances(blocks: Sequence[Pair]) -> Tensor:
@@ -35,32 +38,46 @@ def separation(anchor: Sequence[Tensor], columns: int | None = None) -> Tensor:
 
     Args:
         anchor: the slots of the anchor, each ``[n, rest]``.
-        columns: look only at that many columns of the largest slot; dropping coordinates can only
+        columns: look only at that many columns of the widest slot; dropping coordinates can only
             shorten distances, so the bound stays valid. None uses everything.
 
     The rounding error of the Gram matrix is subtracted, so the bound is never too large.
     """
     if columns is not None:
         anchor = [max(anchor, key=lambda block: block.shape[1])[:, :columns]]
-    n = anchor[0].shape[0]
-    norms = torch.stack([block.square().sum(1) for block in anchor]).sum(0)
-    width = sum(block.shape[1] for block in anchor)
-    eps = torch.finfo(norms.dtype).eps
-    bound = torch.empty(n, dtype=torch.float64, device=norms.device)
+    features = torch.cat(tuple(anchor), dim=1)
+    transposed = features.mT.contiguous()
+    norms = features.square().sum(1)
+    n, half = len(norms), norms / 2
+    # max_j of <a_i, a_j> - |a_j|^2 / 2, block row by block row of the Gram matrix's upper triangle.
+    nearest = torch.full_like(norms, -torch.inf)
     for start in range(0, n, _ROWS):
-        rows = slice(start, min(start + _ROWS, n))
-        half = (norms / 2).expand(rows.stop - start, n)
-        for block in anchor:
-            half = torch.addmm(half, block[rows], block.mT, alpha=-1)
-        half.diagonal(start).fill_(torch.inf)
-        squared = norms[rows] + 2 * half.amin(1)
-        bound[rows] = (squared - width * eps * (norms[rows] + norms.amax())).clamp_min(0).sqrt()
-    return bound
+        stop = min(start + _ROWS, n)
+        gram = features[start:stop] @ transposed[:, start:]
+        gram.diagonal().fill_(-torch.inf)
+        below = (gram[:, stop - start :] - half[start:stop, None]).amax(0) if stop < n else half[:0]
+        nearest[stop:] = torch.maximum(nearest[stop:], below)
+        row = gram.sub_(half[start:]).amax(1)
+        nearest[start:stop] = torch.maximum(nearest[start:stop], row)
+    rounding = features.shape[1] * torch.finfo(norms.dtype).eps * (norms + norms.amax())
+    return (norms - 2 * nearest - rounding).double().clamp_min(0).sqrt()
 
 
 def certified(distances: Tensor, bound: Tensor) -> bool:
     """Return whether ``|f_i - a_i| <= bound_i / 2`` for all neurons (``distances`` are squared)."""
-    return bool((distances.sqrt() * (1 + 1e-5) <= bound / 2).all())
+    return bool((2 * distances.sqrt() * (1 + 1e-5) <= bound).all())
+
+
+def identity_certified(distances: Tensor, separation: Callable[[int | None], Tensor]) -> bool:
+    """Return whether some bound of ``separation(columns)`` certifies the identity, cheapest first.
+
+    The full bound is the dearest and is tried only while it can still succeed: it is about
+    ``sqrt(all columns / quick columns)`` times the quick one.
+    """
+    if any(certified(distances, separation(columns)) for columns in QUICK_COLUMNS):
+        return True
+    within_reach = certified(distances / HOPELESS**2, separation(QUICK_COLUMNS[-1]))
+    return within_reach and certified(distances, separation(None))
 
 
 def assignment(blocks: Sequence[Pair]) -> tuple[Tensor | None, float]:

@@ -175,9 +175,8 @@ def _tied(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
 def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family) -> None:
     moved = {slot.tensor for group in groups for slot in group.slots}
     for names in tied:
-        together = [name for name in names if name in moved]
-        if len(together) > 1:
+        if not moved.isdisjoint(names):
             raise SymmetryError(
-                f"The tensors {together} share storage, but family '{family.name}' would move them "
+                f"The tensors {list(names)} share storage, but family '{family.name}' would move them "
                 "separately. Models with shared layers need a family of their own."
             )

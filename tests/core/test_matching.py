@@ -104,7 +104,7 @@ _NEURONS = given(
     spread=st.sampled_from([0.0, 1e-7, 1e-5, 1e-3, 0.1, 1.0]),
     size=st.sampled_from([1e-4, 1.0, 1e4]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    columns=st.sampled_from([None, 1, 5, permutation.QUICK_COLUMNS]),
+    columns=st.sampled_from([None, 1, 5, *permutation.QUICK_COLUMNS]),
 )
 
 

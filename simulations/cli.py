@@ -107,7 +107,12 @@ def compare(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write the table of results to this Markdown file.")
+    ] = None,
+) -> None:
     """Rebuild the plots and the HTML report of a run folder, complete or not."""
 
     def run() -> None:
@@ -116,6 +121,11 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
         if not (folder / "rows.jsonl").exists():
             raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
         present(folder, console)
+        if markdown is not None:
+            from fedrot.simulations.report import markdown_table
+            from fedrot.simulations.runfolder import read_rows
+
+            markdown.write_text(markdown_table(read_rows(folder)), encoding="utf-8")
 
     _guarded(run)
 

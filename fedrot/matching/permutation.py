@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedrot.matching.blocks import Pair
@@ -103,6 +102,9 @@ def assignment(blocks: Sequence[Pair]) -> tuple[Tensor | None, float]:
 
 def best_assignment(score: Tensor) -> tuple[Tensor | None, float]:
     """Maximise ``sum_i score[i, e(i)]``; return ``(e, distance gain)`` or ``(None, 0)``."""
+    # Importing scipy.optimize takes a third of the time of importing torch, and is rarely needed.
+    from scipy.optimize import linear_sum_assignment
+
     _, column = linear_sum_assignment(score.cpu().numpy(), maximize=True)
     index = torch.from_numpy(column)
     best = score.double().cpu().gather(1, index[:, None]).sum()

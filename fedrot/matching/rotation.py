@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -90,6 +89,8 @@ def _polar_by_svd(m: Tensor) -> Tensor:
 
 def _robust_svd(m: Tensor) -> tuple[Tensor, Tensor]:
     """Divide-and-conquer SVD can fail to converge where the QR iteration does not."""
+    import scipy.linalg
+
     flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
     factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
     u, vh = (np.stack([f[i] for f in factors]).reshape(m.shape) for i in (0, 2))

@@ -81,13 +81,17 @@ def _to_running(
 def _to_medoid(
     updates: Updates, broadcast: Anchor, symmetry: Symmetry, options: AlignmentOptions
 ) -> Iterator[AlignedUpdate]:
-    """The client with the least weighted squared distance to the others, after alignment to it."""
+    """The client with the least weighted squared distance to the others, after alignment to it.
+
+    Distances are over the tensors that alignment moves. Rotations and permutations are isometries, so
+    one direction per pair suffices; ``rescale``, ``ridge`` and ``threshold`` make the two differ a
+    little, and then the ranking is approximate.
+    """
     replies = list(updates)
     anchors = [Anchor(update) for update, _ in replies]
     spread = [0.0] * len(replies)
     for i, (_, weight_i) in enumerate(replies):
         for j, (update_j, weight_j) in enumerate(replies[:i]):
-            # Rotations and permutations are isometries: the distance is the same both ways.
             after = align(update_j, anchors[i], symmetry, options).report.after
             spread[i] += weight_j * after
             spread[j] += weight_i * after
@@ -148,9 +152,9 @@ def align_round(
         symmetry: from ``symmetry_of``.
         options: see ``AlignmentOptions``.
         anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of what came before),
-            ``first`` (the first update), ``medoid`` (the update closest to all others) or
-            ``consensus`` (generalised Procrustes). The first three read ``updates`` lazily and hold
-            one at a time; the last two hold them all.
+            ``first`` (the first update), ``medoid`` (the update closest to all others, over what
+            alignment moves) or ``consensus`` (generalised Procrustes). The first three read
+            ``updates`` lazily and hold one at a time; the last two hold them all.
 
     Raises:
         FedrotError: the anchor is unknown.

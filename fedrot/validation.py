@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
+from fedrot.matching.blocks import compute_dtype
+
+#: Norm of a tensor above which sums of squared distances could overflow float32.
+LARGEST_NORM = 1e17
 
 
 def check_update(update: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -33,7 +37,7 @@ def check_update(update: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 
 def check_finite(update: Mapping[str, Tensor]) -> None:
-    """Check that no floating-point tensor holds NaN or Inf.
+    """Check that no floating-point tensor holds NaN, Inf, or values whose squares overflow float32.
 
     Raises:
         UpdateError: naming the first tensor that does.
@@ -41,10 +45,10 @@ def check_finite(update: Mapping[str, Tensor]) -> None:
     for name, tensor in update.items():
         if not tensor.is_floating_point():
             continue
-        # One pass without a temporary; only an overflow of finite values needs the slow check.
-        total = tensor.detach().sum(dtype=torch.float32)
-        if not torch.isfinite(total) and not torch.isfinite(tensor).all():
+        norm = torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor))
+        if not norm <= LARGEST_NORM:
+            what = "values too large to be weights" if torch.isfinite(tensor).all() else "NaN or Inf"
             raise UpdateError(
-                f"The tensor '{name}' holds NaN or Inf. Check the client's training (learning rate, "
-                "mixed precision) before sending it."
+                f"The tensor '{name}' holds {what}. Check the client's training (learning rate, mixed "
+                "precision) before sending it."
             )

@@ -95,10 +95,8 @@ def compare(
     def run() -> None:
         with grid.open("rb") as file:
             described = tomllib.load(file)
-        base = described.get("base", {})
-        if data_dir is not None:
-            base["data_dir"] = data_dir
-        settings = [{**base, **setting} for setting in described.get("setting", [])]
+        base, given = described.get("base", {}), {"data_dir": data_dir} if data_dir else {}
+        settings = [{**base, **setting, **given} for setting in described.get("setting", [])]
         if not settings:
             raise ValueError(f"'{grid}' describes no [[setting]].")
         _simulate(settings, out)

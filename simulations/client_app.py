@@ -169,9 +169,10 @@ def _cached(job: Job, arrays: ArrayRecord, compute: Any) -> Any:
     """Arms that send a client the same model get the same update: it is trained once.
 
     Training is a function of the configuration, the seed, the round, the client and the received
-    bytes; the file's name is their hash.
+    bytes; the file's name is their hash. After the first round arms hardly ever agree, and the
+    folder is the engine's: clients on other machines do not have it.
     """
-    if not job.cache:
+    if job.round > 1 or not job.cache or not Path(job.cache).is_dir():
         return compute()
     from safetensors import safe_open
     from safetensors.torch import save_file

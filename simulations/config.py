@@ -53,7 +53,7 @@ class SimulationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    setting: str = Field("default", description="Name of this setting in tables and rows.")
+    setting: str = Field("", description="Name in tables and rows; empty: data and partition.")
     data: str = Field("goemotions_ekman", description="Data set name.")
     data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
     text_column: str | None = None
@@ -102,10 +102,24 @@ class SimulationConfig(BaseModel):
             raise ValueError("needs at least one value, each once")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("setting"):
+            fields = cls.model_fields
+            what = [values.get(name, fields[name].default) for name in ("data", "partition")]
+            return {**values, "setting": ", ".join(map(str, what))}
+        return values
+
     @model_validator(mode="after")
-    def _whole_heads(self) -> SimulationConfig:
+    def _consistent(self) -> SimulationConfig:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if "different" in self.starts and self.fraction_train < 1:
+            raise ValueError(
+                "start 'different' needs fraction_train 1: a client that comes in a later round has "
+                "the broadcast model already"
+            )
         return self
 
     @classmethod
@@ -123,6 +137,8 @@ class SimulationConfig(BaseModel):
             if isinstance(flat.get(name), str):
                 flat[name] = tuple(p.strip() for p in flat[name].split(",") if p.strip())
         first = flat.pop("first_seed", 0)
+        if first and not isinstance(flat.get("seeds"), int):
+            raise ValueError("first_seed goes with a number of seeds, not with a list of them")
         if isinstance(flat.get("seeds"), int):
             flat["seeds"] = tuple(range(first, first + flat["seeds"]))
         return cls.model_validate(flat)

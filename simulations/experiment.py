@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedrot.options import AlignmentOptions
@@ -52,7 +52,8 @@ class OrderedGrid(Grid):
         self._grid, self._stop = grid, stop
         self._nodes = list(grid.get_node_ids())
         while len(self._nodes) < nodes:
-            self._pause(0.5)
+            log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
+            self._pause(1.0)
             self._nodes = list(grid.get_node_ids())
         questions = [
             Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
@@ -60,9 +61,11 @@ class OrderedGrid(Grid):
         ]
         answers = self.send_and_receive(questions)
         own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
-        missing = sorted(set(self._nodes) - set(own))
-        if missing:
-            raise RuntimeError(f"The nodes {missing} did not tell their partition id.")
+        if sorted(own.values()) != list(range(nodes)):
+            raise RuntimeError(
+                f"The {len(self._nodes)} nodes hold the partitions {sorted(own.values())}, but the "
+                f"configuration has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
+            )
         self._nodes.sort(key=own.__getitem__)
 
     def _pause(self, seconds: float) -> None:
@@ -126,29 +129,31 @@ def run_cells(
     folder: RunFolder,
     stop: threading.Event,
     progress: Progress,
+    shared_cache: bool = True,
 ) -> None:
     """Run every cell of ``config`` and write its rows as they come.
 
+    ``shared_cache`` lets arms share what their clients trained in the first round; it needs clients
+    that see this machine's files.
+
     Raises:
         Interrupted: ``stop`` was set.
+        RuntimeError: the nodes are not the configuration's clients, or a round brought no update.
     """
     task = task_of(config.to_json())
     for seed in config.seeds:
         parts = task.clients(seed)
         folder.partition(config.setting, seed, task.data.train.labels, parts, task.data.label_names)
     ordered = OrderedGrid(grid, stop, config.clients)
-    cache = Path(tempfile.mkdtemp(prefix="fedrot-updates-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
         previous: int | None = None
         for seed, start, arm in config.cells():
             if seed != previous:
                 # Arms share updates only within a seed.
-                for file in cache.iterdir():
+                for file in Path(scratch).iterdir():
                     file.unlink()
                 previous = seed
-            _run_cell(ordered, task, seed, start, arm, folder, cache, progress)
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
+            _run_cell(ordered, task, seed, start, arm, folder, Path(scratch), shared_cache, progress)
 
 
 def _run_cell(
@@ -158,7 +163,8 @@ def _run_cell(
     start: Start,
     arm: Arm,
     folder: RunFolder,
-    cache: Path,
+    scratch: Path,
+    shared_cache: bool,
     progress: Progress,
 ) -> None:
     config = task.config
@@ -168,10 +174,7 @@ def _run_cell(
 
     def record(scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            if not math.isnan(value):
-                folder.row(
-                    {**labels, "round": server_round, "scope": scope, "metric": name, "value": value}
-                )
+            folder.row({**labels, "round": server_round, "scope": scope, "metric": name, "value": value})
 
     def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         model.load_state_dict(arrays.to_torch_state_dict())
@@ -192,11 +195,11 @@ def _run_cell(
 
     def after_evaluation(contents: list[RecordDict], key: str) -> MetricRecord:
         for client, metrics in _client_metrics(contents):
-            metrics.pop(key)
-            record(f"client:{client}", strategy.round, metrics)
+            if metrics.pop(key) > 0:
+                record(f"client:{client}", strategy.round, metrics)
         return MetricRecord()
 
-    report = cache / "alignment.jsonl"
+    report = scratch / "alignment.jsonl"
     strategy = SeededFedRot(
         model_config(config, task.data).to_dict(),
         seed=seed,
@@ -217,29 +220,36 @@ def _run_cell(
         "seed": seed,
         "start": start,
         "last-round": config.rounds,
-        "cache": str(cache),
+        "cache": str(scratch) if shared_cache else "",
     }
-    result = strategy.start(
-        grid,
-        ArrayRecord(model.state_dict()),
-        num_rounds=config.rounds,
-        train_config=ConfigRecord({**job}),
-        evaluate_config=ConfigRecord({**job}),
-        evaluate_fn=central,
-    )
+    try:
+        result = strategy.start(
+            grid,
+            ArrayRecord(model.state_dict()),
+            num_rounds=config.rounds,
+            train_config=ConfigRecord({**job}),
+            evaluate_config=ConfigRecord({**job}),
+            evaluate_fn=central,
+        )
+    finally:
+        reasons = _move_report(report, folder, labels)
     lost = sorted(set(range(1, config.rounds + 1)) - trained_rounds)
     if lost:
         raise RuntimeError(
             f"No client returned a usable update in round {lost[0]} of arm '{arm.name}', seed {seed}. "
-            f"The reasons are in '{folder.path / 'flower.log'}'."
+            f"Set aside: {reasons or 'none'}; failed clients are in Flower's log."
         )
     for server_round, metrics in result.train_metrics_clientapp.items():
         record("alignment", server_round, dict(metrics))
-    if report.exists():
-        for line in report.read_text(encoding="utf-8").splitlines():
-            folder.alignment({**labels, **json.loads(line)})
-        report.unlink()
-    folder.flush()
+
+
+def _move_report(report: Path, folder: RunFolder, labels: Mapping[str, Any]) -> list[str]:
+    """Append a cell's alignment report to the run's, and return why replies were set aside."""
+    rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    report.unlink(missing_ok=True)
+    for row in rows:
+        folder.alignment({**labels, **row})
+    return sorted({row["set_aside"] for row in rows if "set_aside" in row})
 
 
 def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:

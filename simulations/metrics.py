@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -27,7 +28,8 @@ def evaluate_predictions(
             0), or predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
 
-    A correlation that is not defined (constant predictions) counts as 0.
+    A correlation that is not defined (constant predictions) counts as 0. Where an output is not
+    finite the model has diverged, and every score is NaN: the largest of NaNs is no prediction.
 
     Raises:
         ValueError: no rows, shapes that do not fit, or a metric that does not exist for ``kind``.
@@ -49,6 +51,8 @@ def evaluate_predictions(
         raise ValueError(
             f"unknown metric {unknown[0]!r} for {kind} labels; choose from {', '.join(functions)}"
         )
+    if not np.isfinite(outputs).all():
+        return dict.fromkeys((*metrics, "loss"), math.nan)
     predicted = _predict(kind, outputs)
     scores = {metric: functions[metric](labels, predicted) for metric in metrics}
     return {**scores, "loss": _LOSSES[kind](labels, outputs)}

@@ -40,7 +40,7 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
     if len(table) <= 20:
         ax.set_xticks(clients, [str(client) for client in clients])
     ax.set_xlabel("client")
-    ax.set_ylabel("training rows")
+    ax.set_ylabel("rows")
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return _save(figure, path)

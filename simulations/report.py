@@ -14,6 +14,7 @@ from fedrot.simulations.runfolder import read_rows
 from fedrot.simulations.statistics import CENTRAL, Row, metrics_in, setting_of
 from fedrot.simulations.tables import (
     BASELINE,
+    failed_clients,
     findings,
     format_difference,
     format_score,
@@ -61,7 +62,7 @@ def write_report(run_dir: Path) -> Path:
         metrics=metrics,
         lines=lines,
         scrambling=scrambling(lines, metrics),
-        findings=findings(lines, metrics, alignment),
+        findings=findings(lines, metrics, alignment) + failed_clients(rows),
         compared=any(difference for line in lines for difference in line.differences),
         baseline=BASELINE,
         sections=_sections(run_dir, rows, alignment, partition, metrics),
@@ -108,7 +109,12 @@ def _sections(
         if first:
             path = folder / f"{stem}-partition.png"
             picture = plots.partition_plot(path, first["counts"], names)
-            pictures.append((f"training rows per client and class, seed {seed}", picture))
+            pictures.append(
+                (
+                    f"rows per client and class, own held-out rows included, seed {seed}",
+                    picture,
+                )
+            )
         embedded = [(caption, _data_uri(path)) for caption, path in pictures]
         sections.append({"setting": setting, "pictures": embedded, "names": names, "seeds": seeds})
     return sections

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -44,21 +45,17 @@ class RunFolder:
         self._partitions: dict[str, Any] = {}
         self.write_json("config.json", {"command": command, "settings": list(settings)})
         self.write_json("versions.json", versions())
-        self._rows = (path / "rows.jsonl").open("a", encoding="utf-8")
-        self._alignments = (path / "alignment.jsonl").open("a", encoding="utf-8")
+        self._rows = (path / "rows.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._alignments = (path / "alignment.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Append one row of results."""
-        self._rows.write(json.dumps({name: row[name] for name in ROW_FIELDS}) + "\n")
+        """Append one row of results; a value that is not finite becomes null."""
+        value = row["value"] if math.isfinite(row["value"]) else None
+        self._rows.write(json.dumps({**{n: row[n] for n in ROW_FIELDS}, "value": value}) + "\n")
 
     def alignment(self, row: Mapping[str, Any]) -> None:
         """Append one row of the alignment report."""
         self._alignments.write(json.dumps(row) + "\n")
-
-    def flush(self) -> None:
-        """Put what was appended so far on disk."""
-        for file in (self._rows, self._alignments):
-            file.flush()
 
     def partition(
         self,
@@ -104,13 +101,14 @@ def refuse_used(path: Path) -> None:
 
 
 def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
-    """Read a JSON-lines file of a run folder; an unfinished last line is left out."""
+    """Read a JSON-lines file of a run folder; an unfinished last line is left out, null is NaN."""
     rows = []
     for line in (path / name).read_text(encoding="utf-8").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        rows.append({**row, "value": math.nan} if row.get("value", 0) is None else row)
     return rows
 
 

@@ -36,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
         log(INFO, "%s: round %d/%d", description, server_round, rounds)
 
     try:
-        run_cells(grid, config, folder, threading.Event(), progress)
+        run_cells(grid, config, folder, threading.Event(), progress, shared_cache=False)
         complete = True
     finally:
         folder.close(complete)

@@ -120,11 +120,13 @@ def paired(
         raise ValueError(f"the rows hold several settings, name one of {sorted(settings)}")
     where = setting if setting is not None else next(iter(settings), "")
     ours = values.get((where, start, arm, metric), {})
-    theirs = values.get((where, start, baseline, metric), {})
-    return paired_difference(
-        [ours[seed] - theirs[seed] for seed in ours if seed in theirs],
-        lower_is_better=metric in LOWER_IS_BETTER,
-    )
+    return compare_seeds(ours, values.get((where, start, baseline, metric), {}), metric)
+
+
+def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
+    """Difference over the seeds that both have, given each one's values by seed."""
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    return paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:

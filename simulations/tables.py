@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedrot.simulations.statistics import (
-    LOWER_IS_BETTER,
     Paired,
     Row,
     Summary,
+    compare_seeds,
     final_values,
     metrics_in,
-    paired_difference,
     removed_shares,
     setting_of,
     summarise,
@@ -54,11 +53,8 @@ def result_lines(rows: Sequence[Row], metrics: Sequence[str], baseline: str = BA
         for metric in metrics:
             ours = values.get((setting, start, arm, metric), {})
             theirs = values.get((setting, start, baseline, metric))
-            if arm == baseline or theirs is None:
-                differences.append(None)
-                continue
-            by_seed = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-            differences.append(paired_difference(by_seed, lower_is_better=metric in LOWER_IS_BETTER))
+            comparable = arm != baseline and theirs is not None
+            differences.append(compare_seeds(ours, theirs or {}, metric) if comparable else None)
         found = tuple(scores.get((setting, start, arm, metric)) for metric in metrics)
         seeds = max(score.n for score in found if score)
         lines.append(Line(setting, start, arm, seeds, found, tuple(differences)))
@@ -144,7 +140,7 @@ def partition_table(
     """Rows of each class per client, for the terminal; ``counts`` is [clients][classes]."""
     from rich.table import Table
 
-    table = Table(title=f"Training rows per client: {setting}, seed {seed}")
+    table = Table(title=f"Rows per client: {setting}, seed {seed}")
     for name in ("client", "rows", *names):
         table.add_column(name, justify="right")
     for client, row in enumerate(counts):
@@ -204,6 +200,18 @@ def _idle_layers(alignment: Sequence[Row]) -> list[str]:
         f"{setting or 'this run'}, start {start}: {arm} removed less than {100 * NEGLIGIBLE:.0f} % "
         f"of the squared distance by {part} in layer {', '.join(layers)}."
         for (setting, start, arm, part), layers in idle.items()
+    ]
+
+
+def failed_clients(rows: Sequence[Row]) -> list[str]:
+    """Sentences on clients that failed or sent nothing usable."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
+            counts[(setting_of(row), str(row["start"]), str(row["arm"]))] += int(row["value"])
+    return [
+        f"{setting or 'this run'}, start {start}: {arm} went on without {count} client(s) that failed."
+        for (setting, start, arm), count in counts.items()
     ]
 
 

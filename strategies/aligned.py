@@ -22,7 +22,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.strategies.records import replace_changed, to_tensors
-from fedrot.strategies.replies import Reply, client_id, read_reply
+from fedrot.strategies.replies import Reply, client_id, read_reply, with_common_layout
 from fedrot.symmetry import Symmetry, symmetry_of
 
 #: The anchor that docs/results.md found best over all its settings.
@@ -31,15 +31,24 @@ DEFAULT_ANCHOR = "running"
 
 @dataclass
 class _Round:
-    """What happened in one round: reports and set-aside reasons by client."""
+    """What happened in one round: reports and set-aside reasons, each with its client."""
 
     number: int
+    failed: int = 0
     start: float = field(default_factory=time.perf_counter)
-    reports: dict[int, AlignmentReport] = field(default_factory=dict)
-    set_aside: dict[int, str] = field(default_factory=dict)
+    reports: list[tuple[int, AlignmentReport]] = field(default_factory=list)
+    set_aside: list[tuple[int, str]] = field(default_factory=list)
+
+    def put_aside(self, client: int, reason: str) -> None:
+        self.set_aside.append((client, reason))
+        log(WARNING, "Reply of client %d set aside: %s", client, reason)
+
+    def losses(self) -> dict[str, int]:
+        counts = {"fedrot-replies-set-aside": len(self.set_aside), "fedrot-replies-failed": self.failed}
+        return {name: count for name, count in counts.items() if count}
 
     def metrics(self) -> dict[str, float | int]:
-        reports = list(self.reports.values())
+        reports = [report for _, report in self.reports]
         before = sum(r.before for r in reports)
 
         def share(*parts: str) -> float:
@@ -57,18 +66,19 @@ class _Round:
             "fedrot-neurons-moved": sum(r.moved("ffn") for r in reports),
             "fedrot-groups-skipped": sum(g.skipped for r in reports for g in r.groups),
             "fedrot-replies-set-aside": len(self.set_aside),
+            "fedrot-replies-failed": self.failed,
             "fedrot-seconds": time.perf_counter() - self.start,
         }
 
     def rows(self) -> list[dict[str, Any]]:
         aligned = [
             {"round": self.number, "client": client, **row}
-            for client, report in self.reports.items()
+            for client, report in self.reports
             for row in report.rows()
         ]
         return aligned + [
             {"round": self.number, "client": client, "set_aside": reason}
-            for client, reason in self.set_aside.items()
+            for client, reason in self.set_aside
         ]
 
 
@@ -86,7 +96,7 @@ class Aligned(Strategy):
         *args: passed to the strategy.
         anchor: whom to align to, see ``fedrot.align_round``.
         options: what to align, see ``fedrot.AlignmentOptions``.
-        align: False leaves the replies as they are: exactly the strategy behind.
+        align: False moves nothing: good replies reach the strategy behind as they are.
         report_path: a JSON-lines file that receives one row per round, client and group, and one per
             reply set aside.
         **kwargs: passed to the strategy.
@@ -137,57 +147,56 @@ class Aligned(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Align the replies, let the strategy behind aggregate them, and report."""
         ordered = sorted(replies, key=client_id)
-        if not self.align:
-            return super().aggregate_train(server_round, ordered)  # type: ignore[safe-super]
-        this_round = _Round(server_round)
-        aligned = self._aligned(ordered, this_round)
-        arrays, metrics = super().aggregate_train(server_round, aligned)  # type: ignore[safe-super]
-        if arrays is not None:
+        failed = [message for message in ordered if message.has_error()]
+        this_round = _Round(server_round, failed=len(failed))
+        good = self._good(ordered, this_round)
+        messages = (
+            self._aligned(good, this_round)
+            if self.align
+            else [_with_tensors(r, r.tensors) for r in good]
+        )
+        arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
+            server_round, messages + failed
+        )
+        if arrays is not None and self.align:
             self._keep_integers(arrays)
         return arrays, self._report(this_round, metrics)
 
-    def _aligned(self, replies: list[Message], this_round: _Round) -> list[Message]:
-        """Return failed replies as they are, good ones aligned; set the rest aside."""
-        assert isinstance(self.symmetry, Symmetry)
+    def _good(self, replies: list[Message], this_round: _Round) -> list[Reply]:
+        """Return the replies that may enter the average; set the others aside."""
         broadcast = to_tensors(self._broadcast)
-        failed = [message for message in replies if message.has_error()]
-        good = self._good(replies, broadcast, this_round)
+        weighted_by = getattr(self, "weighted_by_key", "num-examples")
+        passed: list[Reply] = []
+        for message in replies:
+            if message.has_error():
+                continue
+            try:
+                passed.append(read_reply(message, broadcast, weighted_by))
+            except UpdateError as error:
+                this_round.put_aside(client_id(message), str(error))
+        good, odd = with_common_layout(passed)
+        for reply in odd:
+            this_round.put_aside(
+                client_id(reply.message),
+                f"Its records and metrics are {reply.layout}, most clients' are {good[0].layout}. Send "
+                "the same metrics from every client.",
+            )
+        return good
+
+    def _aligned(self, replies: list[Reply], this_round: _Round) -> list[Message]:
+        assert isinstance(self.symmetry, Symmetry)
         aligned = align_round(
-            ((reply.tensors, reply.weight) for reply in good),
-            broadcast,
+            ((reply.tensors, reply.weight) for reply in replies),
+            to_tensors(self._broadcast),
             self.symmetry,
             self.options,
             self.anchor,
         )
         messages = []
-        for reply, result in zip(good, aligned, strict=True):
-            this_round.reports[client_id(reply.message)] = result.alignment.report
+        for reply, result in zip(replies, aligned, strict=True):
+            this_round.reports.append((client_id(reply.message), result.alignment.report))
             messages.append(_with_tensors(reply, result.tensors))
-        return messages + failed
-
-    def _good(
-        self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: _Round
-    ) -> list[Reply]:
-        good: list[Reply] = []
-        metric_names: set[str] | None = None
-        for message in replies:
-            if message.has_error():
-                continue
-            try:
-                reply = read_reply(message, broadcast, getattr(self, "weighted_by_key", "num-examples"))
-                (metrics,) = message.content.metric_records.values()
-                if metric_names is not None and set(metrics) != metric_names:
-                    raise UpdateError(
-                        f"The metrics are {sorted(metrics)}, other clients sent "
-                        f"{sorted(metric_names)}. Send the same metrics from every client."
-                    )
-            except UpdateError as error:
-                this_round.set_aside[client_id(message)] = str(error)
-                log(WARNING, "Reply of client %d set aside: %s", client_id(message), error)
-                continue
-            metric_names = set(metrics)
-            good.append(reply)
-        return good
+        return messages
 
     def _keep_integers(self, arrays: ArrayRecord) -> None:
         """Averaging turns integer and boolean buffers into floats; they are the broadcast model's."""
@@ -195,25 +204,29 @@ class Aligned(Strategy):
             if name in arrays and not array.dtype.startswith("float"):
                 arrays[name] = array
 
-    def _report(self, this_round: _Round, metrics: MetricRecord | None) -> MetricRecord:
-        ours = this_round.metrics()
-        log(
-            INFO,
-            "Alignment: distance %.4g -> %.4g (rotation %.1f%%, permutation %.1f%%), "
-            "%d groups below the threshold skipped, %d replies set aside, %.2f s",
-            ours["fedrot-distance-before"],
-            ours["fedrot-distance-after"],
-            100 * ours["fedrot-share-rotation"],
-            100 * ours["fedrot-share-permutation"],
-            ours["fedrot-groups-skipped"],
-            ours["fedrot-replies-set-aside"],
-            ours["fedrot-seconds"],
-        )
+    def _report(self, this_round: _Round, metrics: MetricRecord | None) -> MetricRecord | None:
+        if self.align:
+            ours = this_round.metrics()
+            log(
+                INFO,
+                "Alignment: distance %.4g -> %.4g (rotation %.1f%%, permutation %.1f%%), "
+                "%d groups below the threshold skipped, %d replies set aside, %.2f s",
+                ours["fedrot-distance-before"],
+                ours["fedrot-distance-after"],
+                100 * ours["fedrot-share-rotation"],
+                100 * ours["fedrot-share-permutation"],
+                ours["fedrot-groups-skipped"],
+                ours["fedrot-replies-set-aside"],
+                ours["fedrot-seconds"],
+            )
+        else:
+            # Nothing but what went wrong: without alignment the metrics are the strategy's own.
+            ours = {**this_round.losses()}
         if self.report_path is not None:
             self.report_path.parent.mkdir(parents=True, exist_ok=True)
             with self.report_path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in this_round.rows()))
-        return MetricRecord({**(metrics or {}), **ours})
+        return MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
 
 
 def _with_tensors(reply: Reply, tensors: Mapping[str, Tensor]) -> Message:

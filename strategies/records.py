@@ -17,10 +17,14 @@ def to_tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
 def replace_changed(
     arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> ArrayRecord:
-    """Return ``arrays`` with the tensors that were replaced; the others keep their bytes."""
+    """Return ``arrays`` with the tensors that were replaced or cast; the others keep their bytes."""
+
+    def same(name: str, array: Array) -> bool:
+        return after[name] is before[name] and f"torch.{array.dtype}" == str(after[name].dtype)
+
     return ArrayRecord(
         {
-            name: array if after[name] is before[name] else Array(after[name].cpu().numpy())
+            name: array if same(name, array) else Array(after[name].cpu().numpy())
             for name, array in arrays.items()
         }
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -19,11 +20,29 @@ CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that passed: its message, its tensors and its weight."""
+    """A reply that passed: its message, its tensors in the broadcast dtypes, and its weight."""
 
     message: Message
     tensors: dict[str, Tensor]
     weight: float
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What Flower's strategies need to be equal in all replies: record names and metrics."""
+        ((arrays, _),) = self.message.content.array_records.items()
+        ((metrics, record),) = self.message.content.metric_records.items()
+        lengths = {name: len(v) if isinstance(v, list) else None for name, v in record.items()}
+        return arrays, metrics, tuple(sorted(lengths.items()))
+
+
+def with_common_layout(replies: Sequence[Reply]) -> tuple[list[Reply], list[Reply]]:
+    """Split replies into those laid out like most, and the others."""
+    counts = Counter(reply.layout for reply in replies)
+    common = counts.most_common(1)[0][0] if counts else ()
+    return (
+        [reply for reply in replies if reply.layout == common],
+        [reply for reply in replies if reply.layout != common],
+    )
 
 
 def client_id(message: Message) -> int:
@@ -70,4 +89,5 @@ def read_reply(message: Message, broadcast: Mapping[str, Tensor], weighted_by_ke
                 f"{broadcast[name].dtype}. Send the kind of numbers that was received."
             )
     check_finite(tensors)
-    return Reply(message, tensors, float(weight))
+    cast = {name: tensor.to(broadcast[name].dtype) for name, tensor in tensors.items()}
+    return Reply(message, cast, float(weight))

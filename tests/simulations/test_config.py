@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ BAD_OPTIONS = {
     "no seed": (["--seeds", "0"], "seeds"),
     "odd heads": (["--width", "30", "--heads", "4"], "not a multiple"),
     "learning rate": (["--lr", "0"], "lr"),
+    "late starters": (["--start", "different", "--fraction-train", "0.5"], "fraction_train 1"),
 }
 
 
@@ -80,6 +82,35 @@ def test_report_of_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 2
     assert "not a run folder" in " ".join(result.output.split())
+
+
+def test_every_setting_can_be_given_to_flwr_run() -> None:
+    app = tomllib.loads((Path(__file__).parents[2] / "flower-app" / "pyproject.toml").read_text())
+    keys = {key.replace("-", "_") for key in app["tool"]["flwr"]["app"]["config"]}
+    assert keys == set(SimulationConfig.model_fields) | {"out", "first_seed"}
+    settings = {k: v for k, v in app["tool"]["flwr"]["app"]["config"].items() if k != "out"}
+    assert SimulationConfig.from_flat(settings) == SimulationConfig(seeds=(0,))
+
+
+def test_the_data_folder_of_the_command_line_wins(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    grid.write_text('[[setting]]\ndata = "sst2"\ndata_dir = "elsewhere"\n')
+    options = [
+        "compare",
+        str(grid),
+        "--data-dir",
+        str(tmp_path / "here"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 2
+    assert "elsewhere" not in result.output
+
+
+def test_a_first_seed_beside_a_list_of_seeds_is_refused() -> None:
+    with pytest.raises(ValueError, match="first_seed"):
+        SimulationConfig.from_flat({"first_seed": 3, "seeds": (1, 2)})
 
 
 def test_arms_are_read_from_their_names() -> None:

@@ -11,7 +11,7 @@ BIN := .venv/bin
 
 demo: .venv/installed
 	rm -rf runs/demo
-	$(BIN)/fedrot simulate --out runs/demo --start same,scrambled --seeds 2 --rounds 3
+	$(BIN)/fedrot simulate --out runs/demo --start same,scrambled --seeds 3 --rounds 3 --local-epochs 2
 
 test: lint types
 	$(BIN)/python -m pytest

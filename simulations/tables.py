@@ -79,6 +79,12 @@ def format_difference(difference: Paired | None) -> str:
     return f"{difference.mean:+.3f}{shown} {difference.verdict}"
 
 
+def headline(rows: Sequence[Row]) -> list[str]:
+    """The headline metric and the loss: what fits into a narrow table."""
+    found = metrics_in(rows)
+    return list(dict.fromkeys([*found[:1], *found[-1:]]))
+
+
 def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> list[Table]:
     """The final-round results for the terminal, one table per setting, fit for a narrow one.
 
@@ -86,8 +92,7 @@ def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None =
         headline_metrics: columns of the tables; the headline metric and the loss if not given. The
             difference from plain averaging is shown for the first.
     """
-    found = metrics_in(rows)
-    metrics = list(headline_metrics or dict.fromkeys([*found[:1], *found[-1:]]))
+    metrics = list(headline_metrics or headline(rows))
     lines = result_lines(rows, metrics)
     settings = dict.fromkeys(line.setting for line in lines)
     return [_setting_table([ln for ln in lines if ln.setting == name], metrics) for name in settings]
@@ -119,8 +124,12 @@ def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
 def markdown_table(
     rows: Sequence[Row], metrics: Sequence[str] | None = None, baseline: str = BASELINE
 ) -> str:
-    """The final-round results as a Markdown table, with the paired difference of every metric."""
-    metrics = list(metrics or metrics_in(rows))
+    """The final-round results as a Markdown table, with the paired difference of every metric.
+
+    Args:
+        metrics: the headline metric and the loss if not given.
+    """
+    metrics = list(metrics or headline(rows))
     against = [f"{metric}: difference from {baseline}" for metric in metrics]
     header = ["setting", "start", "arm", "seeds", *metrics, *against]
     lines = [

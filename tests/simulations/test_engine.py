@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fedrot.simulations.runfolder import read_rows
@@ -192,13 +194,18 @@ def flower_home(tmp_path: Path) -> Iterator[Path]:
         '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
     )
     yield home
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"FLWR_HOME={home}\0".encode() in environment:
-            os.kill(int(folder.name), signal.SIGKILL)
+    started = [process for process in psutil.process_iter() if _flower_home(process) == str(home)]
+    # Children first: Ray's agents hide their environment, and outlive a killed parent.
+    for process in {child for p in started for child in p.children(recursive=True)} | set(started):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _flower_home(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("FLWR_HOME")
+    except psutil.Error:
+        return None
 
 
 def test_the_app_starts_by_flwr_run(flower_home: Path, tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def check_finite(update: Mapping[str, Tensor]) -> None:
             continue
         norm = torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor))
         if not norm <= LARGEST_NORM:
-            what = "values too large to be weights" if torch.isfinite(tensor).all() else "NaN or Inf"
+            finite = bool(torch.isfinite(tensor).all())
+            what = "values whose squares overflow float32" if finite else "NaN or Inf"
             raise UpdateError(
                 f"The tensor '{name}' holds {what}. Check the client's training (learning rate, mixed "
                 "precision) before sending it."

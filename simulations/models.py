@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
 
 def encode(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> Encoded:
     """Tokenise a split, cut to ``max_length`` tokens."""
+    tokenizer = copy.deepcopy(tokenizer)  # the bundled one is shared by the process
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
     texts: Any = split.texts if split.pairs is None else list(zip(split.texts, split.pairs, strict=True))

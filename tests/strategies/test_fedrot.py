@@ -196,7 +196,7 @@ BAD = {
     "cannot be decoded": undecodable,
     "2 ArrayRecords": two_array_records,
     "0 MetricRecords": no_metrics,
-    "too large to be weights": lambda m, b: reply(
+    "squares overflow float32": lambda m, b: reply(
         m, damaged(b, classifier__weight=lambda t: t * 1e22), 1, 9
     ),
     "Send the same metrics": lambda m, b: reply(m, b, 1, -1, surprise=1.0),

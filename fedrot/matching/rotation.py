@@ -41,10 +41,11 @@ def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
     """Return ``argmax <R, M + ridge * sigma_1 * I>`` over orthogonal ``R``, shape ``[..., d, d]``.
 
     ``ridge`` pulls towards the identity: 0 is the plain polar factor, large values do not move. An
-    all-zero matrix gives the identity. The result is orthogonal to float64 rounding.
+    all-zero matrix gives the identity. The result is float64 and orthogonal to its rounding.
 
     ``precise=False`` is for matrices that were computed in float32: Newton-Schulz iterations in
-    float32, polished in float64, with a float64 SVD for every matrix that does not converge.
+    float32, polished in float64, with a float64 SVD for every matrix that does not converge; the
+    result is orthogonal to 1e-8.
     """
     if ridge > 0:
         sigma = torch.linalg.matrix_norm(m, ord=2)

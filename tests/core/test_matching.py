@@ -533,3 +533,31 @@ def test_rescaling_finds_the_scale_of_every_head() -> None:
             (u, ua, moved_u), (v, va, moved_v) = sides
             reached = ((moved_u - ua) ** 2).sum() + ((moved_v - va) ** 2).sum()
             assert reached <= _scale_cost(_GRID, u, ua, v, va).min() + 1e-9
+
+
+def test_iterated_rotations_are_as_good_as_those_of_the_svd() -> None:
+    """Newton-Schulz in float32, with its fallback: well and badly conditioned, deficient and zero."""
+    generator = torch.Generator().manual_seed(0)
+
+    def orthogonal() -> Tensor:
+        return torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.float64))[0]
+
+    spectra = [
+        torch.ones(16),
+        torch.linspace(0.5, 2, 16),
+        torch.logspace(-3, 2, 16),
+        torch.logspace(-12, 3, 16),
+        torch.cat([torch.ones(9), torch.zeros(7)]),
+        torch.zeros(16),
+        torch.full((16,), 1e-20),
+        torch.full((16,), 1e12),
+    ]
+    m = torch.stack([orthogonal() @ torch.diag(s.double()) @ orthogonal() for s in spectra])
+    iterated, exact = polar(m, precise=False), polar(m)
+    eye = torch.eye(16, dtype=torch.float64)
+    assert ((iterated.mT @ iterated - eye).abs().amax() <= 1e-8).item()
+    assert torch.equal(iterated[5], eye)
+    reached, best = ((r * m).sum((-1, -2)) for r in (iterated, exact))
+    assert ((best - reached) <= 1e-6 * best.abs()).all()
+    # The easy ones must not have gone through the fallback, or this test would compare it with itself.
+    assert not torch.equal(iterated[1], exact[1])

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor
 
 from fedrot.anchors import ANCHORS, align_round
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.strategies.records import replace_changed, to_tensors
@@ -136,8 +136,16 @@ class Aligned(Strategy):
     ) -> Iterable[Message]:
         """Remember the broadcast model, which ``aggregate_train`` is not given."""
         self._broadcast = arrays
-        if self.align and not isinstance(self.symmetry, Symmetry):
-            self.symmetry = symmetry_of(self.symmetry, to_tensors(arrays))
+        if self.align:
+            if not isinstance(self.symmetry, Symmetry):
+                self.symmetry = symmetry_of(self.symmetry, to_tensors(arrays))
+            shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+            different = sorted(dict(shapes.items() ^ self.symmetry.shapes.items()))
+            if different:
+                raise SymmetryError(
+                    f"The symmetry was built for another model: '{different[0]}' differs from what is "
+                    "broadcast. Pass the configuration, or the symmetry, of this model."
+                )
         return super().configure_train(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
@@ -149,12 +157,12 @@ class Aligned(Strategy):
         ordered = sorted(replies, key=client_id)
         failed = [message for message in ordered if message.has_error()]
         this_round = _Round(server_round, failed=len(failed))
-        good = self._good(ordered, this_round)
-        messages = (
-            self._aligned(good, this_round)
-            if self.align
-            else [_with_tensors(r, r.tensors) for r in good]
-        )
+        broadcast = to_tensors(self._broadcast)
+        good = self._good(ordered, broadcast, this_round)
+        if self.align:
+            messages = self._aligned(good, broadcast, this_round)
+        else:
+            messages = [_with_tensors(reply, reply.tensors) for reply in good]
         arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
             server_round, messages + failed
         )
@@ -162,9 +170,10 @@ class Aligned(Strategy):
             self._keep_integers(arrays)
         return arrays, self._report(this_round, metrics)
 
-    def _good(self, replies: list[Message], this_round: _Round) -> list[Reply]:
+    def _good(
+        self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: _Round
+    ) -> list[Reply]:
         """Return the replies that may enter the average; set the others aside."""
-        broadcast = to_tensors(self._broadcast)
         weighted_by = getattr(self, "weighted_by_key", "num-examples")
         passed: list[Reply] = []
         for message in replies:
@@ -183,11 +192,13 @@ class Aligned(Strategy):
             )
         return good
 
-    def _aligned(self, replies: list[Reply], this_round: _Round) -> list[Message]:
+    def _aligned(
+        self, replies: list[Reply], broadcast: Mapping[str, Tensor], this_round: _Round
+    ) -> list[Message]:
         assert isinstance(self.symmetry, Symmetry)
         aligned = align_round(
             ((reply.tensors, reply.weight) for reply in replies),
-            to_tensors(self._broadcast),
+            broadcast,
             self.symmetry,
             self.options,
             self.anchor,

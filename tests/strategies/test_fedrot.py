@@ -400,6 +400,12 @@ def test_partial_participation_and_metrics_through_start() -> None:
     assert "fedrot-share-rotation" in result.train_metrics_clientapp[2]
 
 
+def test_a_symmetry_of_another_model_is_refused_before_training() -> None:
+    other = {**model(), "classifier.bias": torch.zeros(5)}
+    with pytest.raises(fedrot.SymmetryError, match=r"another model: 'classifier\.bias'"):
+        broadcast(FedRot(fedrot.symmetry_of(CONFIG, other)), model())
+
+
 def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
     with pytest.raises(fedrot.SymmetryError, match="not supported"):
         broadcast(FedRot({"model_type": "mamba"}), model())

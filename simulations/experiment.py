@@ -32,7 +32,7 @@ from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.runfolder import RunFolder
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.strategies import FedRot
-from fedrot.strategies.replies import CLIENT_KEY, CLIENT_RECORD, client_id
+from fedrot.strategies.replies import client_id, own_id
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
@@ -257,5 +257,7 @@ def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any
     found = []
     for content in contents:
         (metrics,) = content.metric_records.values()
-        found.append((int(content.config_records[CLIENT_RECORD][CLIENT_KEY]), dict(metrics)))  # type: ignore[arg-type]
+        client = own_id(content)
+        assert client is not None, "our ClientApp always names itself"
+        found.append((client, dict(metrics)))
     return sorted(found, key=lambda pair: pair[0])

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from torch import Tensor
 
 from fedrot.errors import UpdateError
@@ -45,14 +45,17 @@ def with_common_layout(replies: Sequence[Reply]) -> tuple[list[Reply], list[Repl
     )
 
 
+def own_id(content: RecordDict) -> int | None:
+    """Return the partition id that a client put into its reply, None if it put none."""
+    record = content.config_records.get(CLIENT_RECORD)
+    own = record.get(CLIENT_KEY) if record is not None else None
+    return own if isinstance(own, int) else None
+
+
 def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
-    if message.has_content():
-        record = message.content.config_records.get(CLIENT_RECORD)
-        own = record.get(CLIENT_KEY) if record is not None else None
-        if isinstance(own, int):
-            return own
-    return message.metadata.src_node_id
+    own = own_id(message.content) if message.has_content() else None
+    return message.metadata.src_node_id if own is None else own
 
 
 def read_reply(message: Message, broadcast: Mapping[str, Tensor], weighted_by_key: str) -> Reply:

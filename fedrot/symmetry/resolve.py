@@ -23,10 +23,9 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     """Match ``config`` with a family and its names with those of ``tensors``."""
     settings = settings_of(config)
     family = family_of(settings, families, next(iter(tensors), None))
-    layers = int(_setting(settings, family, family.layers_key))
+    layers, groups = _describe(family, settings)
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
     names = _unwrapped(shapes)
-    groups = _describe(family, settings, layers)
     prefix = _prefix(family, groups, names, families)
 
     real = {slot.tensor: names.get(prefix + slot.tensor) for g in groups for slot in g.slots}
@@ -82,18 +81,11 @@ def family_of(
     )
 
 
-def _setting(settings: Mapping[str, Any], family: Family, key: str) -> Any:
-    if key not in settings:
-        raise SymmetryError(
-            f"The config has no '{key}', which family '{family.name}' needs. Pass the complete "
-            "transformers configuration of the model."
-        )
-    return settings[key]
-
-
-def _describe(family: Family, settings: Mapping[str, Any], layers: int) -> tuple[Group, ...]:
+def _describe(family: Family, settings: Mapping[str, Any]) -> tuple[int, tuple[Group, ...]]:
+    """Return the number of layers and all their groups, under the family's own names."""
     try:
-        return tuple(g for layer in range(layers) for g in family.describe(settings, layer))
+        layers = int(settings[family.layers_key])
+        return layers, tuple(g for layer in range(layers) for g in family.describe(settings, layer))
     except KeyError as missing:
         raise SymmetryError(
             f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.matching.match import STAGES, Anchor, Match
+from fedrot.matching.activations import Activations
+from fedrot.matching.match import Anchor, Problem
+from fedrot.matching.solve import solve
 from fedrot.moves import Move, apply_moves, transport_statistics
 from fedrot.options import AlignmentOptions
-from fedrot.report import AlignmentReport, GroupReport
+from fedrot.report import AlignmentReport
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
 from fedrot.validation import check_update
 
@@ -63,6 +64,7 @@ def align(
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
+    activations: Activations | None = None,
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
@@ -88,69 +90,15 @@ def align(
     check_update(anchor.tensors, symmetry.shapes)
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
-
-    moves: list[Move] = []
-    rows: list[GroupReport] = []
-    moved = update
-    stages = [tuple(g for g in groups if g.part == part) for part in STAGES]
     with torch.no_grad():
-        for index, (stage, match) in enumerate(zip(stages, STAGES.values(), strict=True)):
-            matches = match(stage, anchor, moved, symmetry, options)
-            accepted = [
-                _accepted(group, result, options.threshold, moves)
-                for group, result in zip(stage, matches, strict=True)
-            ]
-            found = [move for _, move in accepted if move is not None]
-            rows += [row for row, _ in accepted]
-            moves += found
-            if _tensors(m.group for m in found) & _tensors(chain(*stages[index + 1 :])):
-                moved = apply_moves(moved, found)
-    before = _total(chain(*stages), rows)
-    removed = sum(row.before - row.after for row in rows)
+        found = solve(Problem(anchor, update, symmetry, options, activations), groups)
     seconds = time.perf_counter() - start
-    report = AlignmentReport(tuple(rows), before, max(before - removed, 0.0), seconds)
-    return Alignment(symmetry, tuple(moves), report)
-
-
-def _accepted(
-    group: Group, match: Match, threshold: float, earlier: Sequence[Move]
-) -> tuple[GroupReport, Move | None]:
-    """Turn a match into a report row and a move, unless its gain is below the threshold."""
-    # A permuted head keeps its rotation: the permutation was chosen for what follows it.
-    bound = any(move.group.name == group.within for move in earlier)
-    skipped = match.element is not None and not bound and match.gain < threshold * match.before
-    element = None if skipped else match.element
-    row = GroupReport(
-        group=group.name,
-        layer=group.layer,
-        part=group.part,
-        before=match.before,
-        after=match.before if element is None else match.after,
-        moved=0 if element is None else group.kind.moved(element),
-        of=group.kind.units,
-        angle=0.0 if element is None else match.angle,
-        certified=match.certified,
-        skipped=skipped,
-    )
-    return row, None if element is None else Move(group, element)
-
-
-def _tensors(groups: Iterable[Group]) -> set[str]:
-    return {slot.tensor for group in groups for slot in group.slots}
-
-
-def _total(groups: Iterable[Group], rows: Iterable[GroupReport]) -> float:
-    """Sum the distances before the first move of each slot: later stages see moved tensors."""
-    total, seen = 0.0, set[str]()
-    for group, row in zip(groups, rows, strict=True):
-        names = _tensors([group])
-        total += 0.0 if names <= seen else row.before
-        seen |= names
-    return total
+    report = AlignmentReport(found.rows, found.before, found.after, seconds)
+    return Alignment(symmetry, found.moves, report)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:
-    for name in sorted(_tensors(groups)):
+    for name in sorted({slot.tensor for group in groups for slot in group.slots}):
         u, a = update[name], anchor[name]
         if not (u.is_floating_point() and a.is_floating_point()):
             raise UpdateError(

@@ -11,7 +11,6 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.matching.blocks import compute_dtype
 from fedrot.symmetry.description import Group, Slot
-from fedrot.symmetry.kinds import Permutation
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,15 @@ def _gram(value: Tensor, slot: Slot, move: Move) -> Tensor:
 
 
 def _fisher(value: Tensor, slot: Slot, move: Move) -> Tensor:
-    """Permute; divide by the square of a scale, because gradients scale inversely to weights."""
-    if not move.group.kind.monomial:
+    """Move a diagonal in the shape of the weight, or refuse."""
+    element = move.group.kind.on_fisher(move.element)
+    if element is None:
         raise FedrotError(
             f"The diagonal Fisher of '{slot.tensor}' cannot follow the rotation '{move.group.name}': "
             "its diagonal alone does not determine the rotated one. Compute it after aligning, or "
             "align by permutations only, parts=('heads', 'ffn')."
         )
-    if isinstance(move.group.kind, Permutation):
-        return move.on(value, slot)
-    other = replace(slot, contravariant=not slot.contravariant)
-    return move.on(move.on(value, other), other)
+    return replace(move, element=element).on(value, slot)
 
 
 _TRANSPORT: dict[str, Callable[[Tensor, Slot, Move], Tensor]] = {"gram": _gram, "fisher": _fisher}

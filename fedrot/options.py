@@ -21,12 +21,23 @@ class AlignmentOptions:
             each head's cross matrix; 0 is plain Procrustes.
         threshold: a move that removes less than this share of its group's squared distance is
             skipped and reported as skipped; 0 moves whatever helps.
+        sweeps: at most so many passes over all parts where they depend on each other (with
+            ``residual`` or ``output`` among them); passes stop when one removes less than
+            ``tolerance`` of the squared distance.
+        tolerance: see ``sweeps``.
+        restarts: further starts of the residual stream, from random permutations; the best wins.
+        activation_weight: share of activations against weights in a group's similarity, between 0
+            and 1; it matters only where activations are given.
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
     layers: str | Sequence[int] = "all"
     ridge: float = 0.0
     threshold: float = 0.0
+    sweeps: int = 20
+    tolerance: float = 1e-4
+    restarts: int = 0
+    activation_weight: float = 1.0
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in PARTS]

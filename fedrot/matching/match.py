@@ -1,11 +1,15 @@
-"""One matcher per part: from groups, an anchor and an update to the best elements."""
+"""One matcher per part: from groups and a problem to the best elements.
+
+Every matcher maximises the similarity of ``Problem.similarity`` over its own groups, given the
+elements of all others: weights, activations, or a mixture of both.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -14,12 +18,14 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.matching import permutation, rotation
-from fedrot.matching.blocks import Pair, pairs, squared_distance
+from fedrot.matching.activations import Activations
+from fedrot.matching.blocks import Pair, pair, pairs, squared_distance
 from fedrot.matching.heads import head_scores
 from fedrot.matching.rescale import best_scale, head_products
+from fedrot.moves import Move, apply_moves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.description import Group, Symmetry
-from fedrot.symmetry.kinds import HeadPermutation, HeadRotation, Rescale
+from fedrot.symmetry.kinds import HeadPermutation, HeadRotation, Rescale, SignedPermutation
 from fedrot.validation import check_finite
 
 Tensors = Mapping[str, Tensor]
@@ -45,37 +51,159 @@ class Anchor:
 class Match:
     """The best element of one group (None: the identity), and squared distances to the anchor.
 
-    ``gain`` is what the element is worth once the stages after it have run; it differs from
-    ``before - after`` only for heads, whose permutation is chosen for the rotation that follows.
+    ``gain`` is what the element is worth to the objective once the stages after it have run, in
+    units of squared distance. It differs from ``before - after`` for heads, whose permutation is
+    chosen for the rotation that follows, and where activations have a say.
     """
 
     element: Tensor | None
     before: float
     after: float
     gain: float = 0.0
-    angle: float = 0.0
     certified: bool = False
 
 
-Matcher = Callable[[tuple[Group, ...], Anchor, Tensors, Symmetry, AlignmentOptions], list[Match]]
+@dataclass(frozen=True)
+class Problem:
+    """A client on its way to an anchor: both models' tensors, and what is known beside them."""
+
+    anchor: Anchor
+    client: Tensors
+    symmetry: Symmetry
+    options: AlignmentOptions
+    activations: Activations | None = None
+
+    def moved(self, moves: Sequence[Move]) -> Problem:
+        """Return the problem that remains after the moves."""
+        activations = self.activations and self.activations.moved(moves)
+        return replace(self, client=apply_moves(self.client, moves), activations=activations)
+
+    def pairs(self, group: Group) -> list[Pair]:
+        """Return the blocks of all slots of a group."""
+        return pairs(group, self.anchor.tensors, self.client)
+
+    def distance(self, group: Group, blocks: Sequence[Pair]) -> float:
+        """Return the group's squared distance; raise ``UpdateError`` where it is not finite."""
+        return self.finite(squared_distance(blocks), group)
+
+    def finite(self, value: float, group: Group) -> float:
+        """Return a squared distance, or raise ``UpdateError`` saying why it is not finite."""
+        if not math.isfinite(value):
+            for tensors in (self.client, self.anchor.tensors):
+                check_finite({slot.tensor: tensors[slot.tensor] for slot in group.slots})
+            raise UpdateError(
+                f"The squared distance to the anchor overflows in group '{group.name}': its values are "
+                "too large for float32. Check the client's training."
+            )
+        return value
+
+    def evidence(self, group: Group, blocks: Sequence[Pair]) -> tuple[float, Tensor | None]:
+        """Return the factor of the weights' similarity and the activations' addition to it.
+
+        Both are in units of squared distance: a group's activations count ``w / (1 - w)`` times its
+        weights, ``w`` being ``options.activation_weight``, and are all that counts where ``w`` is 1.
+        """
+        cross = self.activations and self.activations.cross(group)
+        weight = self.options.activation_weight
+        if cross is None or weight == 0:
+            return 1.0, None
+        norms = (torch.stack([torch.linalg.vector_norm(m).double() for m in pair]) for pair in blocks)
+        size = float(torch.stack([n.square() for n in norms]).sum(0).sqrt().prod())
+        if weight == 1:
+            return 0.0, size * cross
+        return 1.0, weight / (1 - weight) * size * cross
 
 
-def match_heads(
-    groups: tuple[Group, ...],
-    anchor: Anchor,
-    client: Tensors,
-    symmetry: Symmetry,
-    options: AlignmentOptions,
-) -> list[Match]:
+    def total(self, groups: Sequence[Group]) -> float:
+        """Return the squared distance of all stretches that the groups act on, each counted once."""
+        slots = {replace(slot, contravariant=False) for group in groups for slot in group.slots}
+        shapes = self.symmetry.shapes
+        whole = {s.tensor: s for s in slots if s.stop - s.start == shapes[s.tensor][s.axis]}
+        parts = [slot for slot in slots if slot.tensor not in whole]
+        blocks = [pair(slot, self.anchor.tensors, self.client) for slot in (*whole.values(), *parts)]
+        return squared_distance(blocks)
+
+    def objective(self, groups: Sequence[Group]) -> float:
+        """Return what the matchers together minimise: squared distance, less activations' traces."""
+        value = 0.0 if self.only_activations else self.total(groups)
+        for group in groups:
+            _, addition = self.evidence(group, self.pairs(group))
+            value -= 0.0 if addition is None else 2 * float(addition.trace())
+        return value
+
+    @property
+    def only_activations(self) -> bool:
+        """Whether the weights have no say."""
+        return self.activations is not None and self.options.activation_weight == 1
+
+
+Matcher = Callable[[tuple[Group, ...], Problem], list[Match]]
+
+
+def _product(blocks: Sequence[Pair]) -> Tensor:
+    """Return the similarity of the weights, ``sum of A C^T`` over the blocks, ``[n, n]``."""
+    total: Tensor | None = None
+    for a, c in blocks:
+        total = a @ c.mT if total is None else torch.addmm(total, a, c.mT)
+    if total is None:
+        raise ValueError("a group needs at least one slot")
+    return total
+
+
+def match_units(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+    """Assign the units of the residual stream and of the task heads, with signs where they are free.
+
+    A tensor with two axes in the group depends on the element twice; it is held fixed on the other
+    axis while the element is found, and the element is kept only if the distance falls.
+    """
+    matches = []
+    for group in groups:
+        blocks = problem.pairs(group)
+        before = problem.distance(group, blocks)
+        factor, addition = problem.evidence(group, blocks)
+        score = factor * _product(blocks).double() if factor else torch.zeros(()).double()
+        score = score if addition is None else score + addition
+        signed = isinstance(group.kind, SignedPermutation)
+        element, gain = permutation.best_assignment(score, signed=signed)
+        if element is None:
+            matches.append(Match(None, before, before))
+            continue
+        after = _distance_after(group, element, problem)
+        twice = max(Counter(slot.tensor for slot in group.slots).values()) > 1
+        if twice and addition is None and after >= before:
+            matches.append(Match(None, before, before))
+        else:
+            matches.append(Match(element, before, after, gain))
+    return matches
+
+
+def _distance_after(group: Group, element: Tensor, problem: Problem) -> float:
+    names = {slot.tensor for slot in group.slots}
+    moved = apply_moves({name: problem.client[name] for name in names}, [Move(group, element)])
+    return problem.distance(group, pairs(group, problem.anchor.tensors, moved))
+
+
+def match_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     """Assign heads by the cost that remains after their rotation, if rotations are to follow."""
     matches = []
     for group in groups:
-        inner = symmetry.select(options.parts, (group.layer,))
-        rotated = {s: g.name for g in inner if g.within == group.name for s in g.slots}
-        blocks = pairs(group, anchor.tensors, client)
-        before = after = distance(group, blocks, anchor, client)
-        slots = zip(blocks, (rotated.get(slot) for slot in group.slots), strict=True)
-        scores = head_scores(cast(HeadPermutation, group.kind).n, slots, options.ridge)
+        inner = [
+            g
+            for g in problem.symmetry.select(problem.options.parts, (group.layer,))
+            if g.within == group.name and isinstance(g.kind, HeadRotation)
+        ]
+        rotated = {slot: g.name for g in inner for slot in g.slots}
+        blocks = problem.pairs(group)
+        before = after = problem.distance(group, blocks)
+        slots = list(zip(blocks, (rotated.get(slot) for slot in group.slots), strict=True))
+        extra = {}
+        factor = 1.0
+        for g in inner:
+            factor, addition = problem.evidence(g, [b for b, name in slots if name == g.name])
+            if addition is not None:
+                extra[g.name] = addition
+        heads = cast(HeadPermutation, group.kind).n
+        scores = head_scores(heads, slots, problem.options.ridge, factor, extra)
         element, gain = permutation.best_assignment(scores)
         if element is not None:
             after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
@@ -83,49 +211,41 @@ def match_heads(
     return matches
 
 
-def match_rotations(
-    groups: tuple[Group, ...],
-    anchor: Anchor,
-    client: Tensors,
-    symmetry: Symmetry,
-    options: AlignmentOptions,
-) -> list[Match]:
+def match_rotations(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     """Solve Procrustes for all heads of all layers of one shape in one batch."""
     batches: dict[HeadRotation, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         batches[cast(HeadRotation, group.kind)].append(index)
     matches: dict[int, Match] = {}
     for kind, indices in batches.items():
-        crosses, before = [], []
+        crosses, weights, before = [], [], []
         for index in indices:
-            blocks = pairs(groups[index], anchor.tensors, client)
-            before.append(distance(groups[index], blocks, anchor, client))
-            crosses.append(rotation.similarity(kind, blocks))
-        cross = torch.stack(crosses)
+            blocks = problem.pairs(groups[index])
+            before.append(problem.distance(groups[index], blocks))
+            factor, addition = problem.evidence(groups[index], blocks)
+            weights.append(rotation.similarity(kind, blocks))
+            crosses.append(factor * weights[-1])
+            if addition is not None:
+                crosses[-1] = crosses[-1] + rotation.own_blocks(kind, addition)
+        cross, weight = torch.stack(crosses), torch.stack(weights)
         precise = blocks[0][1].dtype == torch.float64
-        best = rotation.polar(cross, options.ridge, precise=precise)
-        for i, (index, gain) in enumerate(zip(indices, rotation.gain(best, cross), strict=True)):
-            if gain is None:
+        best = rotation.polar(cross, problem.options.ridge, precise=precise)
+        gains, removed = rotation.gain(best, cross), rotation.gain(best, weight)
+        for i, index in enumerate(indices):
+            if gains[i] <= rotation.MINIMUM_GAIN * float(rotation.trace(cross[i]).abs()):
                 matches[index] = Match(None, before[i], before[i])
             else:
-                after = max(before[i] - gain, 0.0)
-                angle = rotation.mean_angle(best[i])
-                matches[index] = Match(best[i], before[i], after, gain, angle)
+                after = max(before[i] - removed[i], 0.0)
+                matches[index] = Match(best[i], before[i], after, gains[i])
     return [matches[index] for index in range(len(groups))]
 
 
-def match_scales(
-    groups: tuple[Group, ...],
-    anchor: Anchor,
-    client: Tensors,
-    symmetry: Symmetry,
-    options: AlignmentOptions,
-) -> list[Match]:
+def match_scales(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     """Solve the quartic of each head."""
     matches = []
     for group in groups:
-        blocks = pairs(group, anchor.tensors, client)
-        before = distance(group, blocks, anchor, client)
+        blocks = problem.pairs(group)
+        before = problem.distance(group, blocks)
         sides = [slot.contravariant for slot in group.slots]
         heads = cast(Rescale, group.kind).heads
         element, gains = best_scale(*head_products(heads, blocks, sides))
@@ -135,45 +255,31 @@ def match_scales(
     return matches
 
 
-def match_neurons(
-    groups: tuple[Group, ...],
-    anchor: Anchor,
-    client: Tensors,
-    symmetry: Symmetry,
-    options: AlignmentOptions,
-) -> list[Match]:
+def match_neurons(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     """Certify the identity from distances alone where possible, else solve the assignment."""
     matches = []
     for group in groups:
-        blocks = pairs(group, anchor.tensors, client)
+        blocks = problem.pairs(group)
         distances = permutation.row_distances(blocks)
-        before = _finite(float(distances.sum()), group, anchor, client)
-        if permutation.identity_certified(distances, partial(anchor.separation, group)):
+        before = problem.finite(float(distances.sum()), group)
+        factor, addition = problem.evidence(group, blocks)
+        if addition is not None:
+            score = addition + (factor * _product(blocks).double() if factor else 0.0)
+            element, gain = permutation.best_assignment(score)
+            after = before if element is None else _distance_after(group, element, problem)
+            matches.append(Match(element, before, after, gain))
+        elif permutation.identity_certified(distances, partial(problem.anchor.separation, group)):
             matches.append(Match(None, before, before, certified=True))
-            continue
-        element, gain = permutation.assignment(blocks)
-        matches.append(Match(element, before, max(before - gain, 0.0), gain))
+        else:
+            element, gain = permutation.assignment(_product(blocks))
+            matches.append(Match(element, before, max(before - gain, 0.0), gain))
     return matches
-
-
-def distance(group: Group, blocks: Sequence[Pair], anchor: Anchor, client: Tensors) -> float:
-    """Return the group's squared distance; raise ``UpdateError`` where it is not finite."""
-    return _finite(squared_distance(blocks), group, anchor, client)
-
-
-def _finite(value: float, group: Group, anchor: Anchor, client: Tensors) -> float:
-    if not math.isfinite(value):
-        for tensors in (client, anchor.tensors):
-            check_finite({slot.tensor: tensors[slot.tensor] for slot in group.slots})
-        raise UpdateError(
-            f"The squared distance to the anchor overflows in group '{group.name}': its values are "
-            "too large for float32. Check the client's training."
-        )
-    return value
 
 
 #: The matcher of each part, in the order in which the stages run.
 STAGES: dict[str, Matcher] = {
+    "residual": match_units,
+    "output": match_units,
     "heads": match_heads,
     "attention": match_rotations,
     "rescale": match_scales,

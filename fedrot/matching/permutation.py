@@ -79,37 +79,38 @@ def identity_certified(distances: Tensor, separation: Callable[[int | None], Ten
     return within_reach and certified(distances, separation(None))
 
 
-def assignment(blocks: Sequence[Pair]) -> tuple[Tensor | None, float]:
+def assignment(score: Tensor) -> tuple[Tensor | None, float]:
     """Return the best permutation ``[n]`` and by how much it lowers the squared distance.
 
     None when the identity is optimal or within ``MINIMUM_GAIN`` of the optimum. The identity is
     recognised without solving when ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
     """
-    total: Tensor | None = None
-    for a, c in blocks:
-        total = a @ c.mT if total is None else torch.addmm(total, a, c.mT)
-    if total is None:
-        raise ValueError("a permutation group needs at least one slot")
-    diagonal = total.diagonal().clone()
-    half = diagonal / 2
+    half = score.diagonal().clone() / 2
     if all(
         bool((part <= half[i : i + _ROWS, None] + half).all())
-        for i, part in zip(range(0, len(half), _ROWS), total.split(_ROWS), strict=True)
+        for i, part in zip(range(0, len(half), _ROWS), score.split(_ROWS), strict=True)
     ):
         return None, 0.0
-    return best_assignment(total)
+    return best_assignment(score)
 
 
-def best_assignment(score: Tensor) -> tuple[Tensor | None, float]:
-    """Maximise ``sum_i score[i, e(i)]``; return ``(e, distance gain)`` or ``(None, 0)``."""
+def best_assignment(score: Tensor, signed: bool = False) -> tuple[Tensor | None, float]:
+    """Maximise ``sum_i score[i, e(i)]``; return ``(e, distance gain)`` or ``(None, 0)``.
+
+    With ``signed`` every unit may also change its sign, and ``e`` is an element of a
+    ``SignedPermutation``.
+    """
     # Importing scipy.optimize takes a third of the time of importing torch, and is rarely needed.
     from scipy.optimize import linear_sum_assignment
 
-    _, column = linear_sum_assignment(score.cpu().numpy(), maximize=True)
+    _, column = linear_sum_assignment((score.abs() if signed else score).cpu().numpy(), maximize=True)
     index = torch.from_numpy(column)
-    best = score.double().cpu().gather(1, index[:, None]).sum()
+    chosen = score.double().cpu().gather(1, index[:, None])[:, 0]
+    best = chosen.abs().sum() if signed else chosen.sum()
     trace = score.diagonal().double().sum().cpu()
     improvement = float(best - trace)
     if improvement <= MINIMUM_GAIN * abs(float(trace)):
         return None, 0.0
+    if signed:
+        index = (index + 1) * torch.where(chosen < 0, -1, 1)
     return index, 2 * improvement

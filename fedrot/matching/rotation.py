@@ -98,16 +98,23 @@ def _robust_svd(m: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(u).to(m), torch.from_numpy(vh).to(m)
 
 
-def gain(rotation: Tensor, m: Tensor) -> list[float | None]:
+def own_blocks(kind: HeadRotation, cross: Tensor) -> Tensor:
+    """Return the blocks of head with same head, ``[heads, dim, dim]``, of a ``[n, n]`` matrix."""
+    blocks = cross.unflatten(1, (kind.heads, kind.dim)).unflatten(0, (kind.heads, kind.dim))
+    return torch.diagonal(blocks, dim1=0, dim2=2).movedim(-1, 0)
+
+
+def trace(m: Tensor) -> Tensor:
+    """Return the sum of all heads' traces, of ``[..., heads, d, d]``."""
+    return torch.diagonal(m, dim1=-2, dim2=-1).sum((-2, -1))
+
+
+def gain(rotation: Tensor, m: Tensor) -> list[float]:
     """Return by how much the rotations lower the squared distance, ``2 (<R, M> - tr M)``, per group.
 
-    ``rotation`` and ``m`` are ``[groups, heads, d, d]``. None where the gain is rounding: a rotation
-    by such an angle is noise, not alignment.
+    ``rotation`` and ``m`` are ``[groups, heads, d, d]``.
     """
-    trace = torch.diagonal(m, dim1=-2, dim2=-1).sum((-2, -1))
-    improvement = (rotation * m).sum((-3, -2, -1)) - trace
-    worth = improvement > MINIMUM_GAIN * trace.abs()
-    return [2 * g if ok else None for g, ok in zip(improvement.tolist(), worth, strict=True)]
+    return (2 * ((rotation * m).sum((-3, -2, -1)) - trace(m))).tolist()
 
 
 def mean_angle(rotation: Tensor) -> float:

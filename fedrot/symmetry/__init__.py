@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from fedrot.symmetry import bert, distilbert
-from fedrot.symmetry.description import DEFAULT_PARTS, PARTS, Group, Slot, Symmetry
+from fedrot.symmetry.description import (
+    DEFAULT_PARTS,
+    NO_LAYER,
+    PARTS,
+    WHOLE_MODEL,
+    Group,
+    Slot,
+    Symmetry,
+)
 from fedrot.symmetry.family import Family
 from fedrot.symmetry.resolve import TensorsOrShapes, family_of, resolve, settings_of
 
 __all__ = [
     "DEFAULT_PARTS",
     "FAMILIES",
+    "NO_LAYER",
     "PARTS",
+    "WHOLE_MODEL",
     "Family",
     "Group",
     "Slot",

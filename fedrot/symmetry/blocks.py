@@ -37,6 +37,7 @@ def attention(
             "rescale",
             Rescale(heads),
             rows(query) + rows(key, contravariant=True),
+            within=heads_name,
         ),
         Group(
             f"{prefix}vo.scale",
@@ -44,6 +45,7 @@ def attention(
             "rescale",
             Rescale(heads),
             (*rows(value), Slot(f"{prefix}{output}.weight", 1, 0, width, contravariant=True)),
+            within=heads_name,
         ),
     )
 

@@ -7,13 +7,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedrot.errors import SymmetryError
 from fedrot.symmetry.kinds import Kind
 
 #: What can be moved. ``AlignmentOptions`` and ``random_equivalent`` share this vocabulary.
-PARTS = ("attention", "ffn", "heads", "rescale")
+PARTS = ("residual", "output", "heads", "attention", "rescale", "ffn")
 
 #: The parts that are moved unless the caller asks otherwise.
 DEFAULT_PARTS = ("attention", "ffn")
+
+#: Every isometric part: what models from different starts need.
+WHOLE_MODEL = ("residual", "output", "heads", "attention", "ffn")
+
+#: The ``layer`` of groups that belong to no single layer.
+NO_LAYER = -1
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,8 @@ class Slot:
 class Group:
     """One symmetry group of the model.
 
-    ``within`` names the head permutation that moves this group's heads as a whole, if any: heads
-    are then assigned by the cost that remains after this group's own best move.
+    ``layer`` is ``NO_LAYER`` where the group acts on the whole model. ``within`` names the head
+    permutation that moves this group's heads as a whole, if any.
     """
 
     name: str
@@ -57,7 +64,8 @@ class Symmetry:
     """The symmetry groups of a model, in the order in which their elements are applied.
 
     ``shapes`` holds the shape of every tensor of the model, moved or not; ``tied`` the sets of names
-    that share storage (empty when the symmetry was built from shapes alone).
+    that share storage (empty when the symmetry was built from shapes alone); ``refused`` the parts
+    that cannot be moved in this model, with the reason.
     """
 
     family: str
@@ -65,11 +73,21 @@ class Symmetry:
     groups: tuple[Group, ...]
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     tied: tuple[tuple[str, ...], ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
-        """Return the groups of the given parts and layers (all layers if None), in order."""
+        """Return the groups of the given parts and layers (all layers if None), in order.
+
+        Groups of the whole model belong to no layer and are selected by part alone.
+
+        Raises:
+            SymmetryError: a part cannot be moved in this model.
+        """
+        for part in parts:
+            if part in self.refused:
+                raise SymmetryError(f"Part '{part}' cannot be moved: {self.refused[part]}")
         return tuple(
             group
             for group in self.groups
-            if group.part in parts and (layers is None or group.layer in layers)
+            if group.part in parts and (layers is None or group.layer in (NO_LAYER, *layers))
         )

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedrot.symmetry.axes import Axes
 from fedrot.symmetry.description import Group
+from fedrot.symmetry.kinds import Permutation
+
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family as data.
 
-    ``stack`` is the name, without any model prefix, under which the layers live: every tensor below
-    it must be placed, in a group or in ``unmoved``. ``describe(config, layer)`` returns the groups of
-    one layer; ``unmoved`` the modules of a layer that no group touches.
+    Attributes:
+        stack: the name, without any model prefix, under which the layers live: every tensor below it
+            must have a place in ``body``.
+        describe: ``(config, layer)`` to the groups inside one layer.
+        body: ``(config, layers, names)`` to the spaces on the axes of the embeddings and of all
+            layers; all of these tensors are needed before the residual stream may be moved.
+        heads: ``(config, names)`` to the spaces on the axes of every task head of the family, of
+            which a model has some.
+        spaces: ``config`` to the kind of every space but ``residual``, by name.
+
+    ``names`` are the model's tensors without prefix.
     """
 
     name: str
     model_types: tuple[str, ...]
     layers_key: str
     stack: str
-    describe: Callable[[Mapping[str, Any], int], tuple[Group, ...]]
-    unmoved: tuple[str, ...]
+    describe: Callable[[Config, int], tuple[Group, ...]]
+    body: Callable[[Config, int, Collection[str]], Axes]
+    heads: Callable[[Config, Collection[str]], Axes]
+    spaces: Callable[[Config], Mapping[str, type[Permutation]]]

@@ -19,10 +19,6 @@ class Kind(Protocol):
     """What alignment, transport and the property tests need to know about a group."""
 
     @property
-    def monomial(self) -> bool:
-        """Whether every element is a scaled permutation, so that diagonal statistics can move."""
-
-    @property
     def units(self) -> int:
         """How many heads or neurons the group acts on."""
 
@@ -35,6 +31,15 @@ class Kind(Protocol):
     def random(self, generator: torch.Generator) -> Tensor:
         """Draw a random element (float64 or int64, on the CPU)."""
 
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        """Return the element that acts like ``first`` followed by ``second``."""
+
+    def on_fisher(self, element: Tensor) -> Tensor | None:
+        """Return the element by which a diagonal Fisher moves, None if its diagonal cannot follow.
+
+        Gradients move inversely to weights, and signs do not show in their squares.
+        """
+
     def moved(self, element: Tensor) -> int:
         """Return how many heads or neurons the element moves."""
 
@@ -44,7 +49,6 @@ class Permutation:
     """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i`` was ``e[i]``."""
 
     n: int
-    monomial = True
 
     @property
     def units(self) -> int:
@@ -62,8 +66,45 @@ class Permutation:
     def random(self, generator: torch.Generator) -> Tensor:
         return torch.randperm(self.n, generator=generator)
 
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return first[second]
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return element
+
     def moved(self, element: Tensor) -> int:
         return int((element.cpu() != torch.arange(self.n)).sum())
+
+
+@dataclass(frozen=True)
+class SignedPermutation(Permutation):
+    """All orders and signs of ``n`` units of an odd activation (or of an RMSNorm's stream).
+
+    Element ``e`` is an index from 1 with signs, ``[n]``: unit ``i`` was ``sign(e[i])`` times unit
+    ``|e[i]| - 1``.
+    """
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        moved = super().act(element.abs() - 1, x, axis)
+        signs = element.sign().to(moved)
+        return moved * signs.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+
+    def inverse(self, element: Tensor) -> Tensor:
+        order = torch.argsort(element.abs())
+        return (order + 1) * element.sign()[order]
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        signs = 2 * torch.randint(2, (self.n,), generator=generator) - 1
+        return (super().random(generator) + 1) * signs
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return first[second.abs() - 1] * second.sign()
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return element.abs()
+
+    def moved(self, element: Tensor) -> int:
+        return int((element.cpu() != torch.arange(1, self.n + 1)).sum())
 
 
 @dataclass(frozen=True)
@@ -80,7 +121,6 @@ class HeadRotation:
 
     heads: int
     dim: int
-    monomial = False
 
     @property
     def units(self) -> int:
@@ -100,6 +140,12 @@ class HeadRotation:
         # The signs of R's diagonal make Q uniform on O(dim) instead of biased by Householder signs.
         return q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
 
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return second @ first
+
+    def on_fisher(self, element: Tensor) -> None:
+        return None
+
     def moved(self, element: Tensor) -> int:
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
         return int(((element - eye).abs().amax(dim=(-2, -1)) > 1e-6).sum())
@@ -113,7 +159,6 @@ class Rescale:
     """
 
     heads: int
-    monomial = True
 
     @property
     def units(self) -> int:
@@ -130,6 +175,12 @@ class Rescale:
     def random(self, generator: torch.Generator) -> Tensor:
         uniform = torch.rand(self.heads, generator=generator, dtype=torch.float64)
         return torch.exp2(2 * uniform - 1)
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return second * first
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return element.square().reciprocal()
 
     def moved(self, element: Tensor) -> int:
         return int(((element - 1).abs() > 1e-6).sum())

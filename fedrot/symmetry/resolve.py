@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.description import Group, Symmetry
+from fedrot.symmetry.axes import RESIDUAL, Axes, spaces_of, merged, read_to_the_end
+from fedrot.symmetry.description import NO_LAYER, Group, Slot, Symmetry
 from fedrot.symmetry.family import Family
+from fedrot.symmetry.kinds import Permutation
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
@@ -23,36 +25,83 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     """Match ``config`` with a family and its names with those of ``tensors``."""
     settings = settings_of(config)
     family = family_of(settings, families, next(iter(tensors), None))
-    layers, groups = _describe(family, settings)
+    layers, inside = _describe(family, settings)
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
-    names = _unwrapped(shapes)
-    prefix = _prefix(family, groups, names, families)
-
-    real = {slot.tensor: names.get(prefix + slot.tensor) for g in groups for slot in g.slots}
-    for canonical, name in real.items():
-        if name is None:
+    names = _without_prefix(_unwrapped(shapes), family, inside, families)
+    for slot in (slot for group in inside for slot in group.slots):
+        if slot.tensor not in names:
             raise SymmetryError(
-                f"The tensor '{prefix}{canonical}' of family '{family.name}' is missing. Pass the "
-                f"complete state dict of a model with {layers} layers."
+                f"The tensor '{slot.tensor}' of family '{family.name}' is missing. Pass the complete "
+                f"state dict of a model with {layers} layers."
             )
-    placed = {name for name in real.values() if name is not None}
-    placed |= {
-        names.get(f"{prefix}{family.stack}.{layer}.{leaf}", "")
-        for layer in range(layers)
-        for leaf in family.unmoved
-    }
-    inside = f"{prefix}{family.stack}."
-    for name, actual in names.items():
-        if name.startswith(inside) and actual not in placed:
-            raise SymmetryError(_unplaced(actual, family, families))
 
-    renamed = tuple(
-        replace(g, slots=tuple(replace(s, tensor=real[s.tensor] or "") for s in g.slots)) for g in groups
+    body, heads = family.body(settings, layers, names), family.heads(settings, names)
+    unplaced = [name for name in names if name not in body and name not in heads]
+    for name in unplaced:
+        if name.startswith(f"{family.stack}."):
+            raise SymmetryError(_unplaced(names[name], family, families))
+    missing = [name for name in body if name not in names and not name.endswith(".bias")]
+    across, open_ended = _across_layers(body, heads, names, shapes, family.spaces(settings))
+    refused = _refusals([names[name] for name in unplaced], missing, open_ended)
+
+    groups = tuple(group for group in across if group.part not in refused) + tuple(
+        replace(g, slots=tuple(replace(s, tensor=names[s.tensor]) for s in g.slots)) for g in inside
     )
-    _check_shapes(renamed, shapes, family)
+    _check_shapes(groups, shapes, family)
     tied = _tied(tensors)
-    _check_ties(renamed, tied, family)
-    return Symmetry(family.name, layers, renamed, shapes, tied)
+    _check_ties(groups, tied, family)
+    return Symmetry(family.name, layers, groups, shapes, tied, refused)
+
+
+def _across_layers(
+    body: Axes,
+    heads: Axes,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    spaces: Mapping[str, type[Permutation]],
+) -> tuple[list[Group], bool]:
+    """Return a group for every space whose coordinates end inside the model, the residual stream first.
+
+    The flag says that the residual stream itself is an output.
+    """
+    present = {name: axes for name, axes in merged(body, heads).items() if name in names}
+    slots: dict[str, list[Slot]] = {RESIDUAL: []}
+    for name, axes in present.items():
+        for axis, space in enumerate(axes):
+            if space is not None:
+                length = shapes[names[name]][axis]
+                slots.setdefault(space, []).append(Slot(names[name], axis, 0, length))
+    ends = read_to_the_end({n: axes for n, axes in present.items() if n in heads or axes[0] is not None})
+    groups = [
+        Group(
+            space,
+            NO_LAYER,
+            "residual" if space in spaces_of(body) else "output",
+            spaces.get(space, Permutation)(found[0].stop),
+            tuple(found),
+        )
+        for space, found in slots.items()
+        if space in ends
+    ]
+    return groups, RESIDUAL not in ends
+
+
+def _refusals(unplaced: Sequence[str], missing: Sequence[str], open_ended: bool) -> dict[str, str]:
+    """Return the parts that cross layers and cannot be moved, with the reason."""
+    if unplaced:
+        reason = (
+            f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is unknown to this family and may read "
+            "what would be moved."
+        )
+        return {"residual": reason, "output": reason}
+    if missing:
+        return {"residual": f"the tensor '{missing[0]}' is missing; pass the whole model."}
+    if open_ended:
+        return {
+            "residual": "no task head reads the residual stream, so it is the model's output; describe "
+            "the model together with its head."
+        }
+    return {}
 
 
 def settings_of(config: object) -> Mapping[str, Any]:
@@ -104,6 +153,21 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
             )
         names[clean] = name
     return names
+
+
+def _without_prefix(
+    names: Mapping[str, str],
+    family: Family,
+    groups: tuple[Group, ...],
+    families: Sequence[Family],
+) -> dict[str, str]:
+    """Return the real names by the family's own: ``bert.`` goes, and what stands before it."""
+    prefix = _prefix(family, groups, names, families)
+    outer = prefix.rstrip(".").rpartition(".")[0]
+    return {
+        name.removeprefix(prefix if name.startswith(prefix) else f"{outer}."): real
+        for name, real in names.items()
+    }
 
 
 def _prefix(
@@ -165,9 +229,13 @@ def _tied(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family) -> None:
-    moved = {slot.tensor for group in groups for slot in group.slots}
+    """Tensors that share storage must be moved alike."""
+    moves: dict[str, set[object]] = defaultdict(set)
+    for group in groups:
+        for slot in group.slots:
+            moves[slot.tensor].add((group.name, replace(slot, tensor="")))
     for names in tied:
-        if not moved.isdisjoint(names):
+        if any(moves[name] != moves[names[0]] for name in names):
             raise SymmetryError(
                 f"The tensors {list(names)} share storage, but family '{family.name}' would move them "
                 "separately. Models with shared layers need a family of their own."

@@ -1,0 +1,223 @@
+"""Second moments of two models' activations on the same data (Verma & Elbayad 2024, section 3.1).
+
+Where a group's units can be seen follows from its slots: they are the inputs of every ``Linear``
+that reads them (FFN units after their activation, heads before the output projection, the residual
+stream before each block), or, where nothing reads them as such, the outputs of those that write
+them (queries and keys). Only group elements computed from these moments are ever applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError
+from fedrot.moves import Move
+from fedrot.symmetry.description import Group, Symmetry
+from fedrot.symmetry.kinds import HeadRotation
+
+#: Which readers of the residual stream are looked at (Verma & Elbayad 2024, section 3.3).
+RESIDUAL_SITES = ("last", "all", "first", "identity")
+
+#: What is compared: correlations, covariances, or covariances of whitened heads.
+Moments = Literal["correlation", "covariance", "whitened"]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Cross moments of anchor and client units by group, scaled so that traces are at most 1.
+
+    ``matrices`` are ``[n (anchor), n (client)]``, float64; ``within`` names each group's head
+    permutation, if any.
+    """
+
+    matrices: Mapping[str, Tensor]
+    within: Mapping[str, str] = field(repr=False)
+
+    def cross(self, group: Group) -> Tensor | None:
+        """Return a group's cross moments, None if there are none."""
+        return self.matrices.get(group.name)
+
+    def moved(self, moves: Iterable[Move]) -> Activations:
+        """Return the moments after the client's units have been moved."""
+        matrices = dict(self.matrices)
+        for move in moves:
+            for name in matrices:
+                if move.group.name in (name, self.within[name]):
+                    matrices[name] = move.group.kind.act(move.element, matrices[name], 1)
+        return replace(self, matrices=matrices)
+
+
+@dataclass
+class _Moments:
+    """Running sums over tokens."""
+
+    count: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, a: Tensor, c: Tensor) -> None:
+        self.count += len(a)
+        parts = {"a": a.sum(0), "c": c.sum(0), "aa": a.mT @ a, "cc": c.mT @ c, "ac": a.mT @ c}
+        for name, value in parts.items():
+            value = value.double()
+            self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
+
+    def centred(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the covariances of the anchor, of the client, and across."""
+        n, s = max(self.count, 1), self.sums
+        return (
+            s["aa"] / n - torch.outer(s["a"], s["a"]) / n**2,
+            s["cc"] / n - torch.outer(s["c"], s["c"]) / n**2,
+            s["ac"] / n - torch.outer(s["a"], s["c"]) / n**2,
+        )
+
+
+def _scaled(kind: object, how: Moments, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
+    """Turn covariances into cross moments whose trace is at most 1."""
+    if how == "correlation":
+        deviation = torch.outer(a.diagonal().clamp_min(0).sqrt(), c.diagonal().clamp_min(0).sqrt())
+        floor = 1e-12 * float(deviation.max()) if deviation.numel() else 0.0
+        return torch.where(deviation > floor, ac / deviation.clamp_min(floor or 1.0), 0.0) / len(ac)
+    if how == "whitened" and isinstance(kind, HeadRotation):
+        left, right = (torch.block_diag(*map(_inverse_root, _heads(kind, m))) for m in (a, c))
+        return left @ ac @ right / len(ac)
+    return ac / (a.trace() * c.trace()).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def _heads(kind: HeadRotation, m: Tensor) -> Tensor:
+    stretches = range(0, len(m), kind.dim)
+    return torch.stack([m[i : i + kind.dim, i : i + kind.dim] for i in stretches])
+
+
+def _inverse_root(m: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(m)
+    values = values.clamp_min(1e-6 * float(values.max().clamp_min(1e-30)))
+    return vectors * values.rsqrt() @ vectors.mT
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where a group's units appear: one stretch of a module's input or output."""
+
+    group: Group
+    module: str
+    start: int
+    stop: int
+    output: bool
+
+
+def _sites(group: Group, model: nn.Module) -> list[_Site]:
+    modules = dict(model.named_modules())
+    linear = [
+        (slot, name)
+        for slot in group.slots
+        if isinstance(modules.get(name := slot.tensor.removesuffix(".weight")), nn.Linear)
+    ]
+    read = [_Site(group, name, s.start, s.stop, output=False) for s, name in linear if s.axis == 1]
+    written = [_Site(group, name, s.start, s.stop, output=True) for s, name in linear if s.axis == 0]
+    return read or written
+
+
+@contextmanager
+def _recorded(model: nn.Module, sites: Iterable[_Site], seen: Callable[[_Site, Tensor], None]) -> Any:
+    """Call ``seen`` with every activation ``[..., units]`` while the context lasts."""
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for site in sites:
+
+            def hook(module: nn.Module, args: Any, out: Any, site: _Site = site) -> None:
+                tensor = out if site.output else args[0]
+                seen(site, tensor)
+
+            handle = modules[site.module].register_forward_hook(hook)
+            stack.callback(handle.remove)
+        yield
+
+
+def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) -> dict[_Site, Tensor]:
+    """Return the activations of one batch as ``[tokens, units]``, without padding."""
+    found: dict[_Site, Tensor] = {}
+    read: dict[tuple[str, int], Tensor] = {}  # the tensors stay alive, so ids are not used twice
+    mask = batch.get("attention_mask")
+
+    def seen(site: _Site, tensor: Tensor) -> None:
+        # Queries, keys and values read one and the same tensor: it counts once.
+        key = (site.group.name, id(tensor))
+        if key in read and not site.output:
+            return
+        read[key] = tensor
+        units = tensor[..., site.start : site.stop]
+        tokens = mask is not None and units.ndim == 3 and units.shape[:2] == mask.shape
+        found[site] = units[mask.bool()] if tokens and mask is not None else units.flatten(0, -2)
+
+    with _recorded(model, sites, seen):
+        model(**batch)
+    return found
+
+
+def collect(
+    anchor: nn.Module,
+    client: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    symmetry: Symmetry,
+    residual: str = "last",
+    heads: Moments = "covariance",
+    units: Moments = "correlation",
+) -> Activations:
+    """Run both models on the same batches and return the moments of every group.
+
+    Args:
+        anchor: a ``torch`` model whose tensor names are the symmetry's. Left in its training mode,
+            but run in evaluation mode and without gradients.
+        client: the other model, of the same architecture.
+        batches: keyword arguments of the models' forward; ``attention_mask`` ``[rows, tokens]``, if
+            there is one, says which tokens count.
+        symmetry: from ``symmetry_of``.
+        residual: which readers of the residual stream count: ``first`` (what follows the embeddings),
+            ``last`` (what the task head reads), ``all``, or ``identity`` (leave the stream as it is).
+        heads: moments that rotations are fitted to.
+        units: moments that permutations are fitted to; correlations are those of Eq. 1.
+
+    Raises:
+        FedrotError: no batch, an unknown choice, or a model without the symmetry's modules.
+    """
+    if residual not in RESIDUAL_SITES:
+        raise FedrotError(f"residual is '{residual}'; choose from {', '.join(RESIDUAL_SITES)}.")
+    sites = [site for group in symmetry.groups for site in _sites(group, anchor) if _usable(group)]
+    if residual == "identity":
+        sites = [site for site in sites if site.group.part != "residual"]
+    moments: dict[str, dict[_Site, _Moments]] = {}
+    training = [model.training for model in (anchor, client)]
+    anchor.eval(), client.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                ours, theirs = _run(anchor, sites, batch), _run(client, sites, batch)
+                for site, a in ours.items():
+                    of_group = moments.setdefault(site.group.name, {})
+                    of_group.setdefault(site, _Moments()).add(a.float(), theirs[site].float())
+    finally:
+        for model, mode in zip((anchor, client), training, strict=True):
+            model.train(mode)
+    if not moments:
+        raise FedrotError("No activations were seen: pass at least one batch and models with the groups.")
+    by_name = {group.name: group for group in symmetry.groups}
+    matrices = {}
+    for name, of_group in moments.items():
+        group = by_name[name]
+        how = heads if isinstance(group.kind, HeadRotation) else units
+        chosen = list(of_group.values())
+        if group.part == "residual" and residual in ("first", "last"):
+            chosen = chosen[:1] if residual == "first" else chosen[-1:]
+        scaled = [_scaled(group.kind, how, *m.centred()) for m in chosen]
+        matrices[name] = torch.stack(scaled).mean(0)
+    return Activations(matrices, {name: by_name[name].within for name in matrices})
+
+
+def _usable(group: Group) -> bool:
+    return group.part in ("residual", "output", "attention", "ffn")

@@ -1,0 +1,176 @@
+"""Coordinate descent over the parts: every stage exact given the others, repeated while it pays.
+
+Source: Ainsworth et al. 2023 (Git Re-Basin), Algorithm 1, extended from permutations of neurons to
+heads, rotations, signs and the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from fedrot.matching.match import STAGES, Match, Problem
+from fedrot.matching.rotation import mean_angle
+from fedrot.moves import Move
+from fedrot.report import GroupReport
+from fedrot.symmetry.description import Group
+from fedrot.symmetry.kinds import HeadPermutation, HeadRotation
+
+#: Parts that share tensors with others: the best element of one depends on the others.
+COUPLED = ("residual", "output")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The moves, one per group that moves, in the order in which they are applied, and the report."""
+
+    moves: tuple[Move, ...]
+    rows: tuple[GroupReport, ...]
+    before: float
+    after: float
+
+
+def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
+    """Return the best moves that were found for the groups."""
+    if not any(group.part in COUPLED for group in groups):
+        descent = _Descent(problem, groups)
+        descent.sweep()
+        before = descent.first_seen
+        removed = sum(row.before - row.after for row in descent.rows.values())
+        return descent.solution(before, max(before - removed, 0.0))
+    best = min(
+        (_Descent(problem, groups).run(start) for start in range(1 + problem.options.restarts)),
+        key=lambda descent: descent.objective,
+    )
+    return best.solution(problem.total(groups), best.problem.total(groups))
+
+
+class _Descent:
+    """One run of coordinate descent: what remains of the problem, and what was moved so far."""
+
+    def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
+        self.problem = problem
+        self.groups = groups
+        self.stages = {part: tuple(g for g in groups if g.part == part) for part in STAGES}
+        self.coupled = any(group.part in COUPLED for group in groups)
+        self.moves: list[Move] = []
+        self.rows: dict[str, GroupReport] = {}
+        self.objective = float("inf")
+        self.first_seen = 0.0
+        self._seen = set[str]()
+
+    def run(self, start: int) -> _Descent:
+        """Sweep until the objective falls by less than the tolerance."""
+        options = self.problem.options
+        self._start(start)
+        self.objective = self.problem.objective(self.groups)
+        for _ in range(options.sweeps):
+            before = self.objective
+            self.sweep()
+            self.objective = self.problem.objective(self.groups)
+            if before - self.objective < options.tolerance * abs(before):
+                break
+        return self
+
+    def _start(self, seed: int) -> None:
+        """Bring the residual stream near its place before the parts inside the layers are known.
+
+        Seed 0 looks only at tensors that no other part moves (embeddings, norms, biases), unless
+        activations show all of it; other seeds draw a random order.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        elsewhere = _tensors(g for part, groups in self.stages.items() for g in groups if part != "residual")
+        for group in self.stages["residual"]:
+            if seed:
+                element: Tensor | None = group.kind.random(generator)
+            elif self.problem.only_activations:
+                return
+            else:
+                alone = replace(group, slots=tuple(s for s in group.slots if s.tensor not in elsewhere))
+                (match,) = STAGES["residual"]((alone,), self.problem) if alone.slots else (None,)
+                element = match and match.element
+            if element is not None:
+                before = self.problem.total([group])
+                self._move([Move(group, element)])
+                self._note(group, before, self.problem.total([group]))
+
+    def sweep(self) -> None:
+        """Run every stage once, each given the ones before it."""
+        later = list(self.stages.values())
+        for match in STAGES.values():
+            stage = later.pop(0)
+            found = [
+                move
+                for group, result in zip(stage, match(stage, self.problem), strict=True)
+                if (move := self._accepted(group, result)) is not None
+            ]
+            # Without further sweeps, what no later stage looks at need not be moved.
+            if self.coupled or _tensors(m.group for m in found) & _tensors(chain(*later)):
+                self._move(found)
+            else:
+                self.moves += found
+
+    def _move(self, moves: list[Move]) -> None:
+        self.moves += moves
+        self.problem = self.problem.moved(moves)
+
+    def _accepted(self, group: Group, match: Match) -> Move | None:
+        """Note a match, and return its move unless it gains less than the threshold."""
+        # A permuted head keeps its rotation: the permutation was chosen for what follows it.
+        bound = any(move.group.name == group.within for move in self.moves)
+        threshold = self.problem.options.threshold
+        skipped = match.element is not None and not bound and match.gain < threshold * match.before
+        element = None if skipped else match.element
+        after = match.before if element is None else match.after
+        self._note(group, match.before, after, match.certified, skipped)
+        return None if element is None else Move(group, element)
+
+    def _note(
+        self, group: Group, before: float, after: float, certified: bool = False, skipped: bool = False
+    ) -> None:
+        row = self.rows.get(group.name)
+        if row is None:
+            names = _tensors([group])
+            self.first_seen += 0.0 if names <= self._seen else before
+            self._seen |= names
+            row = GroupReport(group.name, group.layer, group.part, before, before, 0, group.kind.units)
+        self.rows[group.name] = replace(
+            row, after=row.after - (before - after), certified=certified, skipped=skipped
+        )
+
+    def solution(self, before: float, after: float) -> Solution:
+        """Return what was found, with the distances before and after."""
+        moves = compact(self.moves)
+        elements = {move.group.name: move.element for move in moves}
+        rows = []
+        for group in self.groups:
+            row, element = self.rows[group.name], elements.get(group.name)
+            if element is not None:
+                angle = mean_angle(element) if isinstance(group.kind, HeadRotation) else 0.0
+                moved = group.kind.moved(element)
+                row = replace(row, moved=moved, angle=angle, skipped=False)
+            rows.append(row)
+        return Solution(moves, tuple(rows), before, after)
+
+
+def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Return the same motion with one move per group, head permutations before what is inside heads."""
+    total: dict[str, Move] = {}
+    for move in moves:
+        name, kind = move.group.name, move.group.kind
+        if isinstance(kind, HeadPermutation):
+            for other in [m for m in total.values() if m.group.within == name]:
+                carried = kind.act(move.element, other.element, 0)
+                total[other.group.name] = replace(other, element=carried)
+        earlier = total.get(name)
+        element = move.element if earlier is None else kind.compose(move.element, earlier.element)
+        total[name] = replace(move, element=element)
+    return tuple(sorted(total.values(), key=lambda move: bool(move.group.within)))
+
+
+def _tensors(groups: Iterable[Group]) -> set[str]:
+    return {slot.tensor for group in groups for slot in group.slots}

@@ -9,15 +9,18 @@ from fedrot import aggregation
 from fedrot.alignment import Alignment, align, random_equivalent
 from fedrot.anchors import ANCHORS, AlignedUpdate, align_round
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.matching.activations import Activations, collect_activations, random_text
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.symmetry import Symmetry, supported, symmetry_of
+from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ANCHORS",
+    "WHOLE_MODEL",
+    "Activations",
     "AlignedUpdate",
     "Alignment",
     "AlignmentOptions",
@@ -31,7 +34,9 @@ __all__ = [
     "aggregation",
     "align",
     "align_round",
+    "collect_activations",
     "random_equivalent",
+    "random_text",
     "supported",
     "symmetry_of",
 ]

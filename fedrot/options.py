@@ -14,11 +14,15 @@ class AlignmentOptions:
     """What to move, and when.
 
     Attributes:
-        parts: any of ``attention`` (per-head rotation), ``ffn`` (neuron permutation), ``heads``
-            (head permutation), ``rescale`` (per-head scale).
+        parts: any of ``residual`` (permutation of the residual stream), ``output`` (permutation,
+            with signs under odd activations, of the task heads' hidden units), ``heads`` (head
+            permutation), ``attention`` (per-head rotation), ``rescale`` (per-head scale), ``ffn``
+            (neuron permutation). ``fedrot.WHOLE_MODEL`` is all of them but ``rescale``.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         ridge: pull of the rotation towards "do not move", relative to the largest singular value of
             each head's cross matrix; 0 is plain Procrustes.
+        within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, which
+            is all that Git Re-Basin and Verma & Elbayad allow.
         threshold: a move that removes less than this share of its group's squared distance is
             skipped and reported as skipped; 0 moves whatever helps.
         sweeps: at most so many passes over all parts where they depend on each other (with
@@ -33,11 +37,12 @@ class AlignmentOptions:
     parts: tuple[str, ...] = DEFAULT_PARTS
     layers: str | Sequence[int] = "all"
     ridge: float = 0.0
+    within_heads: str = "rotation"
     threshold: float = 0.0
     sweeps: int = 20
     tolerance: float = 1e-4
     restarts: int = 0
-    activation_weight: float = 1.0
+    activation_weight: float = 0.5
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in PARTS]
@@ -45,6 +50,16 @@ class AlignmentOptions:
             raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")
         if not self.ridge >= 0:
             raise FedrotError(f"ridge is {self.ridge}; it must be 0 or positive.")
+        if self.within_heads not in ("rotation", "permutation"):
+            raise FedrotError(
+                f"within_heads is '{self.within_heads}'; choose from 'rotation', 'permutation'."
+            )
+        if self.sweeps < 1 or self.restarts < 0:
+            raise FedrotError(
+                f"sweeps is {self.sweeps} and restarts {self.restarts}; at least 1 and 0 are needed."
+            )
+        if not 0 <= self.activation_weight <= 1:
+            raise FedrotError(f"activation_weight is {self.activation_weight}; it must lie in [0, 1].")
         if not 0 <= self.threshold < 1:
             raise FedrotError(f"threshold is {self.threshold}; it must lie in [0, 1).")
 

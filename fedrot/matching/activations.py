@@ -8,7 +8,7 @@ them (queries and keys). Only group elements computed from these moments are eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -160,12 +160,12 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
     return found
 
 
-def collect(
+def collect_activations(
     anchor: nn.Module,
     client: nn.Module,
     batches: Iterable[Mapping[str, Tensor]],
     symmetry: Symmetry,
-    residual: str = "last",
+    residual: str = "all",
     heads: Moments = "covariance",
     units: Moments = "correlation",
 ) -> Activations:
@@ -205,7 +205,9 @@ def collect(
         for model, mode in zip((anchor, client), training, strict=True):
             model.train(mode)
     if not moments:
-        raise FedrotError("No activations were seen: pass at least one batch and models with the groups.")
+        raise FedrotError(
+            "No activations were seen: pass at least one batch and a torch model of this family."
+        )
     by_name = {group.name: group for group in symmetry.groups}
     matrices = {}
     for name, of_group in moments.items():
@@ -217,6 +219,30 @@ def collect(
         scaled = [_scaled(group.kind, how, *m.centred()) for m in chosen]
         matrices[name] = torch.stack(scaled).mean(0)
     return Activations(matrices, {name: by_name[name].within for name in matrices})
+
+
+def random_text(
+    config: Mapping[str, Any], rows: int = 2048, length: int = 16, batch_size: int = 128, seed: int = 0
+) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of tokens drawn evenly from the vocabulary: activations need no data.
+
+    Args:
+        config: dictionary of a transformers configuration; ``vocab_size`` and, if it is there,
+            ``max_position_embeddings`` are read.
+        rows: sequences in all.
+        length: tokens per sequence, shortened to what the model can place.
+        batch_size: sequences per batch.
+        seed: the same seed gives the same tokens.
+
+    Every batch is ``{"input_ids", "attention_mask"}``, int64 ``[batch, length]``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    # RoBERTa's positions start after the padding index.
+    room = int(config.get("max_position_embeddings") or length + 2) - 2
+    for start in range(0, rows, batch_size):
+        shape = (min(batch_size, rows - start), max(1, min(length, room)))
+        ids = torch.randint(int(config["vocab_size"]), shape, generator=generator)
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _usable(group: Group) -> bool:

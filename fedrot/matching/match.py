@@ -75,7 +75,7 @@ class Problem:
 
     def moved(self, moves: Sequence[Move]) -> Problem:
         """Return the problem that remains after the moves."""
-        activations = self.activations and self.activations.moved(moves)
+        activations = None if self.activations is None else self.activations.moved(moves)
         return replace(self, client=apply_moves(self.client, moves), activations=activations)
 
     def pairs(self, group: Group) -> list[Pair]:
@@ -103,8 +103,8 @@ class Problem:
         Both are in units of squared distance: a group's activations count ``w / (1 - w)`` times its
         weights, ``w`` being ``options.activation_weight``, and are all that counts where ``w`` is 1.
         """
-        cross = self.activations and self.activations.cross(group)
         weight = self.options.activation_weight
+        cross = None if self.activations is None else self.activations.cross(group)
         if cross is None or weight == 0:
             return 1.0, None
         norms = (torch.stack([torch.linalg.vector_norm(m).double() for m in pair]) for pair in blocks)
@@ -112,7 +112,6 @@ class Problem:
         if weight == 1:
             return 0.0, size * cross
         return 1.0, weight / (1 - weight) * size * cross
-
 
     def total(self, groups: Sequence[Group]) -> float:
         """Return the squared distance of all stretches that the groups act on, each counted once."""
@@ -203,12 +202,25 @@ def match_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
             if addition is not None:
                 extra[g.name] = addition
         heads = cast(HeadPermutation, group.kind).n
-        scores = head_scores(heads, slots, problem.options.ridge, factor, extra)
+        scores = head_scores(heads, slots, partial(_value_within_heads, problem.options), factor, extra)
         element, gain = permutation.best_assignment(scores)
         if element is not None:
             after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
         matches.append(Match(element, before, after, gain))
     return matches
+
+
+def _within_heads(cross: Tensor, options: AlignmentOptions, precise: bool) -> Tensor:
+    if options.within_heads == "permutation":
+        return rotation.best_orders(cross)
+    return rotation.polar(cross, options.ridge, precise=precise)
+
+
+def _value_within_heads(options: AlignmentOptions, cross: Tensor) -> Tensor:
+    """Return ``<R, M>`` for the element ``R`` that would be chosen, for every pair of heads."""
+    if options.within_heads == "rotation" and options.ridge == 0:
+        return torch.linalg.svdvals(cross).sum(-1)
+    return (_within_heads(cross, options, precise=True) * cross).sum((-1, -2))
 
 
 def match_rotations(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
@@ -229,7 +241,7 @@ def match_rotations(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
                 crosses[-1] = crosses[-1] + rotation.own_blocks(kind, addition)
         cross, weight = torch.stack(crosses), torch.stack(weights)
         precise = blocks[0][1].dtype == torch.float64
-        best = rotation.polar(cross, problem.options.ridge, precise=precise)
+        best = _within_heads(cross, problem.options, precise)
         gains, removed = rotation.gain(best, cross), rotation.gain(best, weight)
         for i, index in enumerate(indices):
             if gains[i] <= rotation.MINIMUM_GAIN * float(rotation.trace(cross[i]).abs()):

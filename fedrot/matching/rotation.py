@@ -61,6 +61,15 @@ def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
     return r
 
 
+def best_orders(m: Tensor) -> Tensor:
+    """Return ``argmax <P, M>`` over permutation matrices ``P``, float64 ``[..., d, d]``."""
+    from scipy.optimize import linear_sum_assignment
+
+    flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
+    orders = torch.tensor(np.stack([linear_sum_assignment(s, maximize=True)[1] for s in flat]))
+    return torch.eye(m.shape[-1]).to(m)[orders.to(m.device)].reshape(m.shape)
+
+
 def _newton_schulz(m: Tensor) -> Tensor:
     """Iterate ``X <- X (3 I - X^T X) / 2`` from ``M`` scaled to singular values of at most 1."""
     columns, rows = (torch.linalg.matrix_norm(m, ord=order) for order in (1, torch.inf))

@@ -83,16 +83,18 @@ class _Descent:
         activations show all of it; other seeds draw a random order.
         """
         generator = torch.Generator().manual_seed(seed)
-        elsewhere = _tensors(g for part, groups in self.stages.items() for g in groups if part != "residual")
+        others = (g for part, groups in self.stages.items() if part != "residual" for g in groups)
+        elsewhere = _tensors(others)
         for group in self.stages["residual"]:
             if seed:
                 element: Tensor | None = group.kind.random(generator)
             elif self.problem.only_activations:
-                return
+                continue
             else:
-                alone = replace(group, slots=tuple(s for s in group.slots if s.tensor not in elsewhere))
-                (match,) = STAGES["residual"]((alone,), self.problem) if alone.slots else (None,)
-                element = match and match.element
+                alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
+                reduced = (replace(group, slots=alone),) if alone else ()
+                matches = STAGES["residual"](reduced, self.problem)
+                element = matches[0].element if matches else None
             if element is not None:
                 before = self.problem.total([group])
                 self._move([Move(group, element)])

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.axes import RESIDUAL, Axes, spaces_of, merged, read_to_the_end
+from fedrot.symmetry.axes import RESIDUAL, Axes, merged, read_to_the_end, spaces_of
 from fedrot.symmetry.description import NO_LAYER, Group, Slot, Symmetry
 from fedrot.symmetry.family import Family
 from fedrot.symmetry.kinds import Permutation
@@ -27,12 +27,14 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     family = family_of(settings, families, next(iter(tensors), None))
     layers, inside = _describe(family, settings)
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
-    names = _without_prefix(_unwrapped(shapes), family, inside, families)
+    unwrapped = _unwrapped(shapes)
+    prefix = _prefix(family, inside, unwrapped, families)
+    names = _without_prefix(unwrapped, prefix)
     for slot in (slot for group in inside for slot in group.slots):
         if slot.tensor not in names:
             raise SymmetryError(
-                f"The tensor '{slot.tensor}' of family '{family.name}' is missing. Pass the complete "
-                f"state dict of a model with {layers} layers."
+                f"The tensor '{prefix}{slot.tensor}' of family '{family.name}' is missing. Pass the "
+                f"complete state dict of a model with {layers} layers."
             )
 
     body, heads = family.body(settings, layers, names), family.heads(settings, names)
@@ -90,8 +92,8 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str], open_ended: bool)
     """Return the parts that cross layers and cannot be moved, with the reason."""
     if unplaced:
         reason = (
-            f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is unknown to this family and may read "
-            "what would be moved."
+            f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is unknown to this family and may "
+            "read what would be moved."
         )
         return {"residual": reason, "output": reason}
     if missing:
@@ -155,14 +157,8 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     return names
 
 
-def _without_prefix(
-    names: Mapping[str, str],
-    family: Family,
-    groups: tuple[Group, ...],
-    families: Sequence[Family],
-) -> dict[str, str]:
+def _without_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Return the real names by the family's own: ``bert.`` goes, and what stands before it."""
-    prefix = _prefix(family, groups, names, families)
     outer = prefix.rstrip(".").rpartition(".")[0]
     return {
         name.removeprefix(prefix if name.startswith(prefix) else f"{outer}."): real

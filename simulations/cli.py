@@ -38,6 +38,9 @@ def simulate(
     data: Annotated[
         str, typer.Option(help="Data set: bundled, a task or corpus in --data-dir, or a hub name.")
     ] = "goemotions_ekman",
+    task: Annotated[
+        str, typer.Option(help="classification, or mlm: masked language modelling of the texts.")
+    ] = "classification",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
     ] = None,

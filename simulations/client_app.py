@@ -101,7 +101,7 @@ def evaluate(message: Message, context: Context) -> Message:
     _, held_out = task.client_rows(job.seed, job.client)
     model = _model(job, task)
     model.load_state_dict(arrays.to_torch_state_dict())
-    metrics = training.evaluate(model, task.data, task.train, held_out)
+    metrics = training.evaluate(model, task, task.train, held_out)
     content = RecordDict(
         {
             "metrics": MetricRecord({"num-examples": len(held_out), **metrics}),
@@ -148,11 +148,11 @@ def _train(
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
     rows, _ = task.client_rows(job.seed, job.client)
-    loss = training.train(model, task.train, rows, task.config, job.stream)
+    loss = training.train(model, task, rows, job.stream)
     metrics = {"num-examples": len(rows), "train-loss": loss}
     if job.round == job.last_round:
         everything = np.arange(len(task.test.labels))
-        alone = training.evaluate(model, task.data, task.test, everything)
+        alone = training.evaluate(model, task, task.test, everything)
         metrics |= {f"{ALONE}{name}": value for name, value in alone.items()}
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
 

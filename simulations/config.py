@@ -14,6 +14,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.simulations.partition import parse_partition
 from fedrot.strategies import DEFAULT_ANCHOR
 
+TaskName = Literal["classification", "mlm"]
 Start = Literal["same", "different", "scrambled"]
 
 
@@ -53,7 +54,8 @@ class SimulationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    setting: str = Field("", description="Name in tables and rows; empty: data and partition.")
+    setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
+    task: TaskName = Field("classification", description="Or mlm: labels only partition.")
     data: str = Field("goemotions_ekman", description="Data set name.")
     data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
     text_column: str | None = None
@@ -107,8 +109,10 @@ class SimulationConfig(BaseModel):
     def _named(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("setting"):
             fields = cls.model_fields
-            what = [values.get(name, fields[name].default) for name in ("data", "partition")]
-            return {**values, "setting": ", ".join(map(str, what))}
+            what = {n: values.get(n, fields[n].default) for n in ("data", "partition", "task")}
+            if what["task"] == fields["task"].default:
+                del what["task"]
+            return {**values, "setting": ", ".join(map(str, what.values()))}
         return values
 
     @model_validator(mode="after")

@@ -178,7 +178,7 @@ def _run_cell(
 
     def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         model.load_state_dict(arrays.to_torch_state_dict())
-        metrics = training.evaluate(model, task.data, task.test, everything)
+        metrics = training.evaluate(model, task, task.test, everything)
         record("central", server_round, metrics)
         progress(f"{config.setting} · seed {seed} · {start} · {arm.name}", server_round, config.rounds)
         return MetricRecord(dict(metrics))

@@ -11,6 +11,7 @@ import torch
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import Split, TextData
+from fedrot.simulations.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -85,24 +86,19 @@ def settings_of(config: SimulationConfig) -> Any:
 
 
 def model_config(config: SimulationConfig, data: TextData) -> Any:
-    """Return the transformers configuration of the classifier."""
-    problem = {
-        "single": "single_label_classification",
-        "multi": "multi_label_classification",
-        "regression": "regression",
-    }[data.kind]
-    outputs = 1 if data.kind == "regression" else len(data.label_names)
+    """Return the transformers configuration of the model."""
     settings = settings_of(config)
-    settings.num_labels, settings.problem_type = outputs, problem
+    OBJECTIVES[config.task].configure(settings, data)
     return settings
 
 
 def build_model(config: SimulationConfig, data: TextData, seed: int) -> torch.nn.Module:
     """Return the model with what is not pretrained drawn from ``seed``."""
-    from transformers import AutoModelForSequenceClassification
+    import transformers
 
     torch.manual_seed(seed)
     settings = model_config(config, data)
+    auto_model = getattr(transformers, OBJECTIVES[config.task].auto_model)
     if config.model is None:
-        return AutoModelForSequenceClassification.from_config(settings)
-    return AutoModelForSequenceClassification.from_pretrained(config.model, config=settings)
+        return auto_model.from_config(settings)
+    return auto_model.from_pretrained(config.model, config=settings)

@@ -22,6 +22,8 @@ PALETTE = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442",
 )  # fmt: skip
 MARKERS = "osD^vPX*"
+# A model before training has a thousand times the perplexity of a trained one.
+LOGARITHMIC = frozenset({"pseudo_perplexity"})
 LINES = ("-", "--", "-.", ":")
 
 
@@ -70,6 +72,8 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
         ax.set_xlabel("round")
         _whole_numbers(ax)
     axes[0][0].set_ylabel(metric.replace("_", " "))
+    if metric in LOGARITHMIC:
+        axes[0][0].set_yscale("log")
     _shared_legend(figure, axes.flat)
     return _save(figure, path)
 

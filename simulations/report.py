@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.simulations.runfolder import read_rows
-from fedrot.simulations.statistics import CENTRAL, Row, metrics_in, setting_of
+from fedrot.simulations.statistics import CENTRAL, LOWER_IS_BETTER, Row, metrics_in, setting_of
 from fedrot.simulations.tables import (
     BASELINE,
     failed_clients,
     findings,
     format_difference,
     format_score,
+    headline,
     markdown_table,
     partition_table,
     result_lines,
@@ -60,12 +61,13 @@ def write_report(run_dir: Path) -> Path:
         incomplete=_incomplete(run_dir, config, rows),
         command=config.get("command"),
         metrics=metrics,
+        lower=[metric for metric in metrics if metric in LOWER_IS_BETTER],
         lines=lines,
         scrambling=scrambling(lines, metrics),
         findings=findings(lines, metrics, alignment) + failed_clients(rows),
         compared=any(difference for line in lines for difference in line.differences),
         baseline=BASELINE,
-        sections=_sections(run_dir, rows, alignment, partition, metrics),
+        sections=_sections(run_dir, rows, alignment, partition),
         settings=config.get("settings", []),
         versions=_json(run_dir, "versions.json"),
     )
@@ -81,7 +83,6 @@ def _sections(
     rows: Sequence[Row],
     alignment: Sequence[Row],
     partition: dict[str, Any],
-    metrics: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Per setting its plots, as (caption, data URI), and the partition of its first seed."""
     from fedrot.simulations import plots
@@ -95,11 +96,11 @@ def _sections(
         aligned = [row for row in alignment if setting_of(row) == setting and "before" in row]
         arms = list(dict.fromkeys(str(row["arm"]) for row in own))
         pictures = []
-        for metric in dict.fromkeys([*metrics[:1], *(m for m in metrics if m == "loss")]):
-            if any(row["metric"] == metric and row["scope"] == CENTRAL for row in own):
-                caption = f"{metric} on the held-out split by round (band: ± sd over seeds)"
-                picture = plots.metric_plot(folder / f"{stem}-{metric}.png", own, metric, arms)
-                pictures.append((caption, picture))
+        for metric in headline(own):
+            better = "lower" if metric in LOWER_IS_BETTER else "higher"
+            caption = f"{metric} on the held-out split by round ({better} is better; band: ± sd)"
+            picture = plots.metric_plot(folder / f"{stem}-{metric}.png", own, metric, arms)
+            pictures.append((caption, picture))
         if aligned:
             picture = plots.alignment_plot(folder / f"{stem}-alignment.png", aligned, arms)
             pictures.append(("squared distance to the anchor removed by alignment", picture))

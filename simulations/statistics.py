@@ -23,7 +23,7 @@ Verdict: TypeAlias = Literal[
 
 CENTRAL = "central"
 CONFIDENCE = 0.95
-LOWER_IS_BETTER = frozenset({"loss"})
+LOWER_IS_BETTER = frozenset({"loss", "pseudo_perplexity"})
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Summary:
 class Paired:
     """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
 
-    The interval is NaN with fewer than two seeds. The verdict knows that a lower loss is better;
+    The interval is NaN with fewer than two seeds. The verdict knows of which metrics lower is better;
     it is "within noise" if the interval contains 0, "identical" if every difference is exactly 0.
     """
 
@@ -57,6 +57,14 @@ class Paired:
 def setting_of(row: Row) -> str:
     """The setting of a row, empty if it names none."""
     return str(row.get("setting", ""))
+
+
+def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of every setting, settings in the order in which they come first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(setting_of(row), []).append(row)
+    return found
 
 
 def final_values(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], dict[int, float]]:

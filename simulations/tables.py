@@ -12,6 +12,7 @@ from fedrot.simulations.statistics import (
     Paired,
     Row,
     Summary,
+    by_setting,
     compare_seeds,
     final_values,
     metrics_in,
@@ -65,7 +66,8 @@ def format_score(score: Summary | None) -> str:
     """``0.694 ± 0.012``, without the spread if there is one seed."""
     if score is None:
         return "-"
-    return f"{score.mean:.3f}" + ("" if math.isnan(score.sd) else f" ± {score.sd:.3f}")
+    style = _style(score.mean, score.sd)
+    return f"{score.mean:{style}}" + ("" if math.isnan(score.sd) else f" ± {score.sd:{style}}")
 
 
 def format_difference(difference: Paired | None) -> str:
@@ -74,15 +76,24 @@ def format_difference(difference: Paired | None) -> str:
         return "-"
     if difference.n == 0 or difference.verdict == "identical":
         return difference.verdict
-    interval = f" [{difference.ci_low:+.3f}, {difference.ci_high:+.3f}]"
+    style = "+" + _style(difference.mean, difference.ci_low, difference.ci_high)
+    interval = f" [{difference.ci_low:{style}}, {difference.ci_high:{style}}]"
     shown = "" if math.isnan(difference.ci_low) else interval
-    return f"{difference.mean:+.3f}{shown} {difference.verdict}"
+    return f"{difference.mean:{style}}{shown} {difference.verdict}"
+
+
+def _style(*values: float, decimals: int = 3) -> str:
+    """Format of numbers shown together: a decimal less per digit, an exponent from a million on."""
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    if largest >= 1e6:
+        return f".{decimals}g"
+    return f".{max(0, decimals + 1 - len(str(int(largest))))}f"
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """The headline metric and the loss: what fits into a narrow table."""
-    found = metrics_in(rows)
-    return list(dict.fromkeys([*found[:1], *found[-1:]]))
+    """The headline metric of every setting, and the loss: what fits into a narrow table."""
+    first = [metric for own in by_setting(rows).values() for metric in metrics_in(own)[:1]]
+    return list(dict.fromkeys([*first, *metrics_in(rows)[-1:]]))
 
 
 def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> list[Table]:
@@ -92,10 +103,13 @@ def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None =
         headline_metrics: columns of the tables; the headline metric and the loss if not given. The
             difference from plain averaging is shown for the first.
     """
-    metrics = list(headline_metrics or headline(rows))
-    lines = result_lines(rows, metrics)
-    settings = dict.fromkeys(line.setting for line in lines)
-    return [_setting_table([ln for ln in lines if ln.setting == name], metrics) for name in settings]
+    tables = []
+    for own in by_setting(rows).values():
+        metrics = list(headline_metrics or headline(own))
+        lines = result_lines(own, metrics)
+        if lines:
+            tables.append(_setting_table(lines, metrics))
+    return tables
 
 
 def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
@@ -166,9 +180,10 @@ def scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
         if line.start != "scrambled" or twin is None:
             continue
         changes = [
-            f"{metric} {theirs.mean:.4f} -> {ours.mean:.4f} ({ours.mean - theirs.mean:+.4f})"
+            f"{metric} {theirs.mean:{style}} -> {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
             for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
             if ours is not None and theirs is not None
+            for style in [_style(ours.mean, theirs.mean, decimals=4)]
         ]
         said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
     return said

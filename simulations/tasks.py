@@ -10,15 +10,17 @@ import numpy as np
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import TextData, load_text_data
 from fedrot.simulations.models import Encoded, encode, model_config, tokenizer_for
+from fedrot.simulations.objectives import OBJECTIVES, Objective
 from fedrot.simulations.partition import parse_partition, split_clients
 
 
 @dataclass(frozen=True)
 class Task:
-    """The data of one configuration, encoded."""
+    """The data of one configuration, encoded, and what models are trained for on it."""
 
     config: SimulationConfig
     data: TextData
+    objective: Objective
     train: Encoded
     test: Encoded
 
@@ -35,7 +37,11 @@ class Task:
 
 @lru_cache(maxsize=2)
 def task_of(config_json: str) -> Task:
-    """Load and encode the data of a configuration."""
+    """Load and encode the data of a configuration.
+
+    Raises:
+        DataError: the data cannot be used, or the tokenizer cannot serve the task.
+    """
     config = SimulationConfig.model_validate_json(config_json)
     data = load_text_data(
         config.data,
@@ -48,7 +54,7 @@ def task_of(config_json: str) -> Task:
     tokenizer = tokenizer_for(config)
     pad = model_config(config, data).pad_token_id or 0
     train, test = (encode(s, tokenizer, config.max_length, pad) for s in (data.train, data.test))
-    return Task(config, data, train, test)
+    return Task(config, data, OBJECTIVES[config.task].of(data, tokenizer), train, test)
 
 
 @lru_cache(maxsize=16)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data import TextData, evaluate_predictions
 from fedrot.simulations.models import Encoded
+from fedrot.simulations.tasks import Task
 
 #: Batches are drawn from this many batches' worth of shuffled rows, sorted by length.
 _BUCKET = 16
@@ -31,22 +29,24 @@ def batches(
         yield found[index]
 
 
-def train(
-    model: torch.nn.Module, encoded: Encoded, rows: np.ndarray, config: SimulationConfig, seed: int
-) -> float:
-    """Train in place for ``local_epochs`` with AdamW; return the mean loss of the last epoch."""
+def train(model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int) -> float:
+    """Train in place on rows of the training split for ``local_epochs`` with AdamW.
+
+    Returns the mean loss of the last epoch, NaN if no row has anything to predict.
+    """
     torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+    rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    config, objective = task.config, task.objective
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
     )
+    rows = objective.usable(task.train, rows)
     model.train()
     losses: list[float] = []
     for _ in range(config.local_epochs):
         losses = []
-        for batch in batches(encoded, rows, config.batch_size, rng):
-            labels = torch.from_numpy(encoded.labels[batch])
-            loss = model(**_inputs(model, encoded.batch(batch)), labels=labels).loss
+        for batch in batches(task.train, rows, config.batch_size, rng):
+            loss = objective.loss(model, objective.batch(task.train, batch, masks))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -54,34 +54,18 @@ def train(
     return float(np.mean(losses)) if losses else float("nan")
 
 
-def predict(model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
-    """Return the logits ``[len(rows), outputs]`` in the order of ``rows``."""
-    order = np.argsort([len(encoded.ids[row]) for row in rows], kind="stable")
-    model.eval()
-    outputs: list[np.ndarray] = []
-    with torch.inference_mode():
-        for start in range(0, len(order), 128):
-            batch = rows[order[start : start + 128]]
-            outputs.append(model(**_inputs(model, encoded.batch(batch))).logits.float().numpy())
-    joined = np.concatenate(outputs)
-    result = np.empty_like(joined)
-    result[order] = joined
-    return result
+def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
+    """Return the task's metrics, the headline first, and the ``loss`` on rows of one of its splits.
 
+    Every value is NaN where no row has anything to predict, and where the loss is not finite.
 
-def evaluate(
-    model: torch.nn.Module, data: TextData, encoded: Encoded, rows: np.ndarray
-) -> dict[str, float]:
-    """Return the data set's metrics and the loss on the given rows; NaN where there are none."""
+    Args:
+        split: ``task.train`` or ``task.test``.
+        rows: int64 ``[n]``, rows of that split.
+    """
+    rows = task.objective.usable(split, rows)
     if not len(rows):
-        return dict.fromkeys((*data.metrics, "loss"), float("nan"))
-    return evaluate_predictions(
-        data.kind, data.metrics, predict(model, encoded, rows), encoded.labels[rows]
-    )
-
-
-def _inputs(model: torch.nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """DistilBERT and RoBERTa-like models have no segments."""
-    if getattr(model.config, "type_vocab_size", 0) < 2:
-        batch.pop("token_type_ids")
-    return batch
+        return dict.fromkeys((*task.objective.metrics, "loss"), float("nan"))
+    model.eval()
+    with torch.inference_mode():
+        return task.objective.evaluate(model, split, rows)

@@ -24,6 +24,7 @@ BAD_OPTIONS = {
     "no client": (["--clients", "0"], "clients"),
     "unknown arm": (["--arms", "plain,rotated"], "rotated"),
     "unknown anchor": (["--arms", "attention@median"], "median"),
+    "unknown task": (["--task", "translation"], "mlm"),
     "unknown start": (["--start", "cold"], "start"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
     "no seed": (["--seeds", "0"], "seeds"),
@@ -119,6 +120,14 @@ def test_arms_are_read_from_their_names() -> None:
     assert (aligned.parts, aligned.anchor) == (("attention", "ffn"), DEFAULT_ANCHOR)
     arm = Arm.parse("attention+heads@medoid")
     assert (arm.parts, arm.anchor) == (("attention", "heads"), "medoid")
+
+
+def test_a_setting_is_named_after_data_partition_and_an_unusual_task() -> None:
+    assert SimulationConfig().setting == "goemotions_ekman, iid"
+    assert SimulationConfig(task="classification").setting == "goemotions_ekman, iid"
+    config = SimulationConfig.from_flat({"task": "mlm", "data": "sst2", "partition": "keyclass:0.5"})
+    assert (config.task, config.setting) == ("mlm", "sst2, keyclass:0.5, mlm")
+    assert SimulationConfig.from_flat({"task": "mlm", "setting": "mine"}).setting == "mine"
 
 
 def test_flat_settings_of_flower_become_the_same_configuration() -> None:

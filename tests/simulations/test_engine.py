@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -183,6 +184,30 @@ def test_a_pretrained_encoder_from_a_folder(tmp_path: Path) -> None:
     aligned = abs(central(run, "scrambled", "aligned", "loss", 1) - same)
     assert aligned < 1e-5
     assert abs(central(run, "scrambled", "plain", "loss", 1) - same) > 20 * aligned
+
+
+def test_masked_language_modelling_in_every_start(tmp_path: Path) -> None:
+    options = shlex.split(
+        "--task mlm --rounds 1 --local-epochs 1 --train-limit 240 --test-limit 80"
+        " --start same,scrambled,different --arms aligned --partition dirichlet:1"
+    )
+    result = fedrot("simulate", "--out", "run", *SMALL, *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "pseudo_perplexity" in "".join(result.stdout.split())
+    run = tmp_path / "run"
+    rows = read_rows(run)
+    for scope in ("central", "alone:0", "alone:1"):
+        found = {row["metric"] for row in rows if row["scope"] == scope}
+        assert found == {"pseudo_perplexity", "accuracy", "loss"}
+    assert {"train-loss", "pseudo_perplexity"} <= {r["metric"] for r in rows if r["scope"] == "client:0"}
+    headline = central(run, "same", "aligned", "pseudo_perplexity", 1)
+    assert headline < 0.9 * central(run, "same", "aligned", "pseudo_perplexity", 0)
+    assert headline == pytest.approx(math.exp(central(run, "same", "aligned", "loss", 1)))
+    scrambled = central(run, "scrambled", "aligned", "pseudo_perplexity", 1)
+    assert scrambled == pytest.approx(headline, rel=1e-4)
+    assert {path.name for path in (run / "plots").glob("*perplexity*")} == {
+        "goemotions_ekman-dirichlet-1-mlm-pseudo_perplexity.png"
+    }
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from fedrot.simulations.report import markdown_table, summary_tables, write_report
-from fedrot.simulations.tables import result_lines, scrambling
+from fedrot.simulations.tables import format_score, result_lines, scrambling
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -225,3 +225,62 @@ def test_a_diverged_arm_is_named(run: Path) -> None:
     write_lines(run / "rows.jsonl", rows)
     page = write_report(run).read_text(encoding="utf-8")
     assert "hurtful or plain diverged: loss is not finite" in page
+
+
+def masked_rows(setting: str = "masked") -> list[dict[str, Any]]:
+    """Pseudo-perplexities from 6000 down, 40 lower when aligned; accuracy and loss beside them."""
+    rows = []
+    for row in result_rows(setting):
+        if row["metric"] == "loss":
+            gain = 40 + row["seed"] if row["arm"] == "aligned" else 0
+            value = 6000 / (1 + 9 * row["round"]) - row["round"] * gain
+            rows.append({**row, "metric": "pseudo_perplexity", "value": value})
+            rows.append({**row, "metric": "accuracy", "value": 0.1})
+            rows.append(row)
+    return rows
+
+
+def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
+    rows = result_rows() + masked_rows()
+    plain, masked = summary_tables(rows)
+    headers = [[str(column.header) for column in table.columns[2:]] for table in (plain, masked)]
+    assert headers[0] == ["accuracy", "loss", "accuracy - plain"]
+    assert headers[1] == ["pseudo_perplexity", "loss", "pseudo_perplexity - plain"]
+    header, _, *lines = markdown_table(rows).splitlines()
+    assert header.split(" | ")[4:7] == ["accuracy", "pseudo_perplexity", "loss"]
+    assert all(line.split(" | ")[5] == "-" for line in lines if line.startswith("| main"))
+
+    write_lines(run / "rows.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    drawn = {path.name for path in (run / "plots").iterdir()}
+    assert {"main-accuracy.png", "masked-pseudo_perplexity.png", "masked-loss.png"} <= drawn
+    assert not {"main-pseudo_perplexity.png", "masked-accuracy.png"} & drawn
+    assert "better for pseudo_perplexity and loss, higher for every other metric" in page
+    assert "pseudo_perplexity on the held-out split by round (lower is better" in page
+    # 6000 / 19 = 315.8; differences -80, -82, -84: -82 ± 4.302653 * 2 / sqrt(3).
+    assert "-82.00 [-86.97, -77.03] better" in page
+    assert "233.8 ± 2.0" in page
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0.694, 0.706), "0.700 ± 0.008"),
+        ((5.5, 5.7), "5.600 ± 0.141"),
+        ((31.25, 31.35), "31.30 ± 0.07"),
+        ((312.34, 315.34), "313.8 ± 2.1"),
+        ((6012.3, 6014.3), "6013 ± 1"),
+        ((2.5e30, 2.5e30), "2.5e+30 ± 0"),
+        ((float("inf"), 1.0), "inf"),
+    ],
+)
+def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected: str) -> None:
+    (line,) = result_lines(
+        [
+            {"setting": "s", "start": "same", "arm": "plain", "seed": seed, "round": 1}
+            | {"scope": "central", "metric": "pseudo_perplexity", "value": value}
+            for seed, value in enumerate(values)
+        ],
+        ["pseudo_perplexity"],
+    )
+    assert format_score(line.scores[0]) == expected

@@ -99,14 +99,15 @@ def test_verdicts_know_the_direction(
     assert paired_difference(differences, lower_is_better=lower_is_better).verdict == verdict
 
 
-def test_a_lower_loss_is_better() -> None:
+@pytest.mark.parametrize("metric", ["loss", "pseudo_perplexity"])
+def test_lower_is_better(metric: str) -> None:
     rows = [
-        row(arm, seed, level + seed / 1000, metric="loss")
+        row(arm, seed, level + seed / 1000, metric=metric)
         for arm, level in (("plain", 1.0), ("aligned", 0.9))
         for seed in range(3)
     ]
-    assert paired(rows, "aligned", "plain", "loss", "same").verdict == "better"
-    assert paired(rows, "plain", "aligned", "loss", "same").verdict == "worse"
+    assert paired(rows, "aligned", "plain", metric, "same").verdict == "better"
+    assert paired(rows, "plain", "aligned", metric, "same").verdict == "worse"
 
 
 def test_removed_shares_weigh_rows_by_their_distance() -> None:

@@ -6,10 +6,11 @@ Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
 """
 
 from fedrot import aggregation
-from fedrot.alignment import Alignment, align, random_equivalent
-from fedrot.anchors import ANCHORS, AlignedUpdate, align_round
+from fedrot.alignment import Alignment, align, alignment_of, random_equivalent
+from fedrot.anchors import ANCHORS, AlignedUpdate, align_round, base_cosine
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.matching.activations import Activations, collect_activations, random_text
+from fedrot.learning import LearningOptions, learn_alignment, loss_of
+from fedrot.matching.activations import Activations, collect_activations, probing, random_text
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
@@ -28,13 +29,18 @@ __all__ = [
     "Anchor",
     "FedrotError",
     "GroupReport",
+    "LearningOptions",
     "Symmetry",
     "SymmetryError",
     "UpdateError",
     "aggregation",
     "align",
     "align_round",
+    "base_cosine",
     "collect_activations",
+    "learn_alignment",
+    "loss_of",
+    "probing",
     "random_equivalent",
     "random_text",
     "supported",

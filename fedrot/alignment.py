@@ -11,12 +11,15 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.matching.activations import Activations
+from fedrot.matching.blocks import squared_distance
 from fedrot.matching.match import Anchor, Problem
+from fedrot.matching.rotation import mean_angle
 from fedrot.matching.solve import solve
 from fedrot.moves import Move, apply_moves, transport_statistics
 from fedrot.options import AlignmentOptions
-from fedrot.report import AlignmentReport
+from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
+from fedrot.symmetry.kinds import HeadRotation
 from fedrot.validation import check_update
 
 Tensors = Mapping[str, Tensor]
@@ -57,6 +60,32 @@ class Alignment:
                 or align by permutations only (``parts=("heads", "ffn")``).
         """
         return transport_statistics(statistics, self.moves, self.symmetry.shapes)
+
+
+def alignment_of(
+    moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry, seconds: float = 0.0
+) -> Alignment:
+    """Return given moves, one per group, as an alignment with a report of what they do.
+
+    ``seconds`` is what finding them took.
+    """
+    found = tuple(moves)
+    groups = tuple(move.group for move in found)
+    current = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
+    before, rows = current.total(groups), []
+    for move in found:
+        group, kind = move.group, move.group.kind
+        distance = squared_distance(current.pairs(group))
+        current = current.moved([move])
+        after = squared_distance(current.pairs(group))
+        angle = mean_angle(move.element) if isinstance(kind, HeadRotation) else 0.0
+        moved = kind.moved(move.element)
+        rows.append(
+            GroupReport(group.name, group.layer, group.part, distance, after, moved, kind.units, angle)
+        )
+    return Alignment(
+        symmetry, found, AlignmentReport(tuple(rows), before, current.total(groups), seconds)
+    )
 
 
 def align(

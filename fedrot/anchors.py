@@ -9,19 +9,32 @@ does not change the function of their mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError
+from fedrot.matching.activations import Activations
+from fedrot.matching.blocks import compute_dtype
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.description import Symmetry
 
 Tensors = Mapping[str, Tensor]
+
+#: Finds the alignment of an update to an anchor.
+Aligner = Callable[[Tensors, Anchor], Alignment]
+
+#: Returns what is known beside the weights of an anchor and an update, see ``probing``.
+Evidence = Callable[[Tensors, Tensors], Activations]
+
+#: Updates whose embeddings' cosine with the anchor's is below this come from another base.
+SAME_BASE = 0.5
 
 #: Generalised Procrustes stops when a pass lowers the total squared distance by less than this share.
 CONSENSUS_TOLERANCE = 1e-4
@@ -40,47 +53,56 @@ class AlignedUpdate:
 
 
 Updates = Iterable[tuple[Tensors, float]]
-_Round = Callable[[Updates, Anchor, Symmetry, AlignmentOptions], Iterator[AlignedUpdate]]
+_Round = Callable[[Updates, Anchor, Aligner], Iterator[AlignedUpdate]]
 
 
-def _aligned(
-    update: Tensors, weight: float, anchor: Anchor, symmetry: Symmetry, options: AlignmentOptions
-) -> AlignedUpdate:
-    alignment = align(update, anchor, symmetry, options)
+def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
+    """Return the cosine of the two models' embeddings: near 0 if their residual streams differ.
+
+    Models that were trained from one start keep much of it in the embeddings of rare tokens; models
+    from different starts, or in different orders of the residual stream, share nothing. 1 where
+    nothing but the residual stream moves a matrix, so that there is nothing to compare.
+    """
+    inside = {s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots}
+    stream = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
+    names = [name for name in stream - inside if len(symmetry.shapes[name]) > 1]
+    products = [0.0, 0.0, 0.0]
+    for name in names:
+        u, a = (t[name].detach().to(compute_dtype(t[name])).flatten() for t in (update, anchor))
+        for index, (left, right) in enumerate(((u, a), (u, u), (a, a))):
+            products[index] += float(torch.dot(left, right))
+    size = math.sqrt(products[1] * products[2])
+    return products[0] / size if size > 0 else 1.0
+
+
+def _aligned(update: Tensors, weight: float, anchor: Anchor, align_one: Aligner) -> AlignedUpdate:
+    alignment = align_one(update, anchor)
     return AlignedUpdate(alignment.apply(update), weight, alignment)
 
 
-def _to_global(
-    updates: Updates, broadcast: Anchor, symmetry: Symmetry, options: AlignmentOptions
-) -> Iterator[AlignedUpdate]:
+def _to_global(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
     for update, weight in updates:
-        yield _aligned(update, weight, broadcast, symmetry, options)
+        yield _aligned(update, weight, broadcast, align_one)
 
 
-def _to_first(
-    updates: Updates, broadcast: Anchor, symmetry: Symmetry, options: AlignmentOptions
-) -> Iterator[AlignedUpdate]:
+def _to_first(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
     anchor = broadcast
     for update, weight in updates:
-        result = _aligned(update, weight, anchor, symmetry, options)
+        result = _aligned(update, weight, anchor, align_one)
         anchor = Anchor(result.tensors) if anchor is broadcast else anchor
         yield result
 
 
-def _to_running(
-    updates: Updates, broadcast: Anchor, symmetry: Symmetry, options: AlignmentOptions
-) -> Iterator[AlignedUpdate]:
+def _to_running(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
     anchor, mean = broadcast, Mean()
     for update, weight in updates:
-        result = _aligned(update, weight, anchor, symmetry, options)
+        result = _aligned(update, weight, anchor, align_one)
         mean.add(result.tensors, weight)
         anchor = Anchor(mean.result())
         yield result
 
 
-def _to_medoid(
-    updates: Updates, broadcast: Anchor, symmetry: Symmetry, options: AlignmentOptions
-) -> Iterator[AlignedUpdate]:
+def _to_medoid(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
     """The client with the least weighted squared distance to the others, after alignment to it.
 
     Distances are over the tensors that alignment moves. Rotations and permutations are isometries, so
@@ -92,39 +114,50 @@ def _to_medoid(
     spread = [0.0] * len(replies)
     for i, (_, weight_i) in enumerate(replies):
         for j, (update_j, weight_j) in enumerate(replies[:i]):
-            after = align(update_j, anchors[i], symmetry, options).report.after
+            after = align_one(update_j, anchors[i]).report.after
             spread[i] += weight_j * after
             spread[j] += weight_i * after
     if not replies:
         return
     medoid = min(range(len(replies)), key=spread.__getitem__)
-    centre = _aligned(*replies[medoid], broadcast, symmetry, options)
+    centre = _aligned(*replies[medoid], broadcast, align_one)
     anchor = Anchor(centre.tensors)
     for index, (update, weight) in enumerate(replies):
         if index == medoid:
             yield centre
         else:
-            yield _aligned(update, weight, anchor, symmetry, options)
+            yield _aligned(update, weight, anchor, align_one)
 
 
-def _to_consensus(
-    updates: Updates, broadcast: Anchor, symmetry: Symmetry, options: AlignmentOptions
-) -> Iterator[AlignedUpdate]:
-    """Generalised Procrustes: align to the mean of the aligned, from the running mean onwards."""
-    replies = list(updates)
-    results = list(_to_running(replies, broadcast, symmetry, options))
+def _to_consensus(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
+    """Generalised Procrustes: align to the mean of the aligned, from the running mean onwards.
+
+    The running mean starts with the heaviest update, so that the result does not depend on the order
+    in which updates come.
+    """
+    given = list(updates)
+    order = sorted(range(len(given)), key=lambda i: (-given[i][1], _norm(given[i][0])))
+    replies = [given[i] for i in order]
+    results = list(_to_running(replies, broadcast, align_one))
     previous = float("inf")
     for _ in range(CONSENSUS_PASSES if len(results) > 1 else 0):
         mean = Mean()
         for result in results:
             mean.add(result.tensors, result.weight)
         anchor = Anchor(mean.result())
-        results = [_aligned(u, w, anchor, symmetry, options) for u, w in replies]
+        results = [_aligned(u, w, anchor, align_one) for u, w in replies]
         total = sum(r.weight * r.alignment.report.after for r in results)
         if total >= previous * (1 - CONSENSUS_TOLERANCE):
             break
         previous = total
-    yield from results
+    yield from (results[order.index(i)] for i in range(len(given)))
+
+
+def _norm(update: Tensors) -> float:
+    squares = (
+        torch.linalg.vector_norm(t.double()) ** 2 for t in update.values() if t.is_floating_point()
+    )
+    return float(sum(squares))
 
 
 #: The anchors by name.
@@ -143,6 +176,8 @@ def align_round(
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     anchor: str = "global",
+    foreign: AlignmentOptions | None = None,
+    evidence: Evidence | None = None,
 ) -> Iterator[AlignedUpdate]:
     """Align a round's updates, in order.
 
@@ -153,8 +188,13 @@ def align_round(
         options: see ``AlignmentOptions``.
         anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of what came before),
             ``first`` (the first update), ``medoid`` (the update closest to all others, over what
-            alignment moves) or ``consensus`` (generalised Procrustes). The first three read
-            ``updates`` lazily and hold one at a time; the last two hold them all.
+            alignment moves) or ``consensus`` (generalised Procrustes, whatever the order of the
+            updates). The first three read ``updates`` lazily and hold one at a time; the last two
+            hold them all.
+        foreign: options for an update from another base than its anchor (``base_cosine`` below
+            ``SAME_BASE``); None treats it like the others.
+        evidence: gives the activations of an anchor and an update, asked for wherever the residual
+            stream is matched.
 
     Raises:
         FedrotError: the anchor is unknown.
@@ -162,4 +202,14 @@ def align_round(
     """
     if anchor not in ANCHORS:
         raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
-    return ANCHORS[anchor](updates, Anchor(broadcast), symmetry, options or AlignmentOptions())
+    usual = options or AlignmentOptions()
+
+    def align_one(update: Tensors, to: Anchor) -> Alignment:
+        chosen = usual
+        if foreign is not None and base_cosine(update, to.tensors, symmetry) < SAME_BASE:
+            chosen = foreign
+        asked = evidence is not None and "residual" in chosen.parts
+        activations = evidence(to.tensors, update) if asked and evidence is not None else None
+        return align(update, to, symmetry, chosen, activations)
+
+    return ANCHORS[anchor](updates, Anchor(broadcast), align_one)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -243,6 +244,33 @@ def random_text(
         shape = (min(batch_size, rows - start), max(1, min(length, room)))
         ids = torch.randint(int(config["vocab_size"]), shape, generator=generator)
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def probing(
+    build: Callable[[], nn.Module],
+    config: Mapping[str, Any],
+    symmetry: Symmetry,
+    rows: int = 2048,
+    seed: int = 0,
+) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Activations]:
+    """Return a function from two models' tensors to their activations on random tokens.
+
+    Args:
+        build: returns a model whose ``state_dict`` has the symmetry's tensors; called twice.
+        config: see ``random_text``.
+        symmetry: from ``symmetry_of``.
+        rows: sequences of random tokens.
+        seed: of the random tokens.
+    """
+    pair = cache(lambda: (build(), build()))
+
+    def evidence(anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> Activations:
+        ours, theirs = pair()
+        ours.load_state_dict(dict(anchor))
+        theirs.load_state_dict(dict(client))
+        return collect_activations(ours, theirs, random_text(config, rows, seed=seed), symmetry)
+
+    return evidence
 
 
 def _usable(group: Group) -> bool:

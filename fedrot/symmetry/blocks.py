@@ -22,31 +22,17 @@ def attention(
             Slot(f"{prefix}{module}.{leaf}", 0, 0, width, contravariant) for leaf in ("weight", "bias")
         )
 
-    output_columns = Slot(f"{prefix}{output}.weight", 1, 0, width)
-    query_key = rows(query) + rows(key)
-    value_output = (*rows(value), output_columns)
-    heads_name = f"{prefix}heads"
-    rotation = HeadRotation(heads, dim)
+    # The key undoes what the query does, the output projection what the value does.
+    query_key = rows(query) + rows(key, contravariant=True)
+    value_output = (*rows(value), Slot(f"{prefix}{output}.weight", 1, 0, width, contravariant=True))
+    name = f"{prefix}heads"
+    rotation, scale = HeadRotation(heads, dim), Rescale(heads)
     return (
-        Group(heads_name, layer, "heads", HeadPermutation(heads), query_key + value_output),
-        Group(f"{prefix}qk", layer, "attention", rotation, query_key, within=heads_name),
-        Group(f"{prefix}vo", layer, "attention", rotation, value_output, within=heads_name),
-        Group(
-            f"{prefix}qk.scale",
-            layer,
-            "rescale",
-            Rescale(heads),
-            rows(query) + rows(key, contravariant=True),
-            within=heads_name,
-        ),
-        Group(
-            f"{prefix}vo.scale",
-            layer,
-            "rescale",
-            Rescale(heads),
-            (*rows(value), Slot(f"{prefix}{output}.weight", 1, 0, width, contravariant=True)),
-            within=heads_name,
-        ),
+        Group(name, layer, "heads", HeadPermutation(heads), query_key + value_output),
+        Group(f"{prefix}qk", layer, "attention", rotation, query_key, within=name),
+        Group(f"{prefix}vo", layer, "attention", rotation, value_output, within=name),
+        Group(f"{prefix}qk.scale", layer, "rescale", scale, query_key, within=name),
+        Group(f"{prefix}vo.scale", layer, "rescale", scale, value_output, within=name),
     )
 
 

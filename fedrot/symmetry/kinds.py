@@ -152,6 +152,28 @@ class HeadRotation:
 
 
 @dataclass(frozen=True)
+class HeadLinear(HeadRotation):
+    """``GL(dim)`` in each head, all of the head's symmetry; an element is ``[heads, dim, dim]``.
+
+    The contravariant side moves by the inverse transpose. Not an isometry: learned matching may use
+    it, alignment in rounds does not, because it changes what weight decay and Adam see.
+
+    Source: Zhang et al. 2025, Theorem 4.1.
+    """
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        return super().act(torch.linalg.inv(element).mT if contravariant else element, x, axis)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return torch.linalg.inv(element)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        shape = (self.heads, self.dim, self.dim)
+        small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
+        return super().random(generator) @ torch.matrix_exp(small)
+
+
+@dataclass(frozen=True)
 class Rescale:
     """One non-zero factor per head; an element is ``[heads]``, the contravariant side is divided by it.
 

@@ -36,6 +36,7 @@ __all__ = [
     "aggregation",
     "align",
     "align_round",
+    "alignment_of",
     "base_cosine",
     "collect_activations",
     "learn_alignment",

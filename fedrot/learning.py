@@ -47,7 +47,7 @@ class LearningOptions:
 
     parts: tuple[str, ...] = ("attention",)
     general: bool = True
-    steps: int = 300
+    steps: int = 600
     lr: float = 1e-2
     permutation_lr: float = 3e-2
     temperature: float = 0.3

@@ -131,6 +131,90 @@ def report(
     _guarded(run)
 
 
+@app.command()
+def barrier(
+    a: Annotated[Path, typer.Argument(help="Folder of a model saved with save_pretrained.")],
+    b: Annotated[Path, typer.Argument(help="Folder of another one, which is moved to the first.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; must be empty or new.")],
+    data: Annotated[
+        str, typer.Option(help="Data set: bundled, a task or corpus in --data-dir, or a hub name.")
+    ] = "goemotions_ekman",
+    task: Annotated[str, typer.Option(help="classification or mlm.")] = "classification",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Ways to match, separated by commas; default: all.")
+    ] = None,
+    points: Annotated[int, typer.Option(help="Positions on the line; odd, to include the middle.")] = 21,
+    rows: Annotated[int, typer.Option(help="Training rows for the methods that look at data.")] = 2048,
+    test_limit: Annotated[int, typer.Option(help="Evaluate on at most so many held-out rows.")] = 1000,
+    max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
+) -> None:
+    """Measure the loss along the line between two saved models, matched in every way."""
+    settings = dict(locals())
+    for name in ("a", "b", "out", "methods"):
+        del settings[name]
+
+    def run() -> None:
+        from fedrot.simulations.barrier_run import compare_checkpoints
+
+        compare_checkpoints(a, b, out, _names(methods), _command(), console, **settings)
+
+    _guarded(run)
+
+
+@app.command()
+def barriers(
+    grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[task]] each.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Cells or settings of the grid, separated by commas.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Instead of the grid's methods, separated by commas.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
+) -> None:
+    """Train pairs of small models and measure their barriers under every method of a grid."""
+
+    def run() -> None:
+        from fedrot.simulations.barrier_grid import Grid, run_grid
+        from fedrot.simulations.barrier_report import summarise, tables
+        from fedrot.simulations.barriers import check_methods
+
+        described = Grid.read(grid, data_dir)
+        if only:
+            described = described.only(_names(only))
+        if methods:
+            described = described.model_copy(update={"methods": check_methods(_names(methods))})
+        try:
+            lines = run_grid(described, out, _command(), _say, workers)
+        except KeyboardInterrupt:
+            _say(f"Interrupted; what is done is in {out}. Repeat the command to go on.")
+            raise
+        for table in tables(summarise(lines)):
+            console.print(table)
+        console.print(f"Summary: {out / 'summary.md'}", markup=False)
+
+    _guarded(run)
+
+
+def _say(message: str) -> None:
+    console.print(message, markup=False, highlight=False)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _command() -> str:
+    return shlex.join(["fedrot", *sys.argv[1:]])
+
+
 def _simulate(settings: list[dict[str, Any]], out: Path) -> None:
     from fedrot.simulations import runner
     from fedrot.simulations.config import SimulationConfig
@@ -139,7 +223,7 @@ def _simulate(settings: list[dict[str, Any]], out: Path) -> None:
     names = [config.setting for config in configs]
     if len(set(names)) != len(names):
         raise ValueError(f"The settings need names of their own, but are called {names}.")
-    if not runner.simulate(configs, out, shlex.join(["fedrot", *sys.argv[1:]]), console):
+    if not runner.simulate(configs, out, _command(), console):
         raise KeyboardInterrupt
 
 

@@ -6,5 +6,6 @@ if find_spec("flwr") is None:
     raise ModuleNotFoundError("The strategies need Flower: pip install 'fedrot[flower]'")
 
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned, FedRot
+from fedrot.strategies.matching import Matching, match_at_client
 
-__all__ = ["DEFAULT_ANCHOR", "Aligned", "FedRot"]
+__all__ = ["DEFAULT_ANCHOR", "Aligned", "FedRot", "Matching", "match_at_client"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from pathlib import Path
@@ -15,15 +15,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedrot.anchors import ANCHORS, align_round
+from fedrot.anchors import ANCHORS, SAME_BASE, Evidence, align_round, base_cosine
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.matching.activations import probing
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
+from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
 from fedrot.strategies.records import replace_changed, to_tensors
 from fedrot.strategies.replies import Reply, client_id, read_reply, with_common_layout
 from fedrot.symmetry import Symmetry, symmetry_of
+from fedrot.symmetry.resolve import settings_of
 
 #: The anchor that docs/results.md found best over all its settings.
 DEFAULT_ANCHOR = "running"
@@ -38,6 +41,7 @@ class _Round:
     start: float = field(default_factory=time.perf_counter)
     reports: list[tuple[int, AlignmentReport]] = field(default_factory=list)
     set_aside: list[tuple[int, str]] = field(default_factory=list)
+    foreign: int = 0
 
     def put_aside(self, client: int, reason: str) -> None:
         self.set_aside.append((client, reason))
@@ -59,11 +63,13 @@ class _Round:
             "fedrot-distance-before": before / max(len(reports), 1),
             "fedrot-distance-after": sum(r.after for r in reports) / max(len(reports), 1),
             "fedrot-share-rotation": share("attention"),
-            "fedrot-share-permutation": share("heads", "ffn"),
+            "fedrot-share-permutation": share("residual", "output", "heads", "ffn"),
             "fedrot-share-rescale": share("rescale"),
             "fedrot-heads-rotated": sum(r.moved("attention") for r in reports),
             "fedrot-heads-moved": sum(r.moved("heads") for r in reports),
             "fedrot-neurons-moved": sum(r.moved("ffn") for r in reports),
+            "fedrot-stream-moved": sum(r.moved("residual") for r in reports),
+            "fedrot-replies-foreign": self.foreign,
             "fedrot-groups-skipped": sum(g.skipped for r in reports for g in r.groups),
             "fedrot-replies-set-aside": len(self.set_aside),
             "fedrot-replies-failed": self.failed,
@@ -96,6 +102,14 @@ class Aligned(Strategy):
         *args: passed to the strategy.
         anchor: whom to align to, see ``fedrot.align_round``.
         options: what to align, see ``fedrot.AlignmentOptions``.
+        foreign: what to align in replies that come from another base than the broadcast model, such
+            as those of clients that trained from a start of their own or join late with their own
+            model; None treats them like the others. If most replies are foreign, the heaviest of
+            them is the round's anchor in the broadcast model's place.
+        model: returns a model of the broadcast architecture; with it foreign replies are matched by
+            activations on random tokens as well as by weights, without any data.
+        match_at_clients: ask the senders of foreign replies to match themselves on their own data,
+            which needs ``match_at_client`` on their ``ClientApp``; it costs one more exchange.
         align: False moves nothing: good replies reach the strategy behind as they are.
         report_path: a JSON-lines file that receives one row per round, client and group, and one per
             reply set aside.
@@ -111,6 +125,9 @@ class Aligned(Strategy):
         *args: Any,
         anchor: str = DEFAULT_ANCHOR,
         options: AlignmentOptions | None = None,
+        foreign: AlignmentOptions | None = FOREIGN_OPTIONS,
+        model: Callable[[], nn.Module] | None = None,
+        match_at_clients: bool = False,
         align: bool = True,
         report_path: str | Path | None = None,
         **kwargs: Any,
@@ -121,9 +138,15 @@ class Aligned(Strategy):
         self.symmetry = symmetry
         self.anchor = anchor
         self.options = options or AlignmentOptions()
+        self.foreign = foreign
+        self.model = model
+        self.match_at_clients = match_at_clients
         self.align = align
         self.report_path = Path(report_path) if report_path is not None else None
         self._broadcast = ArrayRecord()
+        self._config = ConfigRecord()
+        self._grid: Grid | None = None
+        self._evidence: Evidence | None = None
 
     def summary(self) -> None:
         """Log what is aligned, then the strategy's own summary."""
@@ -135,7 +158,7 @@ class Aligned(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember the broadcast model, which ``aggregate_train`` is not given."""
-        self._broadcast = arrays
+        self._broadcast, self._config, self._grid = arrays, config, grid
         if self.align:
             if not isinstance(self.symmetry, Symmetry):
                 self.symmetry = symmetry_of(self.symmetry, to_tensors(arrays))
@@ -146,9 +169,19 @@ class Aligned(Strategy):
                     f"The symmetry was built for another model: '{different[0]}' differs from what is "
                     "broadcast. Pass the configuration, or the symmetry, of this model."
                 )
+            self._prepare_for_foreign(self.symmetry)
         return super().configure_train(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
+
+    def _prepare_for_foreign(self, symmetry: Symmetry) -> None:
+        reason = symmetry.refused.get("residual")
+        if self.foreign is not None and "residual" in self.foreign.parts and reason:
+            log(WARNING, "Replies from other bases will be aligned like all others: %s", reason)
+            self.foreign = None
+        if self.model is not None and self._evidence is None:
+            config = settings_of(self.model().config)
+            self._evidence = probing(self.model, config, symmetry)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -196,18 +229,79 @@ class Aligned(Strategy):
         self, replies: list[Reply], broadcast: Mapping[str, Tensor], this_round: _Round
     ) -> list[Message]:
         assert isinstance(self.symmetry, Symmetry)
+        base = self._base(replies, broadcast, self.symmetry, this_round)
+        tensors = [reply.tensors for reply in replies]
+        if self.match_at_clients and this_round.foreign:
+            tensors = self._matched_at_clients(replies, base, self.symmetry, this_round)
         aligned = align_round(
-            ((reply.tensors, reply.weight) for reply in replies),
-            broadcast,
+            ((update, reply.weight) for update, reply in zip(tensors, replies, strict=True)),
+            base,
             self.symmetry,
             self.options,
             self.anchor,
+            self.foreign,
+            self._evidence,
         )
         messages = []
         for reply, result in zip(replies, aligned, strict=True):
             this_round.reports.append((client_id(reply.message), result.alignment.report))
             messages.append(_with_tensors(reply, result.tensors))
         return messages
+
+    def _base(
+        self,
+        replies: list[Reply],
+        broadcast: Mapping[str, Tensor],
+        symmetry: Symmetry,
+        this_round: _Round,
+    ) -> Mapping[str, Tensor]:
+        """Return whose coordinates the round is in: the broadcast model's, unless few share them."""
+        if self.foreign is None:
+            return broadcast
+        foreign = [r for r in replies if base_cosine(r.tensors, broadcast, symmetry) < SAME_BASE]
+        this_round.foreign = len(foreign)
+        if 2 * len(foreign) <= len(replies):
+            return broadcast
+        heaviest = max(foreign, key=lambda reply: reply.weight)
+        log(
+            INFO,
+            "%d of %d replies come from other bases; the anchor is client %d's model.",
+            len(foreign),
+            len(replies),
+            client_id(heaviest.message),
+        )
+        return heaviest.tensors
+
+    def _matched_at_clients(
+        self,
+        replies: list[Reply],
+        base: Mapping[str, Tensor],
+        symmetry: Symmetry,
+        this_round: _Round,
+    ) -> list[Mapping[str, Tensor]]:
+        """Return the updates in the base's coordinates, those that differ matched by their senders."""
+        assert self._grid is not None
+        tensors: list[Mapping[str, Tensor]] = [reply.tensors for reply in replies]
+        asked = {
+            reply.message.metadata.src_node_id: index
+            for index, reply in enumerate(replies)
+            if base_cosine(reply.tensors, base, symmetry) < SAME_BASE
+        }
+        requests = []
+        for node, index in asked.items():
+            ((_, update),) = replies[index].message.content.array_records.items()
+            requests.append(request(base, update, self._config, node))
+        for answer in self._grid.send_and_receive(requests):
+            index = asked[answer.metadata.src_node_id]
+            client = client_id(replies[index].message)
+            try:
+                alignment = read_answer(answer, tensors[index], base, symmetry)
+            except UpdateError as error:
+                log(WARNING, "Client %d is matched at the server: %s", client, error)
+                continue
+            tensors[index] = alignment.apply(tensors[index])
+            this_round.reports.append((client, alignment.report))
+        return tensors
 
     def _keep_integers(self, arrays: ArrayRecord) -> None:
         """Averaging turns integer and boolean buffers into floats; they are the broadcast model's."""

@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+#: Elements of ``GL(dim)`` that are worse conditioned lose too many digits in float32.
+LARGEST_CONDITION = 1e3
+
 
 class Kind(Protocol):
     """What alignment, transport and the property tests need to know about a group."""
@@ -42,6 +45,9 @@ class Kind(Protocol):
 
     def moved(self, element: Tensor) -> int:
         """Return how many heads or neurons the element moves."""
+
+    def contains(self, element: Tensor) -> bool:
+        """Whether a tensor from elsewhere is an element of this group, to the rounding of float32."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class Permutation:
     def moved(self, element: Tensor) -> int:
         return int((element.cpu() != torch.arange(self.n)).sum())
 
+    def contains(self, element: Tensor) -> bool:
+        return _is_order(element, self.n)
+
 
 @dataclass(frozen=True)
 class SignedPermutation(Permutation):
@@ -105,6 +114,9 @@ class SignedPermutation(Permutation):
 
     def moved(self, element: Tensor) -> int:
         return int((element.cpu() != torch.arange(1, self.n + 1)).sum())
+
+    def contains(self, element: Tensor) -> bool:
+        return element.dtype == torch.int64 and _is_order(element.abs() - 1, self.n)
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,12 @@ class HeadRotation:
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
         return int(((element - eye).abs().amax(dim=(-2, -1)) > 1e-6).sum())
 
+    def contains(self, element: Tensor) -> bool:
+        if not _is_real(element, (self.heads, self.dim, self.dim)):
+            return False
+        eye = torch.eye(self.dim, dtype=torch.float64, device=element.device)
+        return bool(((element.double() @ element.double().mT - eye).abs() <= 1e-4).all())
+
 
 @dataclass(frozen=True)
 class HeadLinear(HeadRotation):
@@ -171,6 +189,11 @@ class HeadLinear(HeadRotation):
         shape = (self.heads, self.dim, self.dim)
         small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
         return super().random(generator) @ torch.matrix_exp(small)
+
+    def contains(self, element: Tensor) -> bool:
+        if not _is_real(element, (self.heads, self.dim, self.dim)):
+            return False
+        return bool((torch.linalg.cond(element.double()) < LARGEST_CONDITION).all())
 
 
 @dataclass(frozen=True)
@@ -206,3 +229,16 @@ class Rescale:
 
     def moved(self, element: Tensor) -> int:
         return int(((element - 1).abs() > 1e-6).sum())
+
+    def contains(self, element: Tensor) -> bool:
+        return _is_real(element, (self.heads,)) and bool((element != 0).all())
+
+
+def _is_order(element: Tensor, n: int) -> bool:
+    right = element.dtype == torch.int64 and tuple(element.shape) == (n,)
+    return right and bool((element.sort().values.cpu() == torch.arange(n)).all())
+
+
+def _is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
+    right = element.is_floating_point() and tuple(element.shape) == shape
+    return right and bool(torch.isfinite(element).all())

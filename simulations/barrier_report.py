@@ -1,0 +1,202 @@
+"""Tables and pictures of loss barriers: every method beside the vanilla line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedrot.simulations.barriers import METHODS, VANILLA, Line
+from fedrot.simulations.plots import LOGARITHMIC, PALETTE, _figure, _save, _shared_legend
+from fedrot.simulations.statistics import Paired, paired_difference
+from fedrot.simulations.tables import _style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+LOSS = "loss"
+MIDDLE = 0.5
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method's lines in one cell: means over pairs with 95 % t intervals.
+
+    Attributes:
+        share: the barrier over that of the vanilla line between the same two models.
+        headline: the task's first metric, at the middle of the line and as the mean of its ends.
+        distance: squared distance after matching over that before.
+    """
+
+    cell: str
+    method: str
+    pairs: int
+    barrier: Paired
+    share: Paired
+    headline: str
+    middle: Paired
+    ends: Paired
+    distance: Paired
+    seconds: Paired
+
+
+def headline_of(lines: Sequence[Line]) -> str:
+    """Return the first metric of a cell's lines."""
+    return next(iter(lines[0].barrier.rows[0]))
+
+
+def by_cell(lines: Iterable[Line]) -> dict[str, dict[str, dict[str, Line]]]:
+    """Return cell -> method -> pair -> line; cells as they come, methods in the order of METHODS."""
+    found: dict[str, dict[str, dict[str, Line]]] = {}
+    order = {name: index for index, name in enumerate(METHODS)}
+    for line in sorted(lines, key=lambda line: order.get(line.method, len(order))):
+        found.setdefault(line.cell, {}).setdefault(line.method, {})[line.pair] = line
+    return found
+
+
+def summarise(lines: Sequence[Line]) -> list[Summary]:
+    """Summarise every cell and method; a share is NaN where the vanilla barrier is missing or 0."""
+    cells = dict.fromkeys(line.cell for line in lines)
+    grouped = by_cell(lines)
+    return [
+        _summary(list(own.values()), grouped[cell].get(VANILLA, {}))
+        for cell in cells
+        for own in grouped[cell].values()
+    ]
+
+
+def _summary(lines: Sequence[Line], vanilla: Mapping[str, Line]) -> Summary:
+    headline = headline_of(lines)
+
+    def over(value: Callable[[Line], float]) -> Paired:
+        return paired_difference([value(line) for line in lines])
+
+    def share(line: Line) -> float:
+        other = vanilla.get(line.pair)
+        return _ratio(line.barrier.barrier, other.barrier.barrier if other else math.nan)
+
+    return Summary(
+        lines[0].cell,
+        lines[0].method,
+        len(lines),
+        over(lambda line: line.barrier.barrier),
+        over(share),
+        headline,
+        over(lambda line: line.barrier.at(MIDDLE)[headline]),
+        over(lambda line: (line.barrier.at(0)[headline] + line.barrier.at(1)[headline]) / 2),
+        over(lambda line: _ratio(line.after, line.before)),
+        over(lambda line: line.seconds),
+    )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.nan
+
+
+#: What identifies a summary, and what it says: column titles, and how they are read.
+_NAMES: dict[str, Callable[[Summary], str]] = {
+    "cell": lambda s: s.cell,
+    "headline": lambda s: s.headline.replace("_", " "),
+    "pairs": lambda s: str(s.pairs),
+}
+_VALUES: dict[str, Callable[[Summary], str]] = {
+    "method": lambda s: s.method,
+    "barrier": lambda s: _shown(s.barrier),
+    "share of vanilla": lambda s: _shown(s.share),
+    "headline at the middle": lambda s: _shown(s.middle),
+    "at the ends": lambda s: _shown(s.ends, interval=False),
+    "distance left": lambda s: _shown(s.distance, interval=False),
+    "seconds": lambda s: _shown(s.seconds, interval=False),
+}
+
+
+def _shown(value: Paired, interval: bool = True) -> str:
+    """``0.412 [0.301, 0.523]``, without the interval if there is none, ``-`` if nothing is known."""
+    if not math.isfinite(value.mean):
+        return "-"
+    bounds = (value.ci_low, value.ci_high) if interval and math.isfinite(value.ci_low) else ()
+    style = _style(value.mean, *bounds)
+    return f"{value.mean:{style}}" + (
+        f" [{', '.join(f'{b:{style}}' for b in bounds)}]" if bounds else ""
+    )
+
+
+def markdown(summaries: Sequence[Summary]) -> str:
+    """Return the summaries as a Markdown table."""
+    columns = {**_NAMES, **_VALUES}
+    rows = [[read(summary) for read in columns.values()] for summary in summaries]
+    rule = ["---" if title in ("cell", "headline", "method") else "---:" for title in columns]
+    return "".join(f"| {' | '.join(row)} |\n" for row in ([*columns], rule, *rows))
+
+
+def tables(summaries: Sequence[Summary]) -> list[Table]:
+    """Return the summaries as tables for the terminal, one per cell."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = []
+    for cell in dict.fromkeys(summary.cell for summary in summaries):
+        own = [summary for summary in summaries if summary.cell == cell]
+        pairs = max(summary.pairs for summary in own)
+        table = Table(
+            title=f"{cell}: loss barrier, {pairs} pair(s); headline: {_NAMES['headline'](own[0])}",
+            caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
+        )
+        for title in _VALUES:
+            name = title == "method"
+            table.add_column(title, justify="left" if name else "right", no_wrap=name)
+        for summary in own:
+            # Plain text: brackets in names and intervals are no markup.
+            table.add_row(*(Text(read(summary)) for read in _VALUES.values()))
+        found.append(table)
+    return found
+
+
+def plot(path: Path, lines: Sequence[Line]) -> Path:
+    """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
+
+    Thin lines are pairs, thick ones their means.
+    """
+    methods = next(iter(by_cell(lines).values()))
+    vanilla = methods.get(VANILLA, {})
+    shown = [name for name in methods if name != VANILLA] or [VANILLA]
+    metrics = list(dict.fromkeys((LOSS, headline_of(lines))))
+    figure, axes = _figure(len(metrics), len(shown), width=1 + 2.6 * max(2, len(shown)), height=2.6)
+    for panels, metric in zip(axes, metrics, strict=True):
+        for ax in panels[1:]:
+            ax.sharey(panels[0])
+        for ax, name in zip(panels, shown, strict=True):
+            _draw(ax, vanilla.values(), metric, "0.45", VANILLA)
+            if name != VANILLA:
+                _draw(ax, methods[name].values(), metric, PALETTE[0], "as the panel says")
+        panels[0].set_ylabel(metric.replace("_", " "))
+        if metric in LOGARITHMIC:
+            panels[0].set_yscale("log")
+    for ax, name in zip(axes[0], shown, strict=True):
+        ax.set_title(name, loc="left")
+    for ax in axes[-1]:
+        ax.set_xlabel("position on the line")
+    for ax in axes.flat:
+        ax.label_outer()
+    _shared_legend(figure, axes.flat)
+    return _save(figure, path)
+
+
+def _draw(ax: Axes, lines: Iterable[Line], metric: str, colour: str, name: str) -> None:
+    curves = [[row[metric] for row in line.barrier.rows] for line in lines]
+    positions = [line.barrier.positions for line in lines]
+    for where, curve in zip(positions, curves, strict=True):
+        ax.plot(where, curve, color=colour, lw=0.7, alpha=0.4)
+    if curves:
+        ax.plot(positions[0], np.mean(curves, axis=0), color=colour, lw=1.8, label=name)
+
+
+def stem(name: str) -> str:
+    """Return a name as a file's name."""
+    return re.sub(r"[^\w+-]+", "-", name) or "line"

@@ -263,15 +263,9 @@ def evaluator(task: Task, model: nn.Module) -> Evaluate:
 
 def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> list[State]:
     """Return at most ``rows`` random training rows in batches as a training step has them."""
-    from fedrot.simulations.objectives import _known
-    from fedrot.simulations.training import batches
+    from fedrot.simulations.training import step_batches
 
-    rng, objective = np.random.default_rng(seed), task.objective
-    chosen = rng.permutation(objective.usable(task.train, np.arange(len(task.train.ids))))[:rows]
-    return [
-        _known(model, objective.batch(task.train, places, rng))
-        for places in batches(task.train, chosen, 128, rng)
-    ]
+    return list(step_batches(task, model, np.arange(len(task.train.ids)), rows, 128, seed))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedrot.strategies.matching import Matching, match_at_client
 from fedrot.strategies.replies import CLIENT_KEY, CLIENT_RECORD
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Job:
     round: int
     last_round: int
     cache: str
+    learn: bool
     client: int
 
     @classmethod
@@ -53,6 +55,7 @@ class Job:
             round=int(config["server-round"]),  # type: ignore[arg-type]
             last_round=int(config["last-round"]),  # type: ignore[arg-type]
             cache=str(config["cache"]),
+            learn=bool(config["learn"]),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -109,6 +112,31 @@ def evaluate(message: Message, context: Context) -> Message:
         }
     )
     return Message(content, reply_to=message)
+
+
+#: Training rows that a client matches on.
+MATCHING_ROWS = 4096
+
+
+def _matching(message: Message, context: Context) -> Matching:
+    """Match on the client's own training rows, in batches as it trains on them."""
+    from fedrot.learning import LearningOptions
+    from fedrot.simulations.models import build_model
+    from fedrot.simulations.tasks import task_of
+    from fedrot.simulations.training import step_batches
+
+    job = Job.read(message, context)
+    task = task_of(job.config_json)
+    rows, _ = task.client_rows(job.seed, job.client)
+    limit, size = MATCHING_ROWS, task.config.batch_size
+    return Matching(
+        build=lambda: build_model(task.config, task.data, seed=0),
+        batches=lambda: step_batches(task, _model(job, task), rows, limit, size, job.stream),
+        learning=LearningOptions() if job.learn else None,
+    )
+
+
+match_at_client(app, _matching)
 
 
 def _identity(context: Context) -> ConfigRecord:

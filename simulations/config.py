@@ -13,16 +13,24 @@ from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.partition import parse_partition
 from fedrot.strategies import DEFAULT_ANCHOR
+from fedrot.symmetry import WHOLE_MODEL
 
 TaskName = Literal["classification", "mlm"]
 Start = Literal["same", "different", "scrambled"]
 
 
-class Arm(BaseModel):
-    """How one arm averages: ``plain``, ``aligned``, or ``PARTS[@ANCHOR]``.
+#: How an arm matches replies from other bases: by weights, also by activations on random tokens, at
+#: the clients by activations on their data, or learned there.
+EVIDENCE = ("probe", "weights", "clients", "learned")
 
-    ``PARTS`` is any of attention, ffn, heads, rescale joined by ``+``; ``aligned`` stands for the
-    default parts, and an arm without ``@ANCHOR`` for the strategy's default anchor.
+
+class Arm(BaseModel):
+    """How one arm averages: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
+
+    ``aligned`` is ``FedRot`` as it comes: the default parts, and the whole model where replies come
+    from other bases. ``PARTS`` is any of residual, output, heads, attention, ffn, rescale joined by
+    ``+``, or ``whole``; it moves just these, whoever replies. An arm without ``@ANCHOR`` has the
+    strategy's default anchor, without ``~EVIDENCE`` the first of ``EVIDENCE``.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -31,22 +39,30 @@ class Arm(BaseModel):
     align: bool
     parts: tuple[str, ...] = ()
     anchor: str = DEFAULT_ANCHOR
+    evidence: str = EVIDENCE[0]
+    foreign: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Read an arm from its name; raises ``ValueError`` with the grammar."""
         if text == "plain":
             return cls(name=text, align=False)
-        what, _, anchor = text.partition("@")
-        anchor = anchor or DEFAULT_ANCHOR
-        if anchor not in ANCHORS:
-            raise ValueError(f"arm '{text}': unknown anchor '{anchor}'; one of {', '.join(ANCHORS)}")
-        parts = AlignmentOptions().parts if what == "aligned" else tuple(what.split("+"))
+        rest, _, evidence = text.partition("~")
+        what, _, anchor = rest.partition("@")
+        anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
+        for name, value, known in (("anchor", anchor, ANCHORS), ("evidence", evidence, EVIDENCE)):
+            if value not in known:
+                raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
+        named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
+        parts = named.get(what) or tuple(what.split("+"))
+        foreign = what == "aligned"
+        if evidence in ("clients", "learned") and not foreign:
+            raise ValueError(f"arm '{text}': evidence '{evidence}' goes with 'aligned'")
         try:
             AlignmentOptions(parts=parts)
         except ValueError as error:
-            raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned')") from error
-        return cls(name=text, align=True, parts=parts, anchor=anchor)
+            raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
+        return cls(name=text, align=True, parts=parts, anchor=anchor, evidence=evidence, foreign=foreign)
 
 
 class SimulationConfig(BaseModel):

@@ -32,6 +32,7 @@ from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.runfolder import RunFolder
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.strategies import FedRot
+from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.replies import client_id, own_id
 
 #: Called with (cell description, round, rounds) after every round.
@@ -205,6 +206,9 @@ def _run_cell(
         seed=seed,
         anchor=arm.anchor,
         options=AlignmentOptions(parts=arm.parts) if arm.align else None,
+        foreign=FOREIGN_OPTIONS if arm.foreign else None,
+        model=(lambda: build_model(config, task.data, seed)) if arm.evidence == "probe" else None,
+        match_at_clients=arm.evidence in ("clients", "learned"),
         align=arm.align,
         report_path=report,
         fraction_train=config.fraction_train,
@@ -215,12 +219,13 @@ def _run_cell(
         train_metrics_aggr_fn=after_training,
         evaluate_metrics_aggr_fn=after_evaluation,
     )
-    job: dict[str, int | str] = {
+    job: dict[str, int | str | bool] = {
         "simulation": config.to_json(),
         "seed": seed,
         "start": start,
         "last-round": config.rounds,
         "cache": str(scratch) if shared_cache else "",
+        "learn": arm.evidence == "learned",
     }
     try:
         result = strategy.start(

@@ -90,12 +90,12 @@ class Classification(Objective):
         return {**encoded.batch(rows), "labels": torch.from_numpy(encoded.labels[rows])}
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return model(**_known(model, batch)).loss
+        return model(**model_inputs(model, batch)).loss
 
     def evaluate(self, model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> dict[str, float]:
         order = _by_length(encoded, rows)
         outputs = [
-            model(**_known(model, encoded.batch(rows[places]))).logits.float().numpy()
+            model(**model_inputs(model, encoded.batch(rows[places]))).logits.float().numpy()
             for places in _pieces(order, 128)
         ]
         logits = np.concatenate(outputs)[np.argsort(order)]
@@ -171,7 +171,7 @@ def _pieces(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
     return (order[start : start + size] for start in range(0, len(order), size))
 
 
-def _known(model: torch.nn.Module, batch: Batch) -> Batch:
+def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
     """DistilBERT and RoBERTa-like models have no segments."""
     segments = getattr(model.config, "type_vocab_size", 0) >= 2
     return {name: value for name, value in batch.items() if segments or name != "token_type_ids"}
@@ -191,7 +191,7 @@ def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
     labels = inputs.pop("labels")
     hidden = labels != IGNORED
     with _output_at(model, hidden):
-        return model(**_known(model, inputs)).logits, labels[hidden]
+        return model(**model_inputs(model, inputs)).logits, labels[hidden]
 
 
 @contextmanager

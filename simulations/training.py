@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fedrot.simulations.models import Encoded
+from fedrot.simulations.objectives import model_inputs
 from fedrot.simulations.tasks import Task
 
 #: Batches are drawn from this many batches' worth of shuffled rows, sorted by length.
@@ -27,6 +28,16 @@ def batches(
         found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
     for index in rng.permutation(len(found)):
         yield found[index]
+
+
+def step_batches(
+    task: Task, model: torch.nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield at most ``limit`` random ones of the training rows, in batches as training has them."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
+    for places in batches(task.train, chosen, size, rng):
+        yield model_inputs(model, task.objective.batch(task.train, places, rng))
 
 
 def train(model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int) -> float:

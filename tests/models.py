@@ -9,24 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    DistilBertForSequenceClassification,
-    ElectraConfig,
-    ElectraForMaskedLM,
-    ElectraForPreTraining,
-    ElectraForSequenceClassification,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-    XLMRobertaConfig,
-    XLMRobertaForSequenceClassification,
-)
+from transformers import BertConfig, DistilBertConfig, ElectraConfig, RobertaConfig, XLMRobertaConfig
+
+import fedrot
 
 # Small tensors gain nothing from threads, and on busy cores their barriers cost twenty times the work.
 torch.set_num_threads(1)
@@ -35,6 +22,10 @@ LAYERS, HEADS, DIM, NEURONS, VOCABULARY = 2, 4, 8, 48, 60
 WIDTH = HEADS * DIM
 
 State = dict[str, Tensor]
+
+#: The parts inside the layers, and all there are.
+FULL = ("heads", "attention", "rescale", "ffn")
+EVERYTHING = (*fedrot.WHOLE_MODEL, "rescale")
 
 
 @dataclass(frozen=True)
@@ -104,54 +95,85 @@ def bert_config(attention: str = "eager") -> Any:
     return BertConfig(**_settings(attention))
 
 
-def _bert(cls: Any) -> Callable[[str], Any]:
-    return lambda attention: cls(bert_config(attention))
+_DISTILBERT_KEYS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+}
+
+#: Class prefix, configuration, settings of its own, and module names of every family.
+_FAMILIES: dict[str, tuple[str, Any, dict[str, Any], Names]] = {
+    "bert": ("Bert", BertConfig, {}, _bert_names("bert")),
+    "roberta": ("Roberta", RobertaConfig, {}, _bert_names("roberta")),
+    "xlm-r": ("XLMRoberta", XLMRobertaConfig, {}, _bert_names("roberta")),
+    "electra": ("Electra", ElectraConfig, {"embedding_size": 16}, _bert_names("electra")),
+    "electra-wide": ("Electra", ElectraConfig, {"embedding_size": WIDTH}, _bert_names("electra")),
+    "distilbert": ("DistilBert", DistilBertConfig, {}, _DISTILBERT_NAMES),
+}
+
+#: Class suffix and settings of every task head.
+_TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "classifier": ("ForSequenceClassification", {}),
+    "mlm": ("ForMaskedLM", {}),
+    "mlm-untied": ("ForMaskedLM", {"tie_word_embeddings": False}),
+    "causal": ("LMHeadModel", {"is_decoder": True}),
+    "pretraining": ("ForPreTraining", {}),
+    "discriminator": ("ForPreTraining", {}),
+    "qa": ("ForQuestionAnswering", {"num_labels": 2}),
+    "tokens": ("ForTokenClassification", {}),
+    "choice": ("ForMultipleChoice", {}),
+    "next": ("ForNextSentencePrediction", {}),
+    "bare": ("Model", {}),
+}
 
 
-def _roberta(cls: Any) -> Callable[[str], Any]:
-    return lambda attention: cls(RobertaConfig(**_settings(attention)))
-
-
-def _xlm_roberta(attention: str) -> Any:
-    return XLMRobertaForSequenceClassification(XLMRobertaConfig(**_settings(attention)))
-
-
-def _electra(cls: Any) -> Callable[[str], Any]:
-    return lambda attention: cls(ElectraConfig(**_settings(attention), embedding_size=16))
-
-
-def _distilbert(cls: Any) -> Callable[[str], Any]:
-    renamed = {
-        "hidden_size": "dim",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "intermediate_size": "hidden_dim",
-    }
+def _case(family: str, task: str) -> Case:
+    prefix, configuration, own, names = _FAMILIES[family]
+    suffix, settings = _TASKS[task]
 
     def build(attention: str) -> Any:
-        settings = {renamed.get(key, key): value for key, value in _settings(attention).items()}
-        return cls(DistilBertConfig(**settings))
+        merged = {**_settings(attention), **own, **settings}
+        if family == "distilbert":
+            merged = {_DISTILBERT_KEYS.get(key, key): value for key, value in merged.items()}
+        return getattr(transformers, prefix + suffix)(configuration(**merged))
 
-    return build
+    return Case(f"{family}-{task}", build, names)
 
 
-CASES: dict[str, Case] = {
-    case.name: case
-    for case in (
-        Case("bert-classifier", _bert(BertForSequenceClassification), _bert_names("bert")),
-        Case("bert-mlm", _bert(BertForMaskedLM), _bert_names("bert")),
-        Case("roberta-classifier", _roberta(RobertaForSequenceClassification), _bert_names("roberta")),
-        Case("roberta-mlm", _roberta(RobertaForMaskedLM), _bert_names("roberta")),
-        Case("xlm-r-classifier", _xlm_roberta, _bert_names("roberta")),
-        Case("electra-classifier", _electra(ElectraForSequenceClassification), _bert_names("electra")),
-        Case("electra-mlm", _electra(ElectraForMaskedLM), _bert_names("electra")),
-        Case("electra-discriminator", _electra(ElectraForPreTraining), _bert_names("electra")),
-        Case(
-            "distilbert-classifier", _distilbert(DistilBertForSequenceClassification), _DISTILBERT_NAMES
-        ),
-        Case("distilbert-mlm", _distilbert(DistilBertForMaskedLM), _DISTILBERT_NAMES),
-    )
-}
+def _cases(tasks: Mapping[str, str]) -> dict[str, Case]:
+    found = [_case(family, task) for family, listed in tasks.items() for task in listed.split()]
+    return {case.name: case for case in found}
+
+
+CASES: dict[str, Case] = _cases(
+    {
+        "bert": "classifier mlm",
+        "roberta": "classifier mlm",
+        "xlm-r": "classifier",
+        "electra": "classifier mlm discriminator",
+        "distilbert": "classifier mlm",
+    }
+)
+
+#: Every family with every head that is described, for tests of what crosses layers.
+EVERY: dict[str, Case] = CASES | _cases(
+    {
+        "bert": "pretraining qa tokens choice next causal mlm-untied",
+        "roberta": "qa tokens choice mlm-untied",
+        "xlm-r": "mlm qa tokens choice",
+        "electra": "qa tokens mlm-untied",
+        "electra-wide": "classifier mlm discriminator tokens mlm-untied",
+        "distilbert": "qa tokens choice mlm-untied",
+    }
+)
+
+#: Encoders whose output is the residual stream itself.
+BARE: dict[str, Case] = _cases(
+    dict.fromkeys(("bert", "roberta", "xlm-r", "electra", "electra-wide", "distilbert"), "bare")
+)
+
+_ALL = EVERY | BARE
 
 #: One case per module naming, for tests that need not run on every head.
 FEW = ("bert-classifier", "distilbert-mlm")
@@ -170,7 +192,7 @@ def randomise(model: Any, seed: int = 0) -> Any:
 
 @cache
 def _model(name: str, attention: str, dtype: torch.dtype) -> Any:
-    return randomise(CASES[name].build(attention).to(dtype)).eval()
+    return randomise(_ALL[name].build(attention).to(dtype)).eval()
 
 
 def fresh_model(name: str, attention: str = "eager", seed: int = 0) -> Any:
@@ -196,22 +218,32 @@ def state_of(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> St
     }
 
 
-def inputs() -> dict[str, Tensor]:
-    """Return two token sequences, the second one padded; RoBERTa's padding index is avoided."""
+def symmetry_for(name: str) -> fedrot.Symmetry:
+    """Return the symmetry of a case, described from its state dict."""
+    return fedrot.symmetry_of(config_of(name), state_of(name))
+
+
+def inputs(name: str = "") -> dict[str, Tensor]:
+    """Return two token sequences, the second one padded; RoBERTa's padding index is avoided.
+
+    For a multiple-choice case they are the two choices of one question.
+    """
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(4, VOCABULARY, (2, 9), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    batch = {"input_ids": ids, "attention_mask": mask}
+    return {k: v[None] for k, v in batch.items()} if name.endswith("-choice") else batch
 
 
 def logits(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
-    """Return the model's logits with these tensors, in the dtype of the tensors."""
+    """Return all outputs of the model with these tensors, flat, in the dtype of the tensors."""
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     model = copy.deepcopy(_model(name, attention, dtype))
     model.load_state_dict(dict(tensors))
     with torch.no_grad():
-        return model(**inputs()).logits
+        found = model(**inputs(name), use_cache=False) if "causal" in name else model(**inputs(name))
+    return torch.cat([output.flatten() for output in found.to_tuple()])
 
 
 def near(state: Mapping[str, Tensor], scale: float, seed: int = 1) -> State:

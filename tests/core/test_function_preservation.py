@@ -13,49 +13,77 @@ import fedrot
 from tests.models import (
     CASES,
     DIM,
+    EVERY,
+    EVERYTHING,
     FEW,
+    FULL,
     HEADS,
     NEURONS,
     Names,
     State,
-    config_of,
     largest_difference,
     logits,
     near,
     squared_distance,
     state_of,
+    symmetry_for,
 )
 
-FULL = ("heads", "attention", "rescale", "ffn")
-PARTS = pytest.mark.parametrize("parts", [FULL, ("attention", "ffn")], ids=["full", "default"])
+PARTS = pytest.mark.parametrize(
+    "parts", [EVERYTHING, FULL, ("attention", "ffn")], ids=["everything", "full", "default"]
+)
+
+
+def _changed(one: State, other: State) -> set[str]:
+    return {key for key in one if not torch.equal(one[key], other[key])}
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CASES)
-@PARTS
-def test_random_element_keeps_logits_in_float64(
-    name: str, attention: str, parts: tuple[str, ...]
-) -> None:
-    state = state_of(name)
-    symmetry = fedrot.symmetry_of(config_of(name), state)
+@pytest.mark.parametrize("name", EVERY)
+def test_random_element_keeps_every_output_in_float64(name: str, attention: str) -> None:
+    """All parts together, of every family with every task head; all that may move does."""
+    state, symmetry = state_of(name), symmetry_for(name)
+    assert not symmetry.refused
+    groups = symmetry.select(EVERYTHING)
+    assert {group.part for group in groups} >= {*EVERYTHING} - {"output"}
     expected = logits(name, state, attention)
-    for seed in range(3):
-        moved = fedrot.random_equivalent(state, symmetry, seed, parts)
-        assert largest_difference(moved, state) > 0.1
+    for seed in range(2):
+        moved = fedrot.random_equivalent(state, symmetry, seed, EVERYTHING)
+        assert _changed(moved, state) == {slot.tensor for group in groups for slot in group.slots}
         assert (logits(name, moved, attention) - expected).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_part_on_its_own_moves_weights_and_keeps_every_output(name: str) -> None:
+    state, symmetry = state_of(name), symmetry_for(name)
+    expected = logits(name, state)
+    for part in EVERYTHING:
+        moved = fedrot.random_equivalent(state, symmetry, 3, (part,))
+        groups = symmetry.select((part,))
+        assert _changed(moved, state) == {slot.tensor for group in groups for slot in group.slots}
+        assert (logits(name, moved) - expected).abs().max() <= 1e-10, part
+        # Heads with hidden units of their own; all others lead to outputs in one step.
+        assert bool(groups) == (part != "output" or name in HIDDEN_UNITS), part
+
+
+#: Cases whose task head has hidden units that are neither the residual stream nor the embeddings.
+HIDDEN_UNITS = {
+    *("bert-classifier", "bert-pretraining", "bert-choice", "bert-next"),
+    *("roberta-classifier", "roberta-choice", "xlm-r-classifier", "xlm-r-choice"),
+    *("electra-classifier", "electra-discriminator"),
+    *("electra-wide-classifier", "electra-wide-discriminator"),
+    *("distilbert-classifier", "distilbert-choice"),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 @PARTS
-def test_random_element_keeps_logits_in_float32(
-    name: str, attention: str, parts: tuple[str, ...]
-) -> None:
-    state = state_of(name, dtype=torch.float32)
-    symmetry = fedrot.symmetry_of(config_of(name), state)
-    expected = logits(name, state, attention)
+def test_random_element_keeps_logits_in_float32(name: str, parts: tuple[str, ...]) -> None:
+    state, symmetry = state_of(name, dtype=torch.float32), symmetry_for(name)
+    expected = logits(name, state)
     moved = fedrot.random_equivalent(state, symmetry, 1, parts)
-    error = (logits(name, moved, attention) - expected).abs().max() / expected.abs().max()
+    assert largest_difference(moved, state) > 0.1
+    error = (logits(name, moved) - expected).abs().max() / expected.abs().max()
     assert error <= 1e-4
 
 
@@ -64,34 +92,23 @@ def test_random_element_keeps_logits_in_float32(
 @given(seed=st.integers(0, 2**31), model_seed=st.integers(0, 3))
 def test_any_seed_keeps_logits_and_aligns_back(name: str, seed: int, model_seed: int) -> None:
     state = state_of(name, model_seed)
-    symmetry = fedrot.symmetry_of(config_of(name), state)
-    moved = fedrot.random_equivalent(state, symmetry, seed, FULL)
+    symmetry = symmetry_for(name)
+    moved = fedrot.random_equivalent(state, symmetry, seed, EVERYTHING)
     assert (logits(name, moved) - logits(name, state)).abs().max() <= 1e-10
-    back = fedrot.align(moved, state, symmetry, fedrot.AlignmentOptions(parts=FULL)).apply(moved)
+    back = fedrot.align(moved, state, symmetry, fedrot.AlignmentOptions(parts=EVERYTHING)).apply(moved)
     assert largest_difference(back, state) <= 1e-8
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_every_part_on_its_own_moves_weights_and_keeps_logits(name: str) -> None:
-    state = state_of(name)
-    symmetry = fedrot.symmetry_of(config_of(name), state)
-    for part in FULL:
-        moved = fedrot.random_equivalent(state, symmetry, 3, (part,))
-        assert largest_difference(moved, state) > 0.1, part
-        assert (logits(name, moved) - logits(name, state)).abs().max() <= 1e-10, part
 
 
 def test_random_elements_are_reproducible_and_differ_by_seed() -> None:
     state = state_of("bert-classifier")
-    symmetry = fedrot.symmetry_of(config_of("bert-classifier"), state)
+    symmetry = symmetry_for("bert-classifier")
     one, same, other = (fedrot.random_equivalent(state, symmetry, s, FULL) for s in (1, 1, 2))
     assert largest_difference(one, same) == 0
     assert largest_difference(one, other) > 0.1
 
 
 def test_random_rotations_include_reflections() -> None:
-    state = state_of("bert-classifier")
-    symmetry = fedrot.symmetry_of(config_of("bert-classifier"), state)
+    symmetry = symmetry_for("bert-classifier")
     group = next(g for g in symmetry.groups if g.part == "attention")
     signs = {
         round(float(value))
@@ -164,10 +181,53 @@ def _rotate_neurons(state: State, names: Names) -> None:
     state[f"{names.of(0, 'down')}.weight"] = state[f"{names.of(0, 'down')}.weight"] @ matrix.T
 
 
+def _embeddings(names: Names) -> str:
+    return f"{names.stack.split('.')[0]}.embeddings"
+
+
+def _permute_positions_without_words(state: State, names: Names) -> None:
+    key = f"{_embeddings(names)}.position_embeddings.weight"
+    state[key] = state[key].roll(1, 1)
+
+
+def _stream_in_other_coordinates(state: State, name: str, matrix: torch.Tensor) -> None:
+    """Apply a matrix to everything that reads or writes the residual stream, norms included."""
+    residual = next(g for g in symmetry_for(name).groups if g.name == "residual")
+    for slot in residual.slots:
+        moved = (matrix @ state[slot.tensor].movedim(slot.axis, 0)).movedim(0, slot.axis)
+        state[slot.tensor] = moved
+
+
+def _rotate_the_stream(state: State, names: Names) -> None:
+    _stream_in_other_coordinates(state, _name_of(names), _orthogonal(HEADS * DIM))
+
+
+def _flip_a_sign_of_the_stream(state: State, names: Names) -> None:
+    signs = torch.ones(HEADS * DIM, dtype=torch.float64)
+    signs[3] = -1
+    _stream_in_other_coordinates(state, _name_of(names), torch.diag(signs))
+
+
+def _permute_the_stream_but_not_a_norm(state: State, names: Names) -> None:
+    norm = f"{_embeddings(names)}.LayerNorm.weight"
+    kept = state[norm].clone()
+    permutation = torch.eye(HEADS * DIM, dtype=torch.float64).roll(1, 0)
+    _stream_in_other_coordinates(state, _name_of(names), permutation)
+    state[norm] = kept
+
+
+def _name_of(names: Names) -> str:
+    return next(name for name in FEW if CASES[name].names == names)
+
+
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize(
     "damage",
     [
+        _permute_positions_without_words,
+        _rotate_the_stream,
+        _flip_a_sign_of_the_stream,
+        _permute_the_stream_but_not_a_norm,
         _rotate_across_heads,
         _rotate_query_without_key,
         _rotate_value_without_output,
@@ -271,7 +331,7 @@ def test_degenerate_weights_keep_the_function(
     name = "bert-classifier"
     anchor = state_of(name)
     client = near(anchor, 0.3)
-    symmetry = fedrot.symmetry_of(config_of(name), anchor)
+    symmetry = symmetry_for(name)
     for which, state in (("client", client), ("anchor", anchor)):
         if where in (which, "both"):
             degrade(state, CASES[name].names)
@@ -290,7 +350,7 @@ def test_degenerate_weights_in_float32_keep_the_function(
     anchor = state_of(name, dtype=torch.float32)
     client = near(anchor, 0.3)
     degrade(client, CASES[name].names)
-    symmetry = fedrot.symmetry_of(config_of(name), anchor)
+    symmetry = symmetry_for(name)
     aligned = fedrot.align(client, anchor, symmetry).apply(client)
     assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
     assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-4
@@ -303,7 +363,7 @@ def test_degenerate_client_equal_to_its_anchor_does_not_move(
     name = "bert-classifier"
     anchor = state_of(name)
     degrade(anchor, CASES[name].names)
-    symmetry = fedrot.symmetry_of(config_of(name), anchor)
+    symmetry = symmetry_for(name)
     alignment = fedrot.align(anchor, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL))
     assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12
     assert alignment.report.after <= 1e-20

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -11,17 +12,58 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedrot
-from tests.models import CASES, FEW, LAYERS, State, config_of, fresh_model, inputs, near, state_of
+from fedrot.moves import Move
+from tests.core.oracles import along, dense_on, random_moves, seeded
+from tests.models import (
+    CASES,
+    EVERYTHING,
+    FEW,
+    FULL,
+    LAYERS,
+    State,
+    config_of,
+    fresh_model,
+    inputs,
+    near,
+    state_of,
+    symmetry_for,
+)
 
-FULL = ("heads", "attention", "rescale", "ffn")
-PARTS = [("heads",), ("attention",), ("rescale",), ("ffn",), ("attention", "ffn"), FULL]
+PARTS = [
+    ("heads",),
+    ("attention",),
+    ("rescale",),
+    ("ffn",),
+    ("attention", "ffn"),
+    FULL,
+    ("residual",),
+    ("output",),
+    EVERYTHING,
+]
+
+#: The readers of the residual stream in the task head, then those of its own hidden units.
+READERS = {
+    "bert-classifier": (["bert.pooler.dense"], ["classifier"]),
+    "distilbert-mlm": (["vocab_transform", "vocab_projector"], []),
+}
 
 
 def _linears(name: str) -> list[str]:
     """Return the modules whose inputs move (attention output, FFN down) and some whose do not."""
     names = CASES[name].names
     modules = ("query", "value", "output", "up", "down")
-    return [names.of(layer, module) for layer, module in product(range(LAYERS), modules)]
+    inside = [names.of(layer, module) for layer, module in product(range(LAYERS), modules)]
+    return [*inside, *chain.from_iterable(READERS[name])]
+
+
+def _with_moved_inputs(name: str, parts: tuple[str, ...]) -> set[str]:
+    """Return the modules whose inputs lie in a space that one of the parts moves."""
+    modules = {"residual": {"query", "value", "up"}, "output": set[str](), "ffn": {"down"}}
+    within = set().union(*(modules.get(part, {"output"}) for part in parts))
+    stream, units = READERS[name]
+    heads = [*(stream if "residual" in parts else []), *(units if "output" in parts else [])]
+    names = CASES[name].names
+    return {names.of(layer, m) for layer, m in product(range(LAYERS), within)} | set(heads)
 
 
 def _grams(name: str, state: State) -> State:
@@ -67,7 +109,7 @@ def _alignment(name: str, parts: tuple[str, ...]) -> tuple[State, fedrot.Alignme
     symmetry = fedrot.symmetry_of(config_of(name), anchor)
     client = fedrot.random_equivalent(near(anchor, 0.1), symmetry, 3, parts)
     alignment = fedrot.align(client, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
-    assert {move.group.part for move in alignment.moves} == set(parts)
+    assert {move.group.part for move in alignment.moves} == {g.part for g in symmetry.select(parts)}
     return client, alignment
 
 
@@ -80,20 +122,19 @@ def test_gram_matrices_follow_the_weights(name: str, parts: tuple[str, ...]) -> 
     transported = alignment.transport({"gram": grams})["gram"]
     recomputed = _grams(name, alignment.apply(client))
     assert transported.keys() == recomputed.keys() == {f"{m}.weight" for m in _linears(name)}
-    names, changed = CASES[name].names, set()
+    changed = set()
     for key, expected in recomputed.items():
         assert (transported[key] - expected).abs().max() <= 1e-9 * expected.abs().max().clamp_min(1)
         assert (transported[key] - transported[key].T).abs().max() <= 1e-9 * expected.abs().max()
         if (grams[key] - expected).abs().max() > 1e-6:
             changed.add(key)
         assert torch.equal(grams[key], kept[key])
-    modules = {"output"} if "ffn" not in parts else {"down"} if parts == ("ffn",) else {"output", "down"}
-    assert changed == {f"{names.of(layer, m)}.weight" for layer in range(LAYERS) for m in modules}
+    assert changed == {f"{module}.weight" for module in _with_moved_inputs(name, parts)}
 
 
 def test_gram_matrices_come_back_under_the_inverse() -> None:
     name = "bert-classifier"
-    client, alignment = _alignment(name, FULL)
+    client, alignment = _alignment(name, EVERYTHING)
     grams = _grams(name, client)
     there = alignment.transport({"gram": grams})
     back = alignment.inverse().transport(there)["gram"]
@@ -102,7 +143,17 @@ def test_gram_matrices_come_back_under_the_inverse() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts", [("heads",), ("ffn",), ("rescale",), ("heads", "rescale", "ffn")], ids="-".join
+    "parts",
+    [
+        ("heads",),
+        ("ffn",),
+        ("rescale",),
+        ("heads", "rescale", "ffn"),
+        ("residual",),
+        ("output",),
+        ("residual", "output", "heads", "rescale", "ffn"),
+    ],
+    ids="-".join,
 )
 @pytest.mark.parametrize("name", ["bert-classifier", "distilbert-classifier"])
 def test_diagonal_fisher_follows_permutations_and_scales(name: str, parts: tuple[str, ...]) -> None:
@@ -116,7 +167,7 @@ def test_diagonal_fisher_follows_permutations_and_scales(name: str, parts: tuple
         size = float(expected.abs().max())
         assert (transported[key] - expected).abs().max() <= 1e-9 * size + 1e-20
         moved += int(float((fisher[key] - expected).abs().max()) > 1e-3 * size + 1e-20)
-    assert moved >= 3 * LAYERS
+    assert moved >= (3 * LAYERS if parts != ("output",) else 3)
 
 
 def test_diagonal_fisher_is_refused_under_a_rotation() -> None:
@@ -167,3 +218,66 @@ def test_unknown_statistics_are_refused() -> None:
         alignment.transport({"hessian": {}})
     with pytest.raises(fedrot.FedrotError, match=r"nowhere\.weight"):
         alignment.transport({"gram": {"nowhere.weight": torch.eye(3)}})
+
+
+# Against dense matrices: every tensor of a model, every kind of element
+
+
+def _gram_oracle(weight: Tensor, gram: Tensor, name: str, moves: tuple[Move, ...]) -> Tensor:
+    """``G -> T^-T G T^-1`` for every move that acts on the weight's columns by ``T``."""
+    for move in moves:
+        for slot in move.group.slots:
+            if (slot.tensor, slot.axis) == (name, 1):
+                other = torch.linalg.inv(dense_on(move, slot, weight.shape[1])).T
+                gram = other @ gram @ other.T
+    return gram
+
+
+def _fisher_oracle(fisher: Tensor, name: str, moves: tuple[Move, ...]) -> Tensor:
+    for move in moves:
+        for slot in move.group.slots:
+            if slot.tensor == name:
+                other = torch.linalg.inv(dense_on(move, slot, fisher.shape[slot.axis])).T
+                fisher = along(other.square(), fisher, slot.axis)
+    return fisher
+
+
+@pytest.mark.parametrize(
+    "name", ["bert-pretraining", "roberta-classifier", "electra-mlm", "distilbert-qa"]
+)
+def test_statistics_of_every_tensor_follow_dense_matrices(name: str) -> None:
+    state, symmetry = state_of(name), symmetry_for(name)
+    rng = seeded(1)
+    report = fedrot.align(state, state, symmetry).report
+    weights = {key: tensor for key, tensor in state.items() if tensor.ndim == 2}
+    roots = {key: torch.randn(t.shape[1], 3, generator=rng).double() for key, t in weights.items()}
+    grams = {key: root @ root.T for key, root in roots.items()}
+    moves = random_moves(symmetry, 2, EVERYTHING)
+    alignment = fedrot.Alignment(symmetry, moves, report)
+    moved = alignment.transport({"gram": grams})["gram"]
+    for key, weight in weights.items():
+        expected = _gram_oracle(weight, grams[key], key, moves)
+        assert (moved[key] - expected).abs().max() <= 1e-10
+    # What a layer computes from its inputs has the same second moment, up to its outputs' own space.
+    inner = _on_axis(symmetry, moves, 1)
+    for key, weight in inner.apply(state).items():
+        if weight.ndim == 2:
+            before = state[key] @ grams[key] @ state[key].T
+            assert (weight @ moved[key] @ weight.T - before).abs().max() <= 1e-9
+    fisher = {key: torch.rand(t.shape, generator=rng).double() for key, t in state.items()}
+    monomial = random_moves(symmetry, 3, ("residual", "output", "heads", "rescale", "ffn"))
+    moved = fedrot.Alignment(symmetry, monomial, report).transport({"fisher": fisher})["fisher"]
+    for key in state:
+        expected = _fisher_oracle(fisher[key], key, monomial)
+        assert (moved[key] - expected).abs().max() <= 1e-12 * expected.abs().max()
+        assert bool((moved[key] >= 0).all())
+
+
+def _on_axis(symmetry: fedrot.Symmetry, moves: tuple[Move, ...], axis: int) -> fedrot.Alignment:
+    """Return the alignment that moves only that axis of every tensor."""
+    cut = [
+        Move(replace(m.group, slots=tuple(s for s in m.group.slots if s.axis == axis)), m.element)
+        for m in moves
+    ]
+    report = fedrot.AlignmentReport((), 0, 0, 0)
+    return fedrot.Alignment(symmetry, tuple(cut), report)

@@ -16,9 +16,12 @@ from transformers import (
 )
 
 import fedrot
+from fedrot.symmetry import NO_LAYER
 from tests.models import (
     CASES,
     DIM,
+    EVERYTHING,
+    FULL,
     HEADS,
     LAYERS,
     NEURONS,
@@ -32,7 +35,6 @@ from tests.models import (
     state_of,
 )
 
-FULL = ("heads", "attention", "rescale", "ffn")
 SUPPORTED = ("bert", "roberta", "xlm-roberta", "electra", "distilbert")
 
 
@@ -59,14 +61,15 @@ def test_groups_act_on_what_they_should(name: str) -> None:
             (layer, part, *slot, WIDTH) for part in ("attention", "rescale") for slot in qk + vo
         }
         expected |= {(layer, "ffn", *slot, NEURONS) for slot in ffn}
-    found = {(g.layer, g.part, s.tensor, s.axis, s.stop) for g in symmetry.groups for s in g.slots}
+    inside = [group for group in symmetry.groups if group.layer != NO_LAYER]
+    found = {(g.layer, g.part, s.tensor, s.axis, s.stop) for g in inside for s in g.slots}
     assert found == expected
     assert all(slot.start == 0 for group in symmetry.groups for slot in group.slots)
-    assert len(symmetry.groups) == 6 * LAYERS
+    assert len(inside) == 6 * LAYERS
     assert symmetry.layers == LAYERS
     assert symmetry.shapes == {k: tuple(v.shape) for k, v in state.items()}
-    assert {g.kind.units for g in symmetry.groups if g.part == "ffn"} == {NEURONS}
-    assert {g.kind.units for g in symmetry.groups if g.part != "ffn"} == {HEADS}
+    assert {g.kind.units for g in inside if g.part == "ffn"} == {NEURONS}
+    assert {g.kind.units for g in inside if g.part != "ffn"} == {HEADS}
 
 
 def test_supported_families() -> None:
@@ -84,7 +87,7 @@ def test_shapes_alone_give_the_same_groups(name: str) -> None:
         assert described.groups == full.groups
         assert described.shapes == full.shapes
         assert described.tied == ()
-    moved = fedrot.random_equivalent(state, fedrot.symmetry_of(config_of(name), shapes), 1, FULL)
+    moved = fedrot.random_equivalent(state, fedrot.symmetry_of(config_of(name), shapes), 1, EVERYTHING)
     assert (logits(name, moved) - logits(name, state)).abs().max() <= 1e-10
 
 
@@ -112,10 +115,10 @@ def test_prefixes_in_front_are_tolerated(name: str, prefix: str) -> None:
     wrapped = _renamed(state, lambda key: prefix + key)
     symmetry = fedrot.symmetry_of(config_of(name), wrapped)
     plain = fedrot.symmetry_of(config_of(name), state)
-    moved = fedrot.random_equivalent(wrapped, symmetry, 3, FULL)
-    expected = fedrot.random_equivalent(state, plain, 3, FULL)
+    moved = fedrot.random_equivalent(wrapped, symmetry, 3, EVERYTHING)
+    expected = fedrot.random_equivalent(state, plain, 3, EVERYTHING)
     assert largest_difference(_renamed(moved, lambda key: key.removeprefix(prefix)), expected) == 0
-    back = fedrot.align(moved, wrapped, symmetry, fedrot.AlignmentOptions(parts=FULL)).apply(moved)
+    back = fedrot.align(moved, wrapped, symmetry, fedrot.AlignmentOptions(parts=EVERYTHING)).apply(moved)
     assert largest_difference(back, wrapped) <= 1e-8
 
 
@@ -129,7 +132,7 @@ def test_wrappers_inside_are_tolerated(place: str, wrapper: str) -> None:
     wrapped = _renamed(state, lambda key: key.replace(place, f"{place}{wrapper}.", 1))
     assert wrapped.keys() != state.keys()
     symmetry = fedrot.symmetry_of(config_of(name), wrapped)
-    moved = fedrot.random_equivalent(wrapped, symmetry, 3, FULL)
+    moved = fedrot.random_equivalent(wrapped, symmetry, 3, EVERYTHING)
     assert moved.keys() == wrapped.keys()
     plain = _renamed(moved, lambda key: key.replace(f"{wrapper}.", "", 1))
     assert (logits(name, plain) - logits(name, state)).abs().max() <= 1e-10
@@ -143,6 +146,7 @@ def test_bare_encoders_have_no_prefix(cls: Any) -> None:
     state = model.state_dict()
     symmetry = fedrot.symmetry_of(model.config, state)
     assert len(symmetry.groups) == 6 * LAYERS
+    assert all(group.layer != NO_LAYER for group in symmetry.groups)
     expected = model(torch.tensor([[5, 6, 7, 8]])).last_hidden_state
     model.load_state_dict(fedrot.random_equivalent(state, symmetry, 1, FULL))
     assert (model(torch.tensor([[5, 6, 7, 8]])).last_hidden_state - expected).abs().max() <= 1e-10
@@ -151,7 +155,9 @@ def test_bare_encoders_have_no_prefix(cls: Any) -> None:
 def test_a_data_parallel_model_is_described() -> None:
     model = torch.nn.DataParallel(BertForSequenceClassification(bert_config()))
     symmetry = fedrot.symmetry_of(bert_config(), model.state_dict())
-    assert len(symmetry.groups) == 6 * LAYERS
+    plain = fedrot.symmetry_of(bert_config(), model.module.state_dict())
+    assert [group.name for group in symmetry.groups] == [group.name for group in plain.groups]
+    assert len(symmetry.groups) == 6 * LAYERS + 2
 
 
 # Refusals

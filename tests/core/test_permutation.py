@@ -1,0 +1,232 @@
+"""The order of the neurons against full assignments, and certificates that are never wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+from scipy.spatial.distance import cdist
+from torch import Tensor
+
+import fedrot
+from fedrot.matching import permutation
+from tests.core.oracles import Array, seeded
+from tests.models import (
+    CASES,
+    FEW,
+    NEURONS,
+    Names,
+    State,
+    near,
+    state_of,
+    symmetry_for,
+)
+
+
+def _features(state: State, names: Names, layer: int) -> Array:
+    """Return input, bias and output weights of every neuron, side by side, ``[neurons, features]``."""
+    up, down = names.of(layer, "up"), names.of(layer, "down")
+    columns = (state[f"{up}.weight"], state[f"{up}.bias"][:, None], state[f"{down}.weight"].T)
+    return torch.cat([c.double() for c in columns], dim=1).numpy()
+
+
+def _full_assignment(anchor: Array, client: Array) -> Array:
+    """Return for every anchor neuron the client neuron that a plain full assignment puts there."""
+    _, column = linear_sum_assignment(anchor @ client.T, maximize=True)
+    return np.asarray(column)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("regime", ["near", "shuffled", "noisy-shuffled", "unrelated"])
+@pytest.mark.parametrize("name", FEW)
+def test_permutation_is_the_full_assignment_s(name: str, regime: str, dtype: torch.dtype) -> None:
+    names = CASES[name].names
+    for seed in range(4):
+        anchor = state_of(name, dtype=dtype)
+        symmetry = symmetry_for(name)
+        if regime == "unrelated":
+            update = state_of(name, 20 + seed, dtype)
+        else:
+            update = near(anchor, 0.6 if regime == "noisy-shuffled" else 0.05, seed)
+        if "shuffled" in regime:
+            update = fedrot.random_equivalent(update, symmetry, seed, ("ffn",))
+        alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("ffn",)))
+        elements = {move.group.layer: move.element for move in alignment.moves}
+        for layer in range(2):
+            mine = elements.get(layer, torch.arange(NEURONS)).numpy()
+            full = _full_assignment(_features(anchor, names, layer), _features(update, names, layer))
+            assert (mine == full).all()
+            assert (full == np.arange(NEURONS)).all() == (regime == "near")
+        certified = [row["certified"] for row in alignment.report.rows()]
+        assert certified == [regime == "near"] * 2
+
+
+def _blocks(anchor: Array, client: Array, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Cut features into three slots as a feed-forward block has them: input, bias, output."""
+    third = max(1, (anchor.shape[1] - 1) // 2)
+    a, c = torch.from_numpy(anchor).to(dtype), torch.from_numpy(client).to(dtype)
+    cuts = [slice(0, third), slice(third, third + 1), slice(third + 1, None)]
+    return [(a[:, cut], c[:, cut]) for cut in cuts if a[:, cut].shape[1]]
+
+
+def _clustered(seed: int, n: int, width: int, spread: float) -> Array:
+    """Return neurons around a few centres: a small spread makes near-duplicates."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(max(2, n // 4), width))
+    return centres[rng.integers(len(centres), size=n)] + spread * rng.normal(size=(n, width))
+
+
+_NEURONS = given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(2, 40),
+    width=st.integers(3, 40),
+    spread=st.sampled_from([0.0, 1e-7, 1e-5, 1e-3, 0.1, 1.0]),
+    size=st.sampled_from([1e-4, 1.0, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    columns=st.sampled_from([None, 1, 5, *permutation.QUICK_COLUMNS]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@_NEURONS
+def test_separation_never_exceeds_the_true_distance(
+    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+) -> None:
+    anchor = size * _clustered(seed, n, width, spread)
+    blocks = [a for a, _ in _blocks(anchor, anchor, dtype)]
+    stored = torch.cat(blocks, dim=1).double().numpy()
+    true = cdist(stored, stored)
+    np.fill_diagonal(true, np.inf)
+    bound = permutation.separation(blocks, columns).numpy()
+    assert bound.shape == (n,)
+    assert (bound >= 0).all()
+    assert (bound <= true.min(1) * (1 + 1e-12)).all()
+
+
+def test_separation_is_tight_and_spans_row_blocks() -> None:
+    n = permutation._ROWS + 100
+    anchor = torch.randn(n, 24, generator=seeded(1))
+    anchor[n - 1] = anchor[3] + 0.25
+    true = torch.cdist(anchor.double(), anchor.double())
+    true.fill_diagonal_(torch.inf)
+    bound = permutation.separation([anchor[:, :10], anchor[:, 10:]])
+    assert (bound <= true.amin(1)).all()
+    assert (bound >= 0.99 * true.amin(1)).all()
+
+
+@settings(max_examples=200, deadline=None)
+@_NEURONS
+def test_a_certificate_is_never_wrong(
+    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+) -> None:
+    """Whenever the identity is certified, no assignment is closer to the anchor."""
+    rng = np.random.default_rng(seed + 1)
+    anchor = size * _clustered(seed, n, width, spread)
+    noise = size * rng.choice([1e-8, 1e-4, 1e-2, 0.3]) * rng.normal(size=anchor.shape)
+    client = anchor + noise
+    # Nearest neighbours trade places, partly: from half the way on, swapping them is better.
+    i = int(rng.integers(n))
+    apart = cdist(anchor[i : i + 1], anchor)[0]
+    apart[i] = np.inf
+    j = int(apart.argmin())
+    way = rng.choice([0.0, 0.4, 0.4999, 0.5001, 0.6, 1.0])
+    client[[i, j]] += way * (anchor[[j, i]] - anchor[[i, j]])
+    blocks = _blocks(anchor, client, dtype)
+    bound = permutation.separation([a for a, _ in blocks], columns)
+    certified = permutation.certified(permutation.row_distances(blocks), bound)
+    event(f"certified: {certified}")
+    if certified:
+        a, c = (torch.cat([b[i] for b in blocks], dim=1).double().numpy() for i in (0, 1))
+        cost = cdist(a, c, "sqeuclidean")
+        rows, column = linear_sum_assignment(cost)
+        assert np.trace(cost) <= cost[rows, column].sum() * (1 + 1e-9) + 1e-30
+
+
+def test_certificates_are_given_where_they_should_be() -> None:
+    anchor = _clustered(3, 40, 30, 1.0)
+    rng = np.random.default_rng(0)
+    for dtype in (torch.float32, torch.float64):
+        for scale, expected in ((0.01, True), (2.0, False)):
+            blocks = _blocks(anchor, anchor + scale * rng.normal(size=anchor.shape), dtype)
+            bound = permutation.separation([a for a, _ in blocks])
+            assert permutation.certified(permutation.row_distances(blocks), bound) is expected
+    # Nearest neighbours that trade places: certified up to half the way, and not beyond.
+    pair = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)[:, None].expand(3, 9)
+    for way, expected in ((0.49, True), (0.51, False), (0.7, False)):
+        client = pair.clone()
+        client[:2] += way * (pair[[1, 0]] - pair[:2])
+        bound = permutation.separation([pair])
+        assert permutation.certified(permutation.row_distances([(pair, client)]), bound) is expected
+    # A neuron that is exactly its anchor's is certified even next to its duplicate.
+    twins = np.concatenate([anchor, anchor])
+    blocks = _blocks(twins, twins, torch.float32)
+    bound = permutation.separation([a for a, _ in blocks])
+    assert permutation.certified(permutation.row_distances(blocks), bound)
+
+
+@settings(max_examples=150, deadline=None)
+@_NEURONS
+def test_assignment_reaches_the_optimum(
+    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+) -> None:
+    """Its own shortcut included: the optimum's objective, up to the documented 1e-6 of the trace."""
+    rng = np.random.default_rng(seed + 2)
+    anchor = size * _clustered(seed, n, width, spread)
+    order = rng.permutation(n) if rng.random() < 0.5 else np.arange(n)
+    client = anchor[order] + size * rng.choice([0.0, 1e-6, 1e-2, 1.0]) * rng.normal(size=anchor.shape)
+    blocks = _blocks(anchor, client, dtype)
+    score = sum(a @ c.T for a, c in blocks)
+    element, gain = permutation.assignment(score)
+    a, c = (torch.cat([b[i] for b in blocks], dim=1).double().numpy() for i in (0, 1))
+    exact = a @ c.T
+    rows, column = linear_sum_assignment(exact, maximize=True)
+    found = np.arange(n) if element is None else element.numpy()
+    assert sorted(found) == list(range(n))
+    size2 = float(np.linalg.norm(a) * np.linalg.norm(c))
+    slack = permutation.MINIMUM_GAIN * abs(np.trace(exact)) + width * torch.finfo(dtype).eps * size2
+    assert exact[rows, found].sum() >= exact[rows, column].sum() - slack
+    assert gain == pytest.approx(2 * (exact[rows, found].sum() - np.trace(exact)), abs=2 * slack)
+
+
+def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
+    for order in itertools.permutations(range(1, n + 1)):
+        for signs in itertools.product((1, -1), repeat=n):
+            yield tuple(sign * unit for sign, unit in zip(signs, order, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 4), regime=st.sampled_from(["any", "near", "opposed"])
+)
+def test_signed_assignment_equals_brute_force(seed: int, n: int, regime: str) -> None:
+    score = torch.randn(n, n, generator=seeded(seed), dtype=torch.float64)
+    if regime != "any":
+        score = score + (8 if regime == "near" else -8) * torch.eye(n, dtype=torch.float64)
+
+    def value(element: Iterable[int]) -> float:
+        return sum(float(score[i, abs(e) - 1]) * (1 if e > 0 else -1) for i, e in enumerate(element))
+
+    best = max(map(value, _all_signed(n)))
+    element, gain = permutation.best_assignment(score, signed=True)
+    found = list(range(1, n + 1)) if element is None else element.tolist()
+    assert value(found) == pytest.approx(best, abs=2e-6 * abs(float(score.trace())))
+    assert gain == pytest.approx(2 * (value(found) - float(score.trace())), abs=1e-9)
+    assert (element is None) or regime != "near"
+    if regime == "opposed":
+        assert found == [-unit for unit in range(1, n + 1)]
+
+
+def test_signed_assignment_leaves_units_without_evidence_as_they_are() -> None:
+    """A zero score says nothing about the sign."""
+    score = torch.diag(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64))
+    element, gain = permutation.best_assignment(score, signed=True)
+    assert element is not None
+    assert element.tolist() == [-1, 2, 3]
+    assert gain == pytest.approx(4)
+    assert permutation.best_assignment(torch.zeros(3, 3), signed=True) == (None, 0.0)

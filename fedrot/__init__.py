@@ -8,6 +8,7 @@ Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
 from fedrot import aggregation
 from fedrot.alignment import Alignment, align, alignment_of, random_equivalent
 from fedrot.anchors import ANCHORS, AlignedUpdate, align_round, base_cosine
+from fedrot.contract import check_function
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import Activations, collect_activations, probing, random_text
@@ -38,6 +39,7 @@ __all__ = [
     "align_round",
     "alignment_of",
     "base_cosine",
+    "check_function",
     "collect_activations",
     "learn_alignment",
     "loss_of",

@@ -58,6 +58,8 @@ class AlignmentOptions:
             raise FedrotError(
                 f"sweeps is {self.sweeps} and restarts {self.restarts}; at least 1 and 0 are needed."
             )
+        if not self.tolerance >= 0:
+            raise FedrotError(f"tolerance is {self.tolerance}; it must be 0 or positive.")
         if not 0 <= self.activation_weight <= 1:
             raise FedrotError(f"activation_weight is {self.activation_weight}; it must lie in [0, 1].")
         if not 0 <= self.threshold < 1:

@@ -200,13 +200,14 @@ def _run_cell(
                 record(f"client:{client}", strategy.round, metrics)
         return MetricRecord()
 
+    foreign = FOREIGN_OPTIONS if arm.foreign else AlignmentOptions(parts=arm.parts)
     report = scratch / "alignment.jsonl"
     strategy = SeededFedRot(
         model_config(config, task.data).to_dict(),
         seed=seed,
         anchor=arm.anchor,
         options=AlignmentOptions(parts=arm.parts) if arm.align else None,
-        foreign=FOREIGN_OPTIONS if arm.foreign else None,
+        foreign=None if arm.evidence == "probe" and arm.foreign else foreign,
         model=(lambda: build_model(config, task.data, seed)) if arm.evidence == "probe" else None,
         match_at_clients=arm.evidence in ("clients", "learned"),
         align=arm.align,

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor, nn
 
 from fedrot.anchors import ANCHORS, SAME_BASE, Evidence, align_round, base_cosine
+from fedrot.contract import check_function
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.matching.activations import probing
 from fedrot.options import AlignmentOptions
@@ -102,12 +103,14 @@ class Aligned(Strategy):
         *args: passed to the strategy.
         anchor: whom to align to, see ``fedrot.align_round``.
         options: what to align, see ``fedrot.AlignmentOptions``.
-        foreign: what to align in replies that come from another base than the broadcast model, such
-            as those of clients that trained from a start of their own or join late with their own
-            model; None treats them like the others. If most replies are foreign, the heaviest of
-            them is the round's anchor in the broadcast model's place.
-        model: returns a model of the broadcast architecture; with it foreign replies are matched by
-            activations on random tokens as well as by weights, without any data.
+        model: returns a model of the broadcast architecture. With it, replies that come from another
+            base than the broadcast model (of clients that trained from a start of their own, or join
+            late with their own model) are matched as a whole, by weights and by activations on
+            random tokens, without any data, once it is certain that this preserves the model's
+            function. If most replies are foreign, the heaviest of them is the round's anchor in the
+            broadcast model's place.
+        foreign: what to align in such replies; the whole model if None and ``model`` is given. Giving
+            it without ``model`` is a promise that the model is a standard one of its family.
         match_at_clients: ask the senders of foreign replies to match themselves on their own data,
             which needs ``match_at_client`` on their ``ClientApp``; it costs one more exchange.
         align: False moves nothing: good replies reach the strategy behind as they are.
@@ -125,8 +128,8 @@ class Aligned(Strategy):
         *args: Any,
         anchor: str = DEFAULT_ANCHOR,
         options: AlignmentOptions | None = None,
-        foreign: AlignmentOptions | None = FOREIGN_OPTIONS,
         model: Callable[[], nn.Module] | None = None,
+        foreign: AlignmentOptions | None = None,
         match_at_clients: bool = False,
         align: bool = True,
         report_path: str | Path | None = None,
@@ -147,6 +150,7 @@ class Aligned(Strategy):
         self._config = ConfigRecord()
         self._grid: Grid | None = None
         self._evidence: Evidence | None = None
+        self._prepared = False
 
     def summary(self) -> None:
         """Log what is aligned, then the strategy's own summary."""
@@ -175,12 +179,19 @@ class Aligned(Strategy):
         )
 
     def _prepare_for_foreign(self, symmetry: Symmetry) -> None:
-        reason = symmetry.refused.get("residual")
-        if self.foreign is not None and "residual" in self.foreign.parts and reason:
-            log(WARNING, "Replies from other bases will be aligned like all others: %s", reason)
-            self.foreign = None
-        if self.model is not None and self._evidence is None:
-            config = settings_of(self.model().config)
+        """Make sure, once, that the model is what its names say before its residual stream is moved."""
+        if self._prepared:
+            return
+        self._prepared = True
+        if self.model is not None:
+            model = self.model()
+            config = settings_of(model.config)
+            if self.foreign is None:
+                try:
+                    check_function(model, config, symmetry, FOREIGN_OPTIONS.parts)
+                    self.foreign = FOREIGN_OPTIONS
+                except SymmetryError as error:
+                    log(WARNING, "Replies from other bases will be aligned like all others: %s", error)
             self._evidence = probing(self.model, config, symmetry)
 
     def aggregate_train(
@@ -231,7 +242,7 @@ class Aligned(Strategy):
         assert isinstance(self.symmetry, Symmetry)
         base = self._base(replies, broadcast, self.symmetry, this_round)
         tensors = [reply.tensors for reply in replies]
-        if self.match_at_clients and this_round.foreign:
+        if self.match_at_clients and self.foreign is not None and this_round.foreign:
             tensors = self._matched_at_clients(replies, base, self.symmetry, this_round)
         aligned = align_round(
             ((update, reply.weight) for update, reply in zip(tensors, replies, strict=True)),
@@ -256,11 +267,18 @@ class Aligned(Strategy):
         this_round: _Round,
     ) -> Mapping[str, Tensor]:
         """Return whose coordinates the round is in: the broadcast model's, unless few share them."""
-        if self.foreign is None:
-            return broadcast
         foreign = [r for r in replies if base_cosine(r.tensors, broadcast, symmetry) < SAME_BASE]
         this_round.foreign = len(foreign)
-        if 2 * len(foreign) <= len(replies):
+        if foreign and self.foreign is None:
+            log(
+                WARNING,
+                "%d of %d replies come from other bases than the broadcast model; give the strategy "
+                "'model' to match them as a whole.",
+                len(foreign),
+                len(replies),
+            )
+        matched = self.foreign is not None and "residual" in self.foreign.parts
+        if not matched or 2 * len(foreign) <= len(replies):
             return broadcast
         heaviest = max(foreign, key=lambda reply: reply.weight)
         log(

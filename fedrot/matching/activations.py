@@ -21,12 +21,14 @@ from fedrot.errors import FedrotError
 from fedrot.moves import Move
 from fedrot.symmetry.description import Group, Symmetry
 from fedrot.symmetry.kinds import HeadRotation
+from fedrot.validation import check_update
 
 #: Which readers of the residual stream are looked at (Verma & Elbayad 2024, section 3.3).
 RESIDUAL_SITES = ("last", "all", "first", "identity")
 
 #: What is compared: correlations, covariances, or covariances of whitened heads.
 Moments = Literal["correlation", "covariance", "whitened"]
+MOMENTS = ("correlation", "covariance", "whitened")
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,13 @@ class _Moments:
     """Running sums over tokens."""
 
     count: int = 0
+    shifts: tuple[Tensor, Tensor] | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, a: Tensor, c: Tensor) -> None:
+        # Covariances do not change by a shift, but lose their digits where means are large.
+        self.shifts = self.shifts or (a.mean(0), c.mean(0))
+        a, c = a - self.shifts[0], c - self.shifts[1]
         self.count += len(a)
         parts = {"a": a.sum(0), "c": c.sum(0), "aa": a.mT @ a, "cc": c.mT @ c, "ac": a.mT @ c}
         for name, value in parts.items():
@@ -153,8 +159,10 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
             return
         read[key] = tensor
         units = tensor[..., site.start : site.stop]
-        tokens = mask is not None and units.ndim == 3 and units.shape[:2] == mask.shape
-        found[site] = units[mask.bool()] if tokens and mask is not None else units.flatten(0, -2)
+        if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
+            found[site] = units[mask.reshape(units.shape[:2]).bool()]
+        else:
+            found[site] = units.flatten(0, -2)
 
     with _recorded(model, sites, seen):
         model(**batch)
@@ -185,15 +193,21 @@ def collect_activations(
         units: moments that permutations are fitted to; correlations are those of Eq. 1.
 
     Raises:
-        FedrotError: no batch, an unknown choice, or a model without the symmetry's modules.
+        FedrotError: no batch, or an unknown choice.
+        UpdateError: a model's tensors are not the symmetry's.
     """
     if residual not in RESIDUAL_SITES:
         raise FedrotError(f"residual is '{residual}'; choose from {', '.join(RESIDUAL_SITES)}.")
+    for name, choice, known in (("heads", heads, MOMENTS), ("units", units, MOMENTS[:2])):
+        if choice not in known:
+            raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(known)}.")
+    for model in (anchor, client):
+        check_update(model.state_dict(), symmetry.shapes)
     sites = [site for group in symmetry.groups for site in _sites(group, anchor) if _usable(group)]
     if residual == "identity":
         sites = [site for site in sites if site.group.part != "residual"]
     moments: dict[str, dict[_Site, _Moments]] = {}
-    training = [model.training for model in (anchor, client)]
+    training = [(module, module.training) for m in (anchor, client) for module in m.modules()]
     anchor.eval(), client.eval()
     try:
         with torch.no_grad():
@@ -203,8 +217,8 @@ def collect_activations(
                     of_group = moments.setdefault(site.group.name, {})
                     of_group.setdefault(site, _Moments()).add(a.float(), theirs[site].float())
     finally:
-        for model, mode in zip((anchor, client), training, strict=True):
-            model.train(mode)
+        for module, mode in training:
+            module.training = mode
     if not moments:
         raise FedrotError(
             "No activations were seen: pass at least one batch and a torch model of this family."

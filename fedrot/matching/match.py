@@ -153,26 +153,27 @@ def match_units(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     """Assign the units of the residual stream and of the task heads, with signs where they are free.
 
     A tensor with two axes in the group depends on the element twice; it is held fixed on the other
-    axis while the element is found, and the element is kept only if the distance falls.
+    axis while the element is found, and the element is kept only if the objective falls. Groups are
+    matched one after another: they may share tensors.
     """
     matches = []
     for group in groups:
         blocks = problem.pairs(group)
-        before = problem.distance(group, blocks)
+        before = problem.finite(problem.total([group]), group)
         factor, addition = problem.evidence(group, blocks)
         score = factor * _product(blocks).double() if factor else torch.zeros(()).double()
         score = score if addition is None else score + addition
         signed = isinstance(group.kind, SignedPermutation)
         element, gain = permutation.best_assignment(score, signed=signed)
-        if element is None:
-            matches.append(Match(None, before, before))
-            continue
-        after = _distance_after(group, element, problem)
-        twice = max(Counter(slot.tensor for slot in group.slots).values()) > 1
-        if twice and addition is None and after >= before:
-            matches.append(Match(None, before, before))
-        else:
-            matches.append(Match(element, before, after, gain))
+        if element is not None:
+            moved = problem.moved([Move(group, element)])
+            if max(Counter(slot.tensor for slot in group.slots).values()) > 1:
+                gain = problem.objective([group]) - moved.objective([group])
+            if gain > 0:
+                matches.append(Match(element, before, moved.total([group]), gain))
+                problem = moved
+                continue
+        matches.append(Match(None, before, before))
     return matches
 
 

@@ -66,8 +66,11 @@ class _Descent:
     def run(self, start: int) -> _Descent:
         """Sweep until the objective falls by less than the tolerance."""
         options = self.problem.options
-        self._start(start)
+        started = self._start(start)
         self.objective = self.problem.objective(self.groups)
+        if started:
+            # The parts inside the layers first: matched to them, the stream keeps what the start found.
+            self.sweep(skip="residual")
         for _ in range(options.sweeps):
             before = self.objective
             self.sweep()
@@ -76,11 +79,12 @@ class _Descent:
                 break
         return self
 
-    def _start(self, seed: int) -> None:
+    def _start(self, seed: int) -> bool:
         """Bring the residual stream near its place before the parts inside the layers are known.
 
-        Seed 0 looks only at tensors that no other part moves (embeddings, norms, biases), unless
-        activations show all of it; other seeds draw a random order.
+        Seed 0 looks only at activations and at tensors that no other part moves (embeddings, norms,
+        biases), and moves only what comes nearer; other seeds draw a random order. Returns whether
+        anything was moved.
         """
         generator = torch.Generator().manual_seed(seed)
         others = (g for part, groups in self.stages.items() if part != "residual" for g in groups)
@@ -88,23 +92,29 @@ class _Descent:
         for group in self.stages["residual"]:
             if seed:
                 element: Tensor | None = group.kind.random(generator)
-            elif self.problem.only_activations:
-                continue
             else:
                 alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
                 reduced = (replace(group, slots=alone),) if alone else ()
                 matches = STAGES["residual"](reduced, self.problem)
                 element = matches[0].element if matches else None
-            if element is not None:
-                before = self.problem.total([group])
-                self._move([Move(group, element)])
-                self._note(group, before, self.problem.total([group]))
+            if element is None:
+                continue
+            moved = self.problem.moved([Move(group, element)])
+            before, after = self.problem.total([group]), moved.total([group])
+            gain = self.problem.objective([group]) - moved.objective([group])
+            if seed or gain > self.problem.options.threshold * before:
+                self.moves.append(Move(group, element))
+                self.problem = moved
+                self._note(group, before, after)
+        return bool(self.moves)
 
-    def sweep(self) -> None:
-        """Run every stage once, each given the ones before it."""
+    def sweep(self, skip: str = "") -> None:
+        """Run every stage but ``skip`` once, each given the ones before it."""
         later = list(self.stages.values())
-        for match in STAGES.values():
+        for part, match in STAGES.items():
             stage = later.pop(0)
+            if part == skip:
+                continue
             found = [
                 move
                 for group, result in zip(stage, match(stage, self.problem), strict=True)

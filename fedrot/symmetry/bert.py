@@ -114,6 +114,7 @@ FAMILY = Family(
     model_types=("bert", "roberta", "xlm-roberta", "electra"),
     layers_key="num_hidden_layers",
     stack="encoder.layer",
+    encoder=("embeddings", "embeddings_project", "encoder", "pooler"),
     describe=_layer,
     body=_body,
     heads=_heads,

@@ -73,6 +73,7 @@ FAMILY = Family(
     model_types=("distilbert",),
     layers_key="n_layers",
     stack="transformer.layer",
+    encoder=("embeddings", "transformer"),
     describe=_layer,
     body=_body,
     heads=_heads,

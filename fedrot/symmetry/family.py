@@ -20,6 +20,7 @@ class Family:
     Attributes:
         stack: the name, without any model prefix, under which the layers live: every tensor below it
             must have a place in ``body``.
+        encoder: the encoder's own modules; task heads stand beside them.
         describe: ``(config, layer)`` to the groups inside one layer.
         body: ``(config, layers, names)`` to the spaces on the axes of the embeddings and of all
             layers; all of these tensors are needed before the residual stream may be moved.
@@ -34,6 +35,7 @@ class Family:
     model_types: tuple[str, ...]
     layers_key: str
     stack: str
+    encoder: tuple[str, ...]
     describe: Callable[[Config, int], tuple[Group, ...]]
     body: Callable[[Config, int, Collection[str]], Axes]
     heads: Callable[[Config, Collection[str]], Axes]

@@ -18,6 +18,9 @@ from fedrot.symmetry.kinds import Permutation
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
 
+#: Before a name that stands beside the encoder but is called like one inside it: no family knows it.
+_BESIDE = "(beside the encoder) "
+
 _WRAPPERS = frozenset({"module", "_orig_mod"})
 
 
@@ -29,7 +32,7 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
     unwrapped = _unwrapped(shapes)
     prefix = _prefix(family, inside, unwrapped, families)
-    names = _without_prefix(unwrapped, prefix)
+    names = _without_prefix(unwrapped, prefix, family.encoder)
     for slot in (slot for group in inside for slot in group.slots):
         if slot.tensor not in names:
             raise SymmetryError(
@@ -43,8 +46,8 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
         if name.startswith(f"{family.stack}."):
             raise SymmetryError(_unplaced(names[name], family, families))
     missing = [name for name in body if name not in names and not name.endswith(".bias")]
-    across, open_ended = _across_layers(body, heads, names, shapes, family.spaces(settings))
-    refused = _refusals([names[name] for name in unplaced], missing, open_ended)
+    across, refused = _across_layers(body, heads, names, shapes, family.spaces(settings))
+    refused |= _refusals([names[name] for name in unplaced], missing)
 
     groups = tuple(group for group in across if group.part not in refused) + tuple(
         replace(g, slots=tuple(replace(s, tensor=names[s.tensor]) for s in g.slots)) for g in inside
@@ -61,19 +64,29 @@ def _across_layers(
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     spaces: Mapping[str, type[Permutation]],
-) -> tuple[list[Group], bool]:
-    """Return a group for every space whose coordinates end inside the model, the residual stream first.
-
-    The flag says that the residual stream itself is an output.
-    """
+) -> tuple[list[Group], dict[str, str]]:
+    """Return a group for every space whose coordinates end inside the model, and what is refused."""
     present = {name: axes for name, axes in merged(body, heads).items() if name in names}
     slots: dict[str, list[Slot]] = {RESIDUAL: []}
+    refused: dict[str, str] = {}
     for name, axes in present.items():
-        for axis, space in enumerate(axes):
+        shape = shapes[names[name]]
+        fits = len(axes) == len(shape)
+        for axis, space in enumerate(axes if fits else ()):
             if space is not None:
-                length = shapes[names[name]][axis]
-                slots.setdefault(space, []).append(Slot(names[name], axis, 0, length))
+                found = slots.setdefault(space, [])
+                found.append(Slot(names[name], axis, 0, shape[axis]))
+                fits = fits and shape[axis] == found[0].stop
+        if not fits:
+            reason = f"the tensor '{names[name]}' of shape {list(shape)} does not fit the others."
+            refused = {"residual": reason, "output": reason}
     ends = read_to_the_end({n: axes for n, axes in present.items() if n in heads or axes[0] is not None})
+    if RESIDUAL not in ends:
+        refused.setdefault(
+            "residual",
+            "no task head reads the residual stream, so it is the model's output; describe the model "
+            "together with its head.",
+        )
     groups = [
         Group(
             space,
@@ -83,12 +96,12 @@ def _across_layers(
             tuple(found),
         )
         for space, found in slots.items()
-        if space in ends
+        if space in ends and found
     ]
-    return groups, RESIDUAL not in ends
+    return groups, refused
 
 
-def _refusals(unplaced: Sequence[str], missing: Sequence[str], open_ended: bool) -> dict[str, str]:
+def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
     """Return the parts that cross layers and cannot be moved, with the reason."""
     if unplaced:
         reason = (
@@ -98,11 +111,6 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str], open_ended: bool)
         return {"residual": reason, "output": reason}
     if missing:
         return {"residual": f"the tensor '{missing[0]}' is missing; pass the whole model."}
-    if open_ended:
-        return {
-            "residual": "no task head reads the residual stream, so it is the model's output; describe "
-            "the model together with its head."
-        }
     return {}
 
 
@@ -157,13 +165,18 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     return names
 
 
-def _without_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """Return the real names by the family's own: ``bert.`` goes, and what stands before it."""
+def _without_prefix(names: Mapping[str, str], prefix: str, encoder: tuple[str, ...]) -> dict[str, str]:
+    """Return the real names by the family's own: ``bert.`` goes, and what stands before it.
+
+    A module beside the encoder that is called like one of the encoder's keeps its own name.
+    """
     outer = prefix.rstrip(".").rpartition(".")[0]
-    return {
-        name.removeprefix(prefix if name.startswith(prefix) else f"{outer}."): real
-        for name, real in names.items()
-    }
+    found = {}
+    for name, real in names.items():
+        short = name.removeprefix(prefix if name.startswith(prefix) else f"{outer}.")
+        beside = not name.startswith(prefix) and short.partition(".")[0] in encoder
+        found[f"{_BESIDE}{short}" if beside else short] = real
+    return found
 
 
 def _prefix(

@@ -9,6 +9,7 @@ from fedrot import aggregation
 from fedrot.alignment import Alignment, align, alignment_of, random_equivalent
 from fedrot.anchors import ANCHORS, AlignedUpdate, align_round, base_cosine
 from fedrot.contract import check_function
+from fedrot.diagnostics import Barrier, interpolate, loss_barrier
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import Activations, collect_activations, probing, random_text
@@ -16,6 +17,13 @@ from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
+from fedrot.variance import (
+    UnitStatistics,
+    average_statistics,
+    repair,
+    unit_statistics,
+    variance_ratio,
+)
 
 __version__ = "0.1.0"
 
@@ -28,24 +36,32 @@ __all__ = [
     "AlignmentOptions",
     "AlignmentReport",
     "Anchor",
+    "Barrier",
     "FedrotError",
     "GroupReport",
     "LearningOptions",
     "Symmetry",
     "SymmetryError",
+    "UnitStatistics",
     "UpdateError",
     "aggregation",
     "align",
     "align_round",
     "alignment_of",
+    "average_statistics",
     "base_cosine",
     "check_function",
     "collect_activations",
+    "interpolate",
     "learn_alignment",
+    "loss_barrier",
     "loss_of",
     "probing",
     "random_equivalent",
     "random_text",
+    "repair",
     "supported",
     "symmetry_of",
+    "unit_statistics",
+    "variance_ratio",
 ]

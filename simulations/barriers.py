@@ -26,8 +26,10 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.tasks import Task
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
+from fedrot.variance import average_statistics, repair, unit_statistics
 
 State = dict[str, Tensor]
+Tensors = Mapping[str, Tensor]
 #: Batches of a training step: the models' inputs, and ``labels``.
 Batches = Sequence[Mapping[str, Tensor]]
 Evaluate = Callable[[State], Mapping[str, float]]
@@ -77,6 +79,24 @@ def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: 
     return learned.alignment.apply(client.state_dict())
 
 
+def _repaired(
+    anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+) -> diagnostics.Path:
+    """Give every average on the line the units' means and deviations of the two ends, in proportion."""
+    few = batches[:4]
+    ends = [unit_statistics(model, few, symmetry) for model in (anchor, client)]
+    shell = copy.deepcopy(anchor)
+
+    def path(a: Tensors, b: Tensors, t: float) -> State:
+        merged = diagnostics.interpolate(a, b, t)
+        if t in (0.0, 1.0):
+            return merged
+        shell.load_state_dict(merged)
+        return repair(shell, average_statistics(ends, [1 - t, t]), few, symmetry)
+
+    return path
+
+
 METHODS: dict[str, Method] = {
     VANILLA: Method(),
     # Zhang et al. (2025)
@@ -98,6 +118,7 @@ METHODS: dict[str, Method] = {
     "whole": Method(AlignmentOptions(parts=WHOLE_MODEL)),
     "whole+probe": Method(AlignmentOptions(parts=WHOLE_MODEL), "probe"),
     "whole+data": Method(AlignmentOptions(parts=WHOLE_MODEL), "data"),
+    "whole+data+repair": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", repair=_repaired),
     "learned": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", refine=_learned),
 }
 

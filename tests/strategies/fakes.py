@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
@@ -66,3 +69,29 @@ class FakeGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return []
+
+
+def broadcast(
+    strategy: FedAvg, tensors: dict[str, Tensor], clients: int | Mapping[int, Client] = 3
+) -> list[Message]:
+    """Let a strategy send a model to that many clients (or to these, by node); return its messages."""
+    given = {100 + i: failure for i in range(clients)} if isinstance(clients, int) else clients
+    return list(strategy.configure_train(1, ArrayRecord(tensors), ConfigRecord(), FakeGrid(dict(given))))
+
+
+def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
+    """Return a record's arrays."""
+    assert record is not None
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
+    """Return a record's arrays as tensors."""
+    return {name: torch.from_numpy(array) for name, array in arrays_of(record).items()}
+
+
+def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
+    """Return the largest absolute difference between two records."""
+    left, right = arrays_of(a), arrays_of(b)
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)

@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
 from fedrot.strategies import Aligned, FedRot
-from tests.strategies.fakes import FakeGrid, failure, reply
+from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(
     hidden_size=24,
@@ -44,22 +44,6 @@ def updates(base: Tensors, count: int = 3, scale: float = 0.01) -> list[Tensors]
         {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in base.items()}
         for _ in range(count)
     ]
-
-
-def broadcast(strategy: FedAvg, tensors: Tensors, clients: int = 3) -> list[Message]:
-    grid = FakeGrid({100 + i: failure for i in range(clients)})
-    return list(strategy.configure_train(1, ArrayRecord(tensors), ConfigRecord(), grid))
-
-
-def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
-    assert record is not None
-    return {name: array.numpy() for name, array in record.items()}
-
-
-def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
-    left, right = arrays_of(a), arrays_of(b)
-    assert left.keys() == right.keys()
-    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
 
 
 def test_without_alignment_the_result_is_fedavgs_to_the_last_bit() -> None:

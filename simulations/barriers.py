@@ -118,6 +118,15 @@ METHODS: dict[str, Method] = {
     "whole": Method(AlignmentOptions(parts=WHOLE_MODEL)),
     "whole+probe": Method(AlignmentOptions(parts=WHOLE_MODEL), "probe"),
     "whole+data": Method(AlignmentOptions(parts=WHOLE_MODEL), "data"),
+    # What the defaults were chosen against: where the residual stream is looked at, and how much
+    # activations count against weights.
+    "whole+data@first": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", residual="first"),
+    "whole+data@last": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", residual="last"),
+    "whole+data@identity": Method(AlignmentOptions(parts=WHOLE_MODEL[1:]), "data"),
+    "whole+data@0.2": Method(AlignmentOptions(parts=WHOLE_MODEL, activation_weight=0.2), "data"),
+    "whole+data@0.8": Method(AlignmentOptions(parts=WHOLE_MODEL, activation_weight=0.8), "data"),
+    "whole+data@1": Method(AlignmentOptions(parts=WHOLE_MODEL, activation_weight=1.0), "data"),
+    "whole+data@whitened": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", heads="whitened"),
     "whole+data+repair": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", repair=_repaired),
     "learned": Method(AlignmentOptions(parts=WHOLE_MODEL), "data", refine=_learned),
 }

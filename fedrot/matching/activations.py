@@ -138,8 +138,7 @@ def _recorded(model: nn.Module, sites: Iterable[_Site], seen: Callable[[_Site, T
         for site in sites:
 
             def hook(module: nn.Module, args: Any, out: Any, site: _Site = site) -> None:
-                tensor = out if site.output else args[0]
-                seen(site, tensor)
+                seen(site, out if site.output else args[0])
 
             handle = modules[site.module].register_forward_hook(hook)
             stack.callback(handle.remove)

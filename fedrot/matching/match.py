@@ -107,6 +107,7 @@ class Problem:
         cross = None if self.activations is None else self.activations.cross(group)
         if cross is None or weight == 0:
             return 1.0, None
+        cross = cross.to(blocks[0][1].device)
         norms = (torch.stack([torch.linalg.vector_norm(m).double() for m in pair]) for pair in blocks)
         size = float(torch.stack([n.square() for n in norms]).sum(0).sqrt().prod())
         if weight == 1:

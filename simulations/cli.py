@@ -76,6 +76,10 @@ def simulate(
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     rounds: Annotated[int, typer.Option(help="Rounds of federated training.")] = 3,
     local_epochs: Annotated[int, typer.Option(help="Epochs per client and round.")] = 1,
+    first_epochs: Annotated[
+        int | None,
+        typer.Option(help="Epochs of the first round, before clients meet."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,

@@ -176,7 +176,8 @@ def _train(
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
     rows, _ = task.client_rows(job.seed, job.client)
-    loss = training.train(model, task, rows, job.stream)
+    epochs = task.config.epochs(job.round)
+    loss = training.train(model, task, rows, job.stream, epochs)
     metrics = {"num-examples": len(rows), "train-loss": loss}
     if job.round == job.last_round:
         everything = np.arange(len(task.test.labels))

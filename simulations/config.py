@@ -96,6 +96,9 @@ class SimulationConfig(BaseModel):
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = Field(3, gt=0)
     local_epochs: int = Field(1, gt=0)
+    first_epochs: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="Epochs of the first round; None: local_epochs."
+    )
     batch_size: int = Field(32, gt=0)
     lr: float = Field(1e-3, gt=0)
     weight_decay: float = Field(0.01, ge=0)
@@ -147,11 +150,12 @@ class SimulationConfig(BaseModel):
         """Build from scalars, as command lines and Flower's run configuration have them.
 
         ``starts`` and ``arms`` are comma-separated, ``seeds`` is their number and ``first_seed`` the
-        first of them; empty strings stand for the default, a limit of 0 for none, dashes in names for
+        first of them; empty strings stand for the default, 0 for no limit and no epochs of the first
+        round's own, dashes in names for
         underscores.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
-        for name in ("train_limit", "test_limit"):
+        for name in ("train_limit", "test_limit", "first_epochs"):
             flat[name] = flat.get(name) or None
         for name in ("starts", "arms"):
             if isinstance(flat.get(name), str):
@@ -162,6 +166,10 @@ class SimulationConfig(BaseModel):
         if isinstance(flat.get("seeds"), int):
             flat["seeds"] = tuple(range(first, first + flat["seeds"]))
         return cls.model_validate(flat)
+
+    def epochs(self, server_round: int) -> int:
+        """Return how many epochs a client trains in a round, counted from 1."""
+        return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
 
     def cells(self) -> list[tuple[int, Start, Arm]]:
         """Return every (seed, start, arm), a seed's cells next to each other."""

@@ -40,8 +40,10 @@ def step_batches(
         yield model_inputs(model, task.objective.batch(task.train, places, rng))
 
 
-def train(model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int) -> float:
-    """Train in place on rows of the training split for ``local_epochs`` with AdamW.
+def train(
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: int | None = None
+) -> float:
+    """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
 
     Returns the mean loss of the last epoch, NaN if no row has anything to predict.
     """
@@ -54,7 +56,7 @@ def train(model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int) -> fl
     rows = objective.usable(task.train, rows)
     model.train()
     losses: list[float] = []
-    for _ in range(config.local_epochs):
+    for _ in range(epochs or config.local_epochs):
         losses = []
         for batch in batches(task.train, rows, config.batch_size, rng):
             loss = objective.loss(model, objective.batch(task.train, batch, masks))

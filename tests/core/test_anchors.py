@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import fedrot
 from fedrot.aggregation import Mean
+from fedrot.anchors import SAME_BASE
 from tests.models import (
+    BARE,
+    EVERY,
     FEW,
     State,
     config_of,
@@ -18,10 +23,12 @@ from tests.models import (
     near,
     squared_distance,
     state_of,
+    symmetry_for,
 )
 
 ANCHORS = ("global", "running", "first", "medoid", "consensus")
 ANCHOR = pytest.mark.parametrize("anchor", ANCHORS)
+WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 HEADS_TOO = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"))
 WEIGHTS = (3.0, 1.0, 2.0, 5.0)
 
@@ -38,8 +45,9 @@ def _round(
     symmetry: fedrot.Symmetry,
     anchor: str,
     options: fedrot.AlignmentOptions | None = None,
+    **given: Any,
 ) -> tuple[State, list[fedrot.AlignedUpdate]]:
-    results = list(fedrot.align_round(clients, broadcast, symmetry, options, anchor))
+    results = list(fedrot.align_round(clients, broadcast, symmetry, options, anchor, **given))
     mean = Mean()
     for result in results:
         mean.add(result.tensors, result.weight)
@@ -277,3 +285,163 @@ def test_an_unknown_anchor_is_refused_at_once() -> None:
     with pytest.raises(fedrot.FedrotError, match="nearest") as caught:
         fedrot.align_round([], broadcast, symmetry, anchor="nearest")
     assert all(anchor in str(caught.value) for anchor in ANCHORS)
+
+
+# Updates from other bases
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_embeddings_tell_one_base_from_another(name: str) -> None:
+    base, symmetry = state_of(name), symmetry_for(name)
+    inside = fedrot.random_equivalent(base, symmetry, 1, ("heads", "attention", "rescale", "ffn"))
+    for same in (base, inside):
+        assert fedrot.base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
+    assert fedrot.base_cosine(near(base, 0.1), base, symmetry) > 0.98
+    assert fedrot.base_cosine({k: -v for k, v in base.items()}, base, symmetry) == pytest.approx(-1)
+    permuted = fedrot.random_equivalent(base, symmetry, 1, ("residual",))
+    for other in (permuted, state_of(name, 5)):
+        assert abs(fedrot.base_cosine(other, base, symmetry)) < SAME_BASE / 2
+        assert fedrot.base_cosine(other, base, symmetry) == pytest.approx(
+            fedrot.base_cosine(base, other, symmetry)
+        )
+
+
+def test_the_cosine_is_that_of_the_matrices_of_the_stream() -> None:
+    name = "bert-classifier"
+    one, other = state_of(name), near(state_of(name), 0.7)
+    names = [f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
+    left, right = (torch.cat([s[n].flatten() for n in names]) for s in (one, other))
+    expected = float(left @ right / (left.norm() * right.norm()))
+    assert fedrot.base_cosine(other, one, symmetry_for(name)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_cosine_of_low_precision_is_that_of_its_values(dtype: torch.dtype) -> None:
+    name = "bert-classifier"
+    one, other = (state_of(name, seed, dtype) for seed in (0, 5))
+    doubles = [{k: v.double() for k, v in s.items()} for s in (one, other)]
+    expected = fedrot.base_cosine(doubles[0], doubles[1], symmetry_for(name))
+    assert fedrot.base_cosine(one, other, symmetry_for(name)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_where_nothing_can_be_compared_all_bases_are_one(name: str) -> None:
+    symmetry = fedrot.symmetry_of(config_of(name), state_of(name))
+    assert fedrot.base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
+
+
+def test_embeddings_of_zeros_are_not_foreign() -> None:
+    name = "bert-classifier"
+    base = state_of(name)
+    zeros = {k: torch.zeros_like(v) for k, v in base.items()}
+    assert fedrot.base_cosine(zeros, base, symmetry_for(name)) == 1
+    assert fedrot.base_cosine(base, zeros, symmetry_for(name)) == 1
+
+
+@ANCHOR
+def test_foreign_updates_are_aligned_by_their_own_options(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast, 0.02)
+    moved = list(clients)
+    for i in (1, 3):
+        update = fedrot.random_equivalent(clients[i][0], symmetry, i, fedrot.WHOLE_MODEL)
+        moved[i] = (update, clients[i][1])
+    expected, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE)
+    found, results = _round(moved, broadcast, symmetry, anchor, foreign=WHOLE)
+    assert largest_difference(found, expected) <= 1e-6
+    assert {g.part for g in results[0].alignment.report.groups} == {"attention", "ffn"}
+    assert {g.part for g in results[1].alignment.report.groups} == set(fedrot.WHOLE_MODEL)
+    without, results = _round(moved, broadcast, symmetry, anchor)
+    assert largest_difference(without, expected) > 0.1
+    assert {g.part for g in results[1].alignment.report.groups} == {"attention", "ffn"}
+
+
+@ANCHOR
+def test_without_foreign_updates_their_options_do_not_matter(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast)
+    expected, _ = _round(clients, broadcast, symmetry, anchor)
+    found, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE, evidence=_unwanted)
+    assert largest_difference(found, expected) == 0
+
+
+def _unwanted(anchor: Any, update: Any) -> fedrot.Activations:
+    raise AssertionError("nobody matches the residual stream")
+
+
+def _counted(asked: list[float], symmetry: fedrot.Symmetry) -> Any:
+    """Return evidence of nothing that notes the cosine of each pair it is asked about."""
+
+    def evidence(to: State, update: State) -> fedrot.Activations:
+        asked.append(fedrot.base_cosine(update, to, symmetry))
+        return fedrot.Activations({}, {})
+
+    return evidence
+
+
+@ANCHOR
+def test_evidence_is_asked_for_only_where_the_residual_stream_is_matched(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast, 0.02)
+    clients[2] = (state_of(name, 5), clients[2][1])
+    asked: list[float] = []
+    evidence = _counted(asked, symmetry)
+    found, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE, evidence=evidence)
+    assert asked
+    assert max(asked) < SAME_BASE
+    # Empty evidence changes nothing.
+    expected, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE)
+    assert largest_difference(found, expected) == 0
+    inside = fedrot.AlignmentOptions(parts=("heads", "ffn"))
+    _round(clients, broadcast, symmetry, anchor, foreign=inside, evidence=_unwanted)
+    asked.clear()
+    _round(clients[:2], broadcast, symmetry, anchor, WHOLE, evidence=evidence)
+    assert len(asked) >= 2
+    assert min(asked) > SAME_BASE
+
+
+def test_evidence_decides_what_weights_leave_open() -> None:
+    """Activations of both models, handed on as they were given: the oracle is ``align`` itself."""
+    name = "bert-classifier"
+    broadcast, update = state_of(name, dtype=torch.float32), state_of(name, 5, torch.float32)
+    symmetry = symmetry_for(name)
+    build = EVERY[name].build
+    evidence = fedrot.probing(
+        lambda: build("eager"), config_of(name).to_dict(), symmetry, rows=64, seed=1
+    )
+    _, (result,) = _round(
+        [(update, 1.0)], broadcast, symmetry, "global", foreign=WHOLE, evidence=evidence
+    )
+    seen = evidence(broadcast, update)
+    expected = fedrot.align(update, broadcast, symmetry, WHOLE, seen).apply(update)
+    assert largest_difference(result.tensors, expected) == 0
+    by_weights = fedrot.align(update, broadcast, symmetry, WHOLE).apply(update)
+    assert largest_difference(result.tensors, by_weights) > 1e-3
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0), (2.0, 2.0, 2.0)], ids=["unequal", "equal"])
+@pytest.mark.parametrize("foreign", [True, False])
+@pytest.mark.parametrize("name", FEW)
+def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
+    name: str, foreign: bool, weights: tuple[float, ...]
+) -> None:
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = [(state_of(name, 40 + i), weights[i]) for i in range(3)]
+    means = []
+    for order in itertools.permutations(range(3)):
+        given = [clients[i] for i in order]
+        chosen: dict[str, Any] = {"foreign": WHOLE} if foreign else {"options": WHOLE}
+        mean, results = _round(given, broadcast, symmetry, "consensus", **chosen)
+        means.append(mean)
+        for (update, weight), result in zip(given, results, strict=True):
+            assert result.weight == weight
+            assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-9
+    assert max(largest_difference(mean, means[0]) for mean in means) <= 1e-9
+    running = [
+        _round([clients[i] for i in order], broadcast, symmetry, "running", WHOLE)[0]
+        for order in ((0, 1, 2), (2, 1, 0))
+    ]
+    assert largest_difference(*running) > 1e-3

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from fedrot.anchors import ANCHORS
 from fedrot.simulations.cli import app
-from fedrot.simulations.config import Arm, SimulationConfig
+from fedrot.simulations.config import EVIDENCE, Arm, SimulationConfig
 from fedrot.strategies import DEFAULT_ANCHOR
+from fedrot.symmetry import WHOLE_MODEL
+from fedrot.symmetry.description import DEFAULT_PARTS
 
 BAD_OPTIONS = {
     "unknown data set": (["--data", "no_such_corpus"], "no_such_corpus"),
@@ -120,6 +124,74 @@ def test_arms_are_read_from_their_names() -> None:
     assert (aligned.parts, aligned.anchor) == (("attention", "ffn"), DEFAULT_ANCHOR)
     arm = Arm.parse("attention+heads@medoid")
     assert (arm.parts, arm.anchor) == (("attention", "heads"), "medoid")
+
+
+#: Arms by their names: parts, anchor, evidence, and whether foreign replies are matched as a whole.
+ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
+    "aligned": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", True),
+    "aligned~probe": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", True),
+    "aligned~weights": (DEFAULT_PARTS, DEFAULT_ANCHOR, "weights", True),
+    "aligned~clients": (DEFAULT_PARTS, DEFAULT_ANCHOR, "clients", True),
+    "aligned~learned": (DEFAULT_PARTS, DEFAULT_ANCHOR, "learned", True),
+    "aligned@medoid~clients": (DEFAULT_PARTS, "medoid", "clients", True),
+    "whole": (WHOLE_MODEL, DEFAULT_ANCHOR, "probe", False),
+    "whole@consensus": (WHOLE_MODEL, "consensus", "probe", False),
+    "whole@consensus~weights": (WHOLE_MODEL, "consensus", "weights", False),
+    "attention": (("attention",), DEFAULT_ANCHOR, "probe", False),
+    "attention+ffn": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", False),
+    "rescale+residual@first~weights": (("rescale", "residual"), "first", "weights", False),
+}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_the_grammar_of_arms(name: str) -> None:
+    arm = Arm.parse(name)
+    assert (arm.parts, arm.anchor, arm.evidence, arm.foreign) == ARMS[name]
+    assert (arm.name, arm.align) == (name, True)
+    assert Arm.parse(arm.name) == arm
+    config = SimulationConfig.from_flat({"arms": f"plain, {name}"})
+    assert [cell[2].name for cell in config.cells()[:2]] == ["plain", name]
+    assert SimulationConfig.model_validate_json(config.to_json()) == config
+
+
+def test_every_anchor_and_every_evidence_can_be_asked_for() -> None:
+    for anchor in ANCHORS:
+        assert Arm.parse(f"aligned@{anchor}").anchor == anchor
+        for evidence in EVIDENCE:
+            arm = Arm.parse(f"aligned@{anchor}~{evidence}")
+            assert (arm.anchor, arm.evidence) == (anchor, evidence)
+
+
+BAD_ARMS = {
+    "": "unknown part ''",
+    "rotated": "'rotated'",
+    "plain@running": "'plain'",
+    "plain~weights": "'plain'",
+    "aligned+ffn": "'aligned'",
+    "whole+rescale": "'whole'",
+    "attention+": "''",
+    "+ffn": "''",
+    "Aligned": "'Aligned'",
+    "aligned@median": "unknown anchor 'median'",
+    "aligned@consensus@first": "unknown anchor 'consensus@first'",
+    "aligned~oracle": "unknown evidence 'oracle'",
+    "aligned~clients@first": "unknown evidence 'clients@first'",
+    "aligned~clients~learned": "unknown evidence 'clients~learned'",
+    "aligned@median~oracle": "unknown anchor 'median'",
+    "whole~clients": "'clients' goes with 'aligned'",
+    "whole@consensus~learned": "'learned' goes with 'aligned'",
+    "attention+ffn~clients": "'clients' goes with 'aligned'",
+    "output~learned": "'learned' goes with 'aligned'",
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARMS)
+def test_arms_that_are_none_are_refused_with_their_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"arm '{re.escape(name)}'") as caught:
+        Arm.parse(name)
+    assert BAD_ARMS[name].lower() in str(caught.value).lower()
+    with pytest.raises(ValueError, match=re.escape(f"arm '{name}'")):
+        SimulationConfig(arms=("plain", name))
 
 
 def test_a_setting_is_named_after_data_partition_and_an_unusual_task() -> None:

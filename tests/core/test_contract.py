@@ -1,0 +1,186 @@
+"""The model itself is asked whether it has the symmetry that its names promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertForSequenceClassification
+
+import fedrot
+from fedrot.contract import TOLERANCE
+from tests.models import (
+    BARE,
+    CASES,
+    DIM,
+    EVERY,
+    EVERYTHING,
+    FEW,
+    Names,
+    bert_config,
+    config_of,
+    fresh_model,
+    symmetry_for,
+)
+
+
+def _check(name: str, model: nn.Module, **given: Any) -> float:
+    return fedrot.check_function(model, config_of(name).to_dict(), symmetry_for(name), **given)
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["as-built", "random"])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_architecture_has_its_symmetry(name: str, built: bool) -> None:
+    model = EVERY[name].build("eager") if built else fresh_model(name)
+    assert 0 < _check(name, model) <= 1e-10
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FEW)
+def test_scales_can_be_asked_for_and_attention_may_be_fused(name: str, attention: str) -> None:
+    assert _check(name, CASES[name].build(attention), parts=EVERYTHING) <= 1e-10
+
+
+def _where(part: str, names: Names) -> str:
+    return {
+        "residual": names.of(0, "down"),
+        "output": "bert.pooler.dense",
+        "heads": names.of(1, "query"),
+        "attention": names.of(1, "value"),
+        "rescale": names.of(1, "key"),
+        "ffn": names.of(0, "up"),
+    }[part]
+
+
+def _number(part: str, seen: Tensor) -> Tensor:
+    """Return what depends on one part's coordinates and on no other's."""
+    rows = seen.flatten(0, -2)[:3]
+    heads = rows.unflatten(-1, (-1, DIM))
+    if part == "heads":
+        # The same whatever the heads' rotations and scales.
+        return heads[1].norm(dim=-1) / heads[0].norm(dim=-1)
+    if part == "attention":
+        # The same whatever the heads' order and scales.
+        return (heads[..., 0] / heads.norm(dim=-1)).square().sum(-1)
+    return rows.norm(dim=-1) if part == "rescale" else rows
+
+
+class _Reading(nn.Module):
+    """A model whose output also depends on what one module computes, unit by unit."""
+
+    def __init__(self, name: str, part: str) -> None:
+        super().__init__()
+        self.inner = fresh_model(name)
+        self.part = part
+        self.seen = torch.zeros(0)
+        module = self.inner.get_submodule(_where(part, EVERY[name].names))
+        module.register_forward_hook(self._look)
+
+    def _look(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.seen = out
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.load_state_dict(state_dict, *args, **kwargs)
+
+    def forward(self, **batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self.inner(**batch).logits
+        return logits, _number(self.part, self.seen)
+
+
+@pytest.mark.parametrize("part", EVERYTHING)
+def test_a_wrong_head_is_caught_and_the_part_is_named(part: str) -> None:
+    name = "bert-classifier"
+    with pytest.raises(fedrot.SymmetryError) as caught:
+        _check(name, _Reading(name, part), parts=EVERYTHING)
+    assert f"Moving {part} changes this model's outputs" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", EVERYTHING)
+def test_parts_that_are_not_asked_for_may_be_broken(part: str) -> None:
+    name = "bert-classifier"
+    others = tuple(p for p in EVERYTHING if p != part)
+    assert _check(name, _Reading(name, part), parts=others) <= TOLERANCE
+    with pytest.raises(fedrot.SymmetryError, match=part):
+        _check(name, _Reading(name, part), parts=(part,))
+
+
+def test_several_guilty_parts_are_named_together() -> None:
+    name = "bert-classifier"
+    model = _Reading(name, "heads")
+    model.part = "residual"  # the units of a query as they are: heads move them, and rotations
+    with pytest.raises(fedrot.SymmetryError, match="Moving heads and attention changes"):
+        _check(name, model)
+
+
+class _Gains(_Reading):
+    """A model whose output also depends on the first gains of a norm, all of them 1 as built."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "residual")
+        self.inner = CASES[name].build("eager")
+        self.gain = self.inner.bert.embeddings.LayerNorm.weight
+
+    def forward(self, **batch: Any) -> tuple[Tensor, Tensor]:
+        return self.inner(**batch).logits, self.gain[:3] * torch.arange(1.0, 4.0).to(self.gain)
+
+
+def test_unit_gains_hide_nothing() -> None:
+    model = _Gains("bert-classifier")
+    assert torch.equal(model.gain, torch.ones_like(model.gain))
+    with pytest.raises(fedrot.SymmetryError, match="Moving residual changes"):
+        _check("bert-classifier", model)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("part", EVERYTHING)
+def test_a_wrong_head_is_caught_whatever_the_seed(part: str, seed: int) -> None:
+    """One layer has few heads: a random order of them may well be the one they have."""
+    name = "bert-classifier"
+    with pytest.raises(fedrot.SymmetryError, match=part):
+        _check(name, _Reading(name, part), parts=(part,), seed=seed)
+
+
+def test_two_heads_are_moved_whatever_the_seed() -> None:
+    config = bert_config()
+    config.num_hidden_layers, config.num_attention_heads = 1, 2
+
+    class First(BertForSequenceClassification):
+        """Looks at the attention of the first head."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, output_attentions=True, **kwargs)
+            return out.logits, out.attentions[0][:, 0]
+
+    symmetry = fedrot.symmetry_of(config, First(config).state_dict())
+    for seed in range(8):
+        with pytest.raises(fedrot.SymmetryError, match="Moving heads changes"):
+            fedrot.check_function(First(config), config.to_dict(), symmetry, seed=seed)
+
+
+class _Broken(_Reading):
+    def forward(self, **batch: Any) -> tuple[Tensor, Tensor]:
+        logits, seen = super().forward(**batch)
+        return logits, float("nan") * seen
+
+
+def test_outputs_that_are_nan_prove_nothing() -> None:
+    with pytest.raises(fedrot.SymmetryError):
+        _check("bert-classifier", _Broken("bert-classifier", "residual"))
+
+
+def test_a_part_that_is_refused_cannot_be_checked() -> None:
+    name = "bert-bare"
+    with pytest.raises(fedrot.SymmetryError, match="Part 'residual' cannot be moved"):
+        _check(name, BARE[name].build("eager"))
+    assert _check(name, BARE[name].build("eager"), parts=("heads", "attention", "ffn")) <= 1e-10
+
+
+def test_the_answer_is_the_same_for_the_same_seed() -> None:
+    name = "bert-classifier"
+    first, again, other = (_check(name, fresh_model(name), seed=seed) for seed in (1, 1, 2))
+    assert first == again != other

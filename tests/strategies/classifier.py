@@ -1,0 +1,37 @@
+"""The small classifier that rounds with foreign replies are played with."""
+
+from __future__ import annotations
+
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+import fedrot
+from tests.models import CASES, State, logits, state_of, symmetry_for
+from tests.strategies.fakes import tensors_of
+
+NAME = "bert-classifier"
+SYMMETRY = symmetry_for(NAME)
+WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+
+
+def build() -> nn.Module:
+    """Return the model as its library initialises it."""
+    model: nn.Module = CASES[NAME].build("eager")
+    return model
+
+
+def state(seed: int = 0) -> State:
+    """Return a float32 state dict; another seed is an unrelated model."""
+    return state_of(NAME, seed, torch.float32)
+
+
+def permuted(tensors: State, seed: int) -> State:
+    """Return the same function in other coordinates, those of the residual stream included."""
+    return fedrot.random_equivalent(tensors, SYMMETRY, seed, fedrot.WHOLE_MODEL)
+
+
+def error(tensors: ArrayRecord | State, expected: State) -> float:
+    """Return how far the logits of a model are from the expected ones."""
+    found = tensors_of(tensors) if isinstance(tensors, ArrayRecord) else tensors
+    return float((logits(NAME, found) - logits(NAME, expected)).abs().max())

@@ -1,0 +1,15 @@
+"""Fixtures of the strategies' tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """Return what Flower's log warned of so far."""
+    logging.getLogger("flwr").propagate = True
+    return lambda: " ".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)

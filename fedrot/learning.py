@@ -58,7 +58,8 @@ class LearningOptions:
             raise FedrotError(
                 f"Part '{unknown[0]}' cannot be learned; choose from attention, ffn, residual."
             )
-        if self.steps < 0 or not min(self.lr, self.permutation_lr, self.temperature) > 0:
+        sizes = (self.lr, self.permutation_lr, self.temperature)
+        if self.steps < 0 or not all(0 < size < float("inf") for size in sizes):
             raise FedrotError("steps must not be negative; rates and temperature must be positive.")
 
 
@@ -81,7 +82,10 @@ def loss_of(model: nn.Module) -> Loss:
 
     def loss(tensors: Tensors, batch: Mapping[str, Tensor]) -> Tensor:
         parameters = {name: tensors[name] for name in names}
-        return torch.func.functional_call(model, parameters, (), dict(batch)).loss
+        value = torch.func.functional_call(model, parameters, (), dict(batch)).loss
+        if value is None:
+            raise FedrotError("The model returns no loss; put 'labels' into the batches.")
+        return value
 
     return loss
 
@@ -114,7 +118,8 @@ def learn_alignment(
     start = start or align(update, anchor, symmetry)
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
-    groups = [_learnable(group, options) for group in symmetry.select(options.parts)]
+    chosen = symmetry.select(options.parts) if options.steps else ()
+    groups = [_learnable(group, options) for group in chosen]
     parameters = [_initial(group) for group in groups]
     heads = [p for p in parameters if p.ndim == 3]
     orders = [p for p in parameters if p.ndim == 2]
@@ -123,7 +128,7 @@ def learn_alignment(
     )
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
     losses: list[float] = []
-    for batch in islice(cycle(batches), options.steps if parameters else 0):
+    for batch in islice(cycle(batches), options.steps if groups else 0):
         average = dict(moved)
         for group, parameter in zip(groups, parameters, strict=True):
             matrix = _matrix(group, parameter, options)
@@ -143,7 +148,7 @@ def learn_alignment(
         value.backward()
         optimizer.step()
         decay.step()
-    if options.steps and parameters and not losses:
+    if groups and not losses:
         raise FedrotError("No batches were given; pass at least one labelled batch.")
     with torch.no_grad():
         found = [

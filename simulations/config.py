@@ -151,8 +151,7 @@ class SimulationConfig(BaseModel):
 
         ``starts`` and ``arms`` are comma-separated, ``seeds`` is their number and ``first_seed`` the
         first of them; empty strings stand for the default, 0 for no limit and no epochs of the first
-        round's own, dashes in names for
-        underscores.
+        round's own, dashes in names for underscores.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
         for name in ("train_limit", "test_limit", "first_epochs"):

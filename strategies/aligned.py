@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor, nn
 
-from fedrot.anchors import ANCHORS, SAME_BASE, Evidence, align_round, base_cosine
+from fedrot.anchors import ANCHORS, SAME_BASE, AlignedUpdate, Evidence, align_round, base_cosine
 from fedrot.contract import check_function
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.matching.activations import probing
@@ -28,6 +28,7 @@ from fedrot.strategies.records import replace_changed, to_tensors
 from fedrot.strategies.replies import Reply, client_id, read_reply, with_common_layout
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.resolve import settings_of
+from fedrot.validation import check_finite
 
 #: The anchor that docs/results.md found best over all its settings.
 DEFAULT_ANCHOR = "running"
@@ -180,19 +181,20 @@ class Aligned(Strategy):
 
     def _prepare_for_foreign(self, symmetry: Symmetry) -> None:
         """Make sure, once, that the model is what its names say before its residual stream is moved."""
-        if self._prepared:
+        if self._prepared or self.model is None:
             return
         self._prepared = True
-        if self.model is not None:
-            model = self.model()
-            config = settings_of(model.config)
-            if self.foreign is None:
-                try:
-                    check_function(model, config, symmetry, FOREIGN_OPTIONS.parts)
-                    self.foreign = FOREIGN_OPTIONS
-                except SymmetryError as error:
-                    log(WARNING, "Replies from other bases will be aligned like all others: %s", error)
-            self._evidence = probing(self.model, config, symmetry)
+        model = self.model()
+        config = settings_of(model.config)
+        parts = FOREIGN_OPTIONS.parts if self.foreign is None else self.foreign.parts
+        try:
+            check_function(model, config, symmetry, parts)
+        except SymmetryError as error:
+            log(WARNING, "Replies from other bases will be aligned like all others: %s", error)
+            self.foreign = None
+            return
+        self.foreign = self.foreign or FOREIGN_OPTIONS
+        self._evidence = probing(self.model, config, symmetry)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -241,11 +243,12 @@ class Aligned(Strategy):
     ) -> list[Message]:
         assert isinstance(self.symmetry, Symmetry)
         base = self._base(replies, broadcast, self.symmetry, this_round)
-        tensors = [reply.tensors for reply in replies]
+        found: dict[int, AlignedUpdate] = {}
         if self.match_at_clients and self.foreign is not None and this_round.foreign:
-            tensors = self._matched_at_clients(replies, base, self.symmetry, this_round)
+            found = self._matched_at_clients(replies, base, self.symmetry)
+        others = [index for index in range(len(replies)) if index not in found]
         aligned = align_round(
-            ((update, reply.weight) for update, reply in zip(tensors, replies, strict=True)),
+            ((replies[index].tensors, replies[index].weight) for index in others),
             base,
             self.symmetry,
             self.options,
@@ -253,8 +256,10 @@ class Aligned(Strategy):
             self.foreign,
             self._evidence,
         )
+        found |= dict(zip(others, aligned, strict=True))
         messages = []
-        for reply, result in zip(replies, aligned, strict=True):
+        for index, reply in enumerate(replies):
+            result = found[index]
             this_round.reports.append((client_id(reply.message), result.alignment.report))
             messages.append(_with_tensors(reply, result.tensors))
         return messages
@@ -269,7 +274,7 @@ class Aligned(Strategy):
         """Return whose coordinates the round is in: the broadcast model's, unless few share them."""
         foreign = [r for r in replies if base_cosine(r.tensors, broadcast, symmetry) < SAME_BASE]
         this_round.foreign = len(foreign)
-        if foreign and self.foreign is None:
+        if foreign and self.foreign is None and self.model is None:
             log(
                 WARNING,
                 "%d of %d replies come from other bases than the broadcast model; give the strategy "
@@ -291,15 +296,10 @@ class Aligned(Strategy):
         return heaviest.tensors
 
     def _matched_at_clients(
-        self,
-        replies: list[Reply],
-        base: Mapping[str, Tensor],
-        symmetry: Symmetry,
-        this_round: _Round,
-    ) -> list[Mapping[str, Tensor]]:
-        """Return the updates in the base's coordinates, those that differ matched by their senders."""
+        self, replies: list[Reply], base: Mapping[str, Tensor], symmetry: Symmetry
+    ) -> dict[int, AlignedUpdate]:
+        """Return the updates that their senders matched to the base, by place among the replies."""
         assert self._grid is not None
-        tensors: list[Mapping[str, Tensor]] = [reply.tensors for reply in replies]
         asked = {
             reply.message.metadata.src_node_id: index
             for index, reply in enumerate(replies)
@@ -309,17 +309,19 @@ class Aligned(Strategy):
         for node, index in asked.items():
             ((_, update),) = replies[index].message.content.array_records.items()
             requests.append(request(base, update, self._config, node))
+        found = {}
         for answer in self._grid.send_and_receive(requests):
             index = asked[answer.metadata.src_node_id]
-            client = client_id(replies[index].message)
+            reply = replies[index]
             try:
-                alignment = read_answer(answer, tensors[index], base, symmetry)
+                alignment = read_answer(answer, reply.tensors, base, symmetry)
+                moved = alignment.apply(reply.tensors)
+                check_finite(moved)
             except UpdateError as error:
-                log(WARNING, "Client %d is matched at the server: %s", client, error)
+                log(WARNING, "Client %d is matched at the server: %s", client_id(reply.message), error)
                 continue
-            tensors[index] = alignment.apply(tensors[index])
-            this_round.reports.append((client, alignment.report))
-        return tensors
+            found[index] = AlignedUpdate(moved, reply.weight, alignment)
+        return found
 
     def _keep_integers(self, arrays: ArrayRecord) -> None:
         """Averaging turns integer and boolean buffers into floats; they are the broadcast model's."""

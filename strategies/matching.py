@@ -126,13 +126,15 @@ def read_answer(
 
 def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:
     groups = {group.name: group for group in symmetry.groups}
-    moves = []
+    moves: dict[str, Move] = {}
     for name, element in elements.items():
         group = groups.get(name.removesuffix(GENERAL))
-        if group is not None and name.endswith(GENERAL) and isinstance(group.kind, HeadRotation):
-            group = replace(group, kind=HeadLinear(group.kind.heads, group.kind.dim))
-        if group is None or not group.kind.contains(element):
+        if group is not None and name.endswith(GENERAL):
+            kind = group.kind
+            is_rotation = isinstance(kind, HeadRotation)
+            group = replace(group, kind=HeadLinear(kind.heads, kind.dim)) if is_rotation else None
+        if group is None or group.name in moves or not group.kind.contains(element):
             raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
-        moves.append(Move(group, element))
+        moves[group.name] = Move(group, element)
     # Head permutations come first, whatever the order in which elements arrive.
-    return tuple(sorted(moves, key=lambda move: bool(move.group.within)))
+    return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

@@ -8,6 +8,7 @@ them (queries and keys). Only group elements computed from these moments are eve
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -269,13 +270,14 @@ def probing(
     """Return a function from two models' tensors to their activations on random tokens.
 
     Args:
-        build: returns a model whose ``state_dict`` has the symmetry's tensors; called twice.
+        build: returns a model whose ``state_dict`` has the symmetry's tensors.
         config: see ``random_text``.
         symmetry: from ``symmetry_of``.
         rows: sequences of random tokens.
         seed: of the random tokens.
     """
-    pair = cache(lambda: (build(), build()))
+    # ``build`` may return one and the same model every time, or one that its owner still needs.
+    pair = cache(lambda: (copy.deepcopy(build()), copy.deepcopy(build())))
 
     def evidence(anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> Activations:
         ours, theirs = pair()

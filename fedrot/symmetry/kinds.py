@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-#: Elements of ``GL(dim)`` that are worse conditioned lose too many digits in float32.
-LARGEST_CONDITION = 1e3
+#: Elements from elsewhere that stretch or shrink by more than this lose too many digits in float32.
+LARGEST_STRETCH = 1e3
 
 
 class Kind(Protocol):
@@ -193,7 +193,7 @@ class HeadLinear(HeadRotation):
     def contains(self, element: Tensor) -> bool:
         if not _is_real(element, (self.heads, self.dim, self.dim)):
             return False
-        return bool((torch.linalg.cond(element.double()) < LARGEST_CONDITION).all())
+        return _is_moderate(torch.linalg.svdvals(element.double()))
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Rescale:
         return int(((element - 1).abs() > 1e-6).sum())
 
     def contains(self, element: Tensor) -> bool:
-        return _is_real(element, (self.heads,)) and bool((element != 0).all())
+        return _is_real(element, (self.heads,)) and _is_moderate(element.abs())
 
 
 def _is_order(element: Tensor, n: int) -> bool:
@@ -240,5 +240,9 @@ def _is_order(element: Tensor, n: int) -> bool:
 
 
 def _is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
-    right = element.is_floating_point() and tuple(element.shape) == shape
+    right = element.dtype in (torch.float32, torch.float64) and tuple(element.shape) == shape
     return right and bool(torch.isfinite(element).all())
+
+
+def _is_moderate(stretches: Tensor) -> bool:
+    return bool(((stretches <= LARGEST_STRETCH) & (stretches >= 1 / LARGEST_STRETCH)).all())

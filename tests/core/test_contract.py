@@ -22,11 +22,14 @@ from tests.models import (
     bert_config,
     config_of,
     fresh_model,
+    inputs,
     symmetry_for,
 )
 
 
 def _check(name: str, model: nn.Module, **given: Any) -> float:
+    if name.endswith("-choice"):
+        given.setdefault("batch", inputs(name))
     return fedrot.check_function(model, config_of(name).to_dict(), symmetry_for(name), **given)
 
 
@@ -35,6 +38,19 @@ def _check(name: str, model: nn.Module, **given: Any) -> float:
 def test_every_architecture_has_its_symmetry(name: str, built: bool) -> None:
     model = EVERY[name].build("eager") if built else fresh_model(name)
     assert 0 < _check(name, model) <= 1e-10
+
+
+def test_a_model_that_does_not_run_on_rows_of_tokens_is_not_certified() -> None:
+    model = EVERY["bert-choice"].build("eager")
+    with pytest.raises(fedrot.SymmetryError, match="batch of yours"):
+        fedrot.check_function(model, config_of("bert-choice").to_dict(), symmetry_for("bert-choice"))
+
+
+def test_the_model_itself_stays_as_it_is() -> None:
+    model = fresh_model(FEW[0])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    _check(FEW[0], model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

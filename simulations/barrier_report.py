@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedrot.simulations.barriers import METHODS, VANILLA, Line
-from fedrot.simulations.plots import LOGARITHMIC, PALETTE, _figure, _save, _shared_legend
+from fedrot.simulations.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
 from fedrot.simulations.statistics import Paired, paired_difference
-from fedrot.simulations.tables import _style
+from fedrot.simulations.tables import number_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,7 +121,7 @@ def _shown(value: Paired, interval: bool = True) -> str:
     if not math.isfinite(value.mean):
         return "-"
     bounds = (value.ci_low, value.ci_high) if interval and math.isfinite(value.ci_low) else ()
-    style = _style(value.mean, *bounds)
+    style = number_style(value.mean, *bounds)
     return f"{value.mean:{style}}" + (
         f" [{', '.join(f'{b:{style}}' for b in bounds)}]" if bounds else ""
     )
@@ -167,7 +167,7 @@ def plot(path: Path, lines: Sequence[Line]) -> Path:
     vanilla = methods.get(VANILLA, {})
     shown = [name for name in methods if name != VANILLA] or [VANILLA]
     metrics = list(dict.fromkeys((LOSS, headline_of(lines))))
-    figure, axes = _figure(len(metrics), len(shown), width=1 + 2.6 * max(2, len(shown)), height=2.6)
+    figure, axes = new_figure(len(metrics), len(shown), width=1 + 2.6 * max(2, len(shown)), height=2.6)
     for panels, metric in zip(axes, metrics, strict=True):
         for ax in panels[1:]:
             ax.sharey(panels[0])
@@ -184,8 +184,8 @@ def plot(path: Path, lines: Sequence[Line]) -> Path:
         ax.set_xlabel("position on the line")
     for ax in axes.flat:
         ax.label_outer()
-    _shared_legend(figure, axes.flat)
-    return _save(figure, path)
+    shared_legend(figure, axes.flat)
+    return save_figure(figure, path)
 
 
 def _draw(ax: Axes, lines: Iterable[Line], metric: str, colour: str, name: str) -> None:

@@ -31,7 +31,7 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
     """Stacked bars: rows of each class (``names``) per client; ``counts`` is [clients][classes]."""
     table = np.asarray(counts)
     clients = np.arange(len(table))
-    figure, axes = _figure(1, 1, width=max(6.0, min(12.0, 3.5 + 0.45 * len(table))))
+    figure, axes = new_figure(1, 1, width=max(6.0, min(12.0, 3.5 + 0.45 * len(table))))
     ax = axes[0][0]
     base = np.zeros(len(table))
     for index, column in enumerate(table.T):
@@ -45,7 +45,7 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
     ax.set_ylabel("rows")
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str]) -> Path:
@@ -64,7 +64,7 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
     rounds = {r for by_arm in series.values() for by_round in by_arm.values() for r in by_round}
     if max(rounds) <= 1:
         return _points(path, series, max(rounds), metric, arms)
-    figure, axes = _figure(1, len(series), sharey=True)
+    figure, axes = new_figure(1, len(series), sharey=True)
     for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
         for arm, by_round in by_arm.items():
             _band(ax, by_round, arm, arms.index(arm))
@@ -74,8 +74,8 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
     axes[0][0].set_ylabel(metric.replace("_", " "))
     if metric in LOGARITHMIC:
         axes[0][0].set_yscale("log")
-    _shared_legend(figure, axes.flat)
-    return _save(figure, path)
+    shared_legend(figure, axes.flat)
+    return save_figure(figure, path)
 
 
 def alignment_plot(path: Path, rows: Iterable[Row], arms: Sequence[str]) -> Path:
@@ -88,7 +88,7 @@ def alignment_plot(path: Path, rows: Iterable[Row], arms: Sequence[str]) -> Path
     starts = list(dict.fromkeys(start for start, _, _, _ in shares))
     aligned = list(dict.fromkeys(arm for _, arm, _, _ in shares))
     parts = list(dict.fromkeys(part for _, _, part, _ in shares))
-    figure, axes = _figure(len(starts), len(parts), sharey=True)
+    figure, axes = new_figure(len(starts), len(parts), sharey=True)
     width = 0.8 / len(aligned)
     for (row, start), (column, part) in product(enumerate(starts), enumerate(parts)):
         ax = axes[row][column]
@@ -104,8 +104,8 @@ def alignment_plot(path: Path, rows: Iterable[Row], arms: Sequence[str]) -> Path
         ax.axhline(0, color="0.4", lw=0.8)
     for panels in axes:
         panels[0].set_ylabel("squared distance removed (%)")
-    _shared_legend(figure, axes.flat)
-    return _save(figure, path)
+    shared_legend(figure, axes.flat)
+    return save_figure(figure, path)
 
 
 def _points(
@@ -115,7 +115,7 @@ def _points(
     metric: str,
     arms: Sequence[str],
 ) -> Path:
-    figure, axes = _figure(1, len(series), height=1.2 + 0.28 * len(arms), sharey=True)
+    figure, axes = new_figure(1, len(series), height=1.2 + 0.28 * len(arms), sharey=True)
     for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
         for arm, by_round in by_arm.items():
             values = list(by_round.get(final, {}).values())
@@ -127,7 +127,7 @@ def _points(
         ax.set_title(f"start: {start}", loc="left")
         ax.set_xlabel(f"{metric.replace('_', ' ')} after round {final} (bars: seeds, dot: mean)")
         ax.grid(axis="x", color="0.9", lw=0.8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _band(ax: Axes, by_round: dict[int, dict[int, float]], arm: str, index: int) -> None:
@@ -149,7 +149,7 @@ def _colour(index: int, of: int) -> Any:
     return matplotlib.colormaps["cividis"](index / max(1, of - 1))
 
 
-def _figure(
+def new_figure(
     rows: int,
     columns: int,
     *,
@@ -177,7 +177,7 @@ def _whole_numbers(ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
+def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -189,7 +189,7 @@ def _shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
     )  # fmt: skip
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.tight_layout()
     figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")

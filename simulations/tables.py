@@ -66,7 +66,7 @@ def format_score(score: Summary | None) -> str:
     """``0.694 ± 0.012``, without the spread if there is one seed."""
     if score is None:
         return "-"
-    style = _style(score.mean, score.sd)
+    style = number_style(score.mean, score.sd)
     return f"{score.mean:{style}}" + ("" if math.isnan(score.sd) else f" ± {score.sd:{style}}")
 
 
@@ -76,13 +76,13 @@ def format_difference(difference: Paired | None) -> str:
         return "-"
     if difference.n == 0 or difference.verdict == "identical":
         return difference.verdict
-    style = "+" + _style(difference.mean, difference.ci_low, difference.ci_high)
+    style = "+" + number_style(difference.mean, difference.ci_low, difference.ci_high)
     interval = f" [{difference.ci_low:{style}}, {difference.ci_high:{style}}]"
     shown = "" if math.isnan(difference.ci_low) else interval
     return f"{difference.mean:{style}}{shown} {difference.verdict}"
 
 
-def _style(*values: float, decimals: int = 3) -> str:
+def number_style(*values: float, decimals: int = 3) -> str:
     """Format of numbers shown together: a decimal less per digit, an exponent from a million on."""
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     if largest >= 1e6:
@@ -183,7 +183,7 @@ def scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
             f"{metric} {theirs.mean:{style}} -> {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
             for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
             if ours is not None and theirs is not None
-            for style in [_style(ours.mean, theirs.mean, decimals=4)]
+            for style in [number_style(ours.mean, theirs.mean, decimals=4)]
         ]
         said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
     return said

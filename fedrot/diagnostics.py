@@ -64,6 +64,15 @@ class Barrier:
         """
         return float(self._heights().max())
 
+    @property
+    def above_ends(self) -> float:
+        """The largest loss on the line, less that of the worse end.
+
+        What a better match could still remove: where the ends differ, the barrier of Eq. 10 is never 0.
+        """
+        heights = self._heights()
+        return float(heights.max() - torch.maximum(heights[0], heights[-1]))
+
     def at(self, position: float) -> Mapping[str, float]:
         """Return every metric at one of the positions.
 

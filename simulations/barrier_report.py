@@ -29,6 +29,7 @@ class Summary:
     """A method's lines in one cell: means over pairs with 95 % t intervals.
 
     Attributes:
+        above: the largest loss less that of the worse end.
         share: the barrier over that of the vanilla line between the same two models.
         headline: the task's first metric, at the middle of the line and as the mean of its ends.
         distance: squared distance after matching over that before.
@@ -38,6 +39,7 @@ class Summary:
     method: str
     pairs: int
     barrier: Paired
+    above: Paired
     share: Paired
     headline: str
     middle: Paired
@@ -86,6 +88,7 @@ def _summary(lines: Sequence[Line], vanilla: Mapping[str, Line]) -> Summary:
         lines[0].method,
         len(lines),
         over(lambda line: line.barrier.barrier),
+        over(lambda line: line.barrier.above_ends),
         over(share),
         headline,
         over(lambda line: line.barrier.at(MIDDLE)[headline]),
@@ -108,6 +111,7 @@ _NAMES: dict[str, Callable[[Summary], str]] = {
 _VALUES: dict[str, Callable[[Summary], str]] = {
     "method": lambda s: s.method,
     "barrier": lambda s: _shown(s.barrier),
+    "above the worse end": lambda s: _shown(s.above, interval=False),
     "share of vanilla": lambda s: _shown(s.share),
     "headline at the middle": lambda s: _shown(s.middle),
     "at the ends": lambda s: _shown(s.ends, interval=False),

@@ -292,7 +292,7 @@ def _record(grid: Grid, out: Path, command: str) -> None:
             )
         pairs = [tuple(pair) for pair in before.get("pairs", [])]
         cells[cell.name] = {**cell.settings(), "pairs": list(dict.fromkeys([*pairs, *cell.pairs]))}
-    methods = {**held.get("methods", {}), **{name: repr(METHODS[name]) for name in grid.methods}}
+    methods = {**held.get("methods", {}), **{name: METHODS[name].description for name in grid.methods}}
     commands = [*held.get("commands", []), command]
     out.mkdir(parents=True, exist_ok=True)
     for name, value in (

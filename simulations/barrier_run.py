@@ -78,7 +78,7 @@ def compare_checkpoints(
         "models": [str(a.resolve()), str(b.resolve())],
         "points": points,
         "rows": rows,
-        "methods": {name: repr(METHODS[name]) for name in methods},
+        "methods": {name: METHODS[name].description for name in methods},
         "settings": task.config.model_dump(mode="json", exclude_defaults=True),
     }
     summaries = summarise(lines)

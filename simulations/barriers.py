@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +59,12 @@ class Method:
     heads: Moments = "covariance"
     refine: Refine | None = None
     repair: Repair | None = None
+
+    @property
+    def description(self) -> str:
+        """What the method does, in the same words in every process."""
+        said = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in said)
 
 
 VANILLA = "vanilla"

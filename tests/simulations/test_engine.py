@@ -264,3 +264,33 @@ def test_the_app_starts_by_flwr_run(flower_home: Path, tmp_path: Path) -> None:
     assert status.exists(), text
     assert json.loads(status.read_text()) == {"complete": True}, text
     assert {row["arm"] for row in read_rows(out)} == {"plain", "aligned"}
+
+
+def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) -> None:
+    arms = ("plain", "attention+ffn", "aligned", "aligned~clients")
+    small = [*SMALL, "--rounds", "1", "--local-epochs", "1", "--first-epochs", "2"]
+    result = fedrot(
+        "simulate",
+        "--out",
+        "run",
+        *small,
+        "--start",
+        "different",
+        "--arms",
+        ",".join(arms),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {
+        (row["arm"], row["metric"]): row["value"]
+        for row in read_rows(tmp_path / "run")
+        if row["scope"] == "alignment"
+    }
+    # Both come from elsewhere; one of them is the anchor, and the other is moved in every part.
+    for arm in arms[2:]:
+        assert rows[arm, "fedrot-replies-foreign"] == 2
+        assert rows[arm, "fedrot-stream-moved"] > 16
+    assert rows["attention+ffn", "fedrot-stream-moved"] == 0
+    losses = {arm: central(tmp_path / "run", "different", arm, "loss", 1) for arm in arms}
+    assert len(set(losses.values())) == len(arms), "every arm averages other models"
+    assert "matched at the server" not in (tmp_path / "run" / "flower.log").read_text()

@@ -131,8 +131,10 @@ def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ..
         group = groups.get(name.removesuffix(GENERAL))
         if group is not None and name.endswith(GENERAL):
             kind = group.kind
-            is_rotation = isinstance(kind, HeadRotation)
-            group = replace(group, kind=HeadLinear(kind.heads, kind.dim)) if is_rotation else None
+            if isinstance(kind, HeadRotation):
+                group = replace(group, kind=HeadLinear(kind.heads, kind.dim))
+            else:
+                group = None
         if group is None or group.name in moves or not group.kind.contains(element):
             raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
         moves[group.name] = Move(group, element)

@@ -119,6 +119,9 @@ _VALUES: dict[str, Callable[[Summary], str]] = {
     "seconds": lambda s: _shown(s.seconds, interval=False),
 }
 
+#: Columns that a terminal has no room for.
+_MARKDOWN_ONLY = ("above the worse end", "distance left")
+
 
 def _shown(value: Paired, interval: bool = True) -> str:
     """``0.412 [0.301, 0.523]``, without the interval if there is none, ``-`` if nothing is known."""
@@ -152,12 +155,13 @@ def tables(summaries: Sequence[Summary]) -> list[Table]:
             title=f"{cell}: loss barrier, {pairs} pair(s); headline: {_NAMES['headline'](own[0])}",
             caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
         )
-        for title in _VALUES:
+        shown = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
+        for title in shown:
             name = title == "method"
             table.add_column(title, justify="left" if name else "right", no_wrap=name)
         for summary in own:
             # Plain text: brackets in names and intervals are no markup.
-            table.add_row(*(Text(read(summary)) for read in _VALUES.values()))
+            table.add_row(*(Text(read(summary)) for read in shown.values()))
         found.append(table)
     return found
 

@@ -148,7 +148,7 @@ def test_the_run_says_what_was_trained_and_how(finished: Path) -> None:
     config = json.loads((finished / "config.json").read_text())
     assert config["cells"]["tokens-disjoint"]["pairs"] == [[0, 1], [2, 3]]
     assert config["cells"]["tokens-disjoint"]["config"]["width"] == 32
-    assert "activation_weight=0.8" in config["methods"]["whole+data"]
+    assert "activation_weight=0.5" in config["methods"]["whole+data"]
     assert json.loads((finished / "versions.json").read_text())["torch"] == torch.__version__
     summary = (finished / "summary.md").read_text().splitlines()
     assert len(summary) == 2 + 9
@@ -264,7 +264,7 @@ def test_the_experiment_is_a_grid_of_nine_cells() -> None:
     assert len(grid.cells) == 9
     assert sum(len(cell.pairs) for cell in grid.cells) == 22
     assert set(grid.methods) <= set(METHODS)
-    assert all(cell.points == 21 and cell.config.test_limit == 1000 for cell in grid.cells)
+    assert all(cell.points == 21 and cell.config.test_limit == 500 for cell in grid.cells)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedrot.alignment import Alignment
 from fedrot.errors import FedrotError
+from fedrot.matching.activations import without_padding
 from fedrot.symmetry.description import Symmetry
 
 #: Deviations below this share of a module's largest are constants: their scale stays as it is.
@@ -138,11 +139,7 @@ def _measured(
     mask: Tensor | None = None
 
     def seen(name: str, out: Tensor) -> None:
-        if mask is not None and out.ndim == 3 and out.shape[:2].numel() == mask.numel():
-            rows = out[mask.reshape(out.shape[:2]).bool()]
-        else:
-            rows = out.flatten(0, -2)
-        rows = rows.double()
+        rows = without_padding(out, mask).double()
         parts = [rows.sum(0), rows.square().sum(0)]
         count[name] = count.get(name, 0) + len(rows)
         sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)] if name in sums else parts

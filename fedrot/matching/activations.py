@@ -146,6 +146,13 @@ def _recorded(model: nn.Module, sites: Iterable[_Site], seen: Callable[[_Site, T
         yield
 
 
+def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
+    """Return ``[..., units]`` as rows ``[tokens, units]``, those only that the attention mask shows."""
+    if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
+        return units[mask.reshape(units.shape[:2]).bool()]
+    return units.flatten(0, -2)
+
+
 def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) -> dict[_Site, Tensor]:
     """Return the activations of one batch as ``[tokens, units]``, without padding."""
     found: dict[_Site, Tensor] = {}
@@ -159,10 +166,7 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
             return
         read[key] = tensor
         units = tensor[..., site.start : site.stop]
-        if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
-            found[site] = units[mask.reshape(units.shape[:2]).bool()]
-        else:
-            found[site] = units.flatten(0, -2)
+        found[site] = without_padding(units, mask)
 
     with _recorded(model, sites, seen):
         model(**batch)

@@ -36,6 +36,9 @@ Evidence = Callable[[Tensors, Tensors], Activations]
 #: Updates whose embeddings' cosine with the anchor's is below this come from another base.
 SAME_BASE = 0.5
 
+#: So many entries of a matrix are enough to tell two bases apart.
+_COMPARED = 2**20
+
 #: Generalised Procrustes stops when a pass lowers the total squared distance by less than this share.
 CONSENSUS_TOLERANCE = 1e-4
 
@@ -61,14 +64,17 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
 
     Models that were trained from one start keep much of it in the embeddings of rare tokens; models
     from different starts, or in different orders of the residual stream, share nothing. 1 where
-    nothing but the residual stream moves a matrix, so that there is nothing to compare.
+    nothing but the residual stream moves a matrix, so that there is nothing to compare. Of large
+    embeddings an even selection of rows is compared.
     """
     inside = {s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots}
     stream = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
     names = [name for name in stream - inside if len(symmetry.shapes[name]) > 1]
     products = [0.0, 0.0, 0.0]
     for name in names:
-        u, a = (t[name].detach().to(compute_dtype(t[name])).flatten() for t in (update, anchor))
+        step = math.ceil(math.prod(symmetry.shapes[name]) / _COMPARED)
+        u, a = (t[name].detach()[::step] for t in (update, anchor))
+        u, a = (t.to(compute_dtype(t)).flatten() for t in (u, a))
         for index, (left, right) in enumerate(((u, a), (u, u), (a, a))):
             products[index] += float(torch.dot(left, right))
     size = math.sqrt(products[1] * products[2])

@@ -75,9 +75,9 @@ def simulate(
     seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     rounds: Annotated[int, typer.Option(help="Rounds of federated training.")] = 3,
-    local_epochs: Annotated[int, typer.Option(help="Epochs per client and round.")] = 1,
+    local_epochs: Annotated[float, typer.Option(help="Epochs per client and round.")] = 1,
     first_epochs: Annotated[
-        int | None,
+        float | None,
         typer.Option(help="Epochs of the first round, before clients meet."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,

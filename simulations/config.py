@@ -95,8 +95,8 @@ class SimulationConfig(BaseModel):
     arms: tuple[str, ...] = ("plain", "aligned")
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = Field(3, gt=0)
-    local_epochs: int = Field(1, gt=0)
-    first_epochs: Annotated[int, Field(gt=0)] | None = Field(
+    local_epochs: float = Field(1, gt=0, description="Epochs of a round; may be a part of one.")
+    first_epochs: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Epochs of the first round; None: local_epochs."
     )
     batch_size: int = Field(32, gt=0)
@@ -166,7 +166,7 @@ class SimulationConfig(BaseModel):
             flat["seeds"] = tuple(range(first, first + flat["seeds"]))
         return cls.model_validate(flat)
 
-    def epochs(self, server_round: int) -> int:
+    def epochs(self, server_round: int) -> float:
         """Return how many epochs a client trains in a round, counted from 1."""
         return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
 

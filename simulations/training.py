@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,11 +43,12 @@ def step_batches(
 
 
 def train(
-    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: int | None = None
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None = None
 ) -> float:
     """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
 
-    Returns the mean loss of the last epoch, NaN if no row has anything to predict.
+    Half an epoch is half the batches, rounded up; they are other ones for another seed. Returns the
+    mean loss over the last epoch's steps, NaN if no row has anything to predict.
     """
     torch.manual_seed(seed)
     rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
@@ -56,15 +59,16 @@ def train(
     rows = objective.usable(task.train, rows)
     model.train()
     losses: list[float] = []
-    for _ in range(epochs or config.local_epochs):
-        losses = []
-        for batch in batches(task.train, rows, config.batch_size, rng):
-            loss = objective.loss(model, objective.batch(task.train, batch, masks))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return float(np.mean(losses)) if losses else float("nan")
+    an_epoch = math.ceil(len(rows) / config.batch_size)
+    endless = (batches(task.train, rows, config.batch_size, rng) for _ in itertools.count())
+    steps = math.ceil((epochs or config.local_epochs) * an_epoch)
+    for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
+        loss = objective.loss(model, objective.batch(task.train, batch, masks))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
 
 
 def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:

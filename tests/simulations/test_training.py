@@ -1,0 +1,78 @@
+"""Local training: how much of the data an epoch, or a part of one, sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedrot.simulations import training
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.models import build_model
+from fedrot.simulations.objectives import Classification
+from fedrot.simulations.tasks import Task, task_of
+
+Seen = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    config = SimulationConfig(train_limit=70, test_limit=10, width=16, heads=2, clients=2, batch_size=8)
+    return task_of(config.to_json())
+
+
+@pytest.fixture
+def seen(task: Task, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Return a function from epochs and seed to the rows of every step of a training on 70 rows."""
+    steps: list[list[int]] = []
+    batch = Classification.batch
+
+    def recorded(self: Any, encoded: Any, rows: np.ndarray, rng: Any) -> dict[str, torch.Tensor]:
+        steps.append(rows.tolist())
+        return batch(self, encoded, rows, rng)
+
+    monkeypatch.setattr(Classification, "batch", recorded)
+
+    def rows_of(epochs: float | None, seed: int, of: Task = task) -> list[list[int]]:
+        steps.clear()
+        model = build_model(of.config, of.data, seed=0)
+        assert math.isfinite(training.train(model, of, np.arange(70), seed, epochs))
+        return list(steps)
+
+    return rows_of
+
+
+def test_an_epoch_sees_every_row_once(seen: Seen) -> None:
+    two = seen(2, 0)
+    assert len(two) == 18
+    for epoch in (two[:9], two[9:]):
+        assert sorted(row for step in epoch for row in step) == list(range(70))
+    assert two[:9] != two[9:]
+
+
+def test_a_part_of_an_epoch_is_its_first_steps(seen: Seen) -> None:
+    whole = seen(1, 0)
+    for epochs, steps in ((0.01, 1), (0.25, 3), (0.5, 5), (1.0, 9)):
+        assert seen(epochs, 0) == whole[:steps]
+    assert seen(1.5, 0)[:9] == whole
+    assert len(seen(1.5, 0)) == 14
+    assert seen(0.5, 1) != whole[:5]
+
+
+def test_nothing_to_train_on_is_no_training(task: Task) -> None:
+    model = build_model(task.config, task.data, seed=0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert math.isnan(training.train(model, task, np.arange(0), 0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_epochs_of_the_configuration_are_the_default(task: Task, seen: Seen) -> None:
+    half = replace(task, config=task.config.model_copy(update={"local_epochs": 0.5}))
+    assert half.config.epochs(1) == half.config.epochs(2) == 0.5
+    assert seen(None, 3, half) == seen(0.5, 3)
+    assert seen(None, 3) == seen(1, 3)

@@ -38,7 +38,8 @@ class LearningOptions:
     Attributes:
         parts: any of ``attention``, ``ffn``, ``residual``; the others stay as they were found.
         general: learn ``GL(d_h)`` instead of rotations of the heads. Every element preserves the
-            function; distances to the anchor may grow.
+            function, but distances to the anchor may grow: good for the average of two models, bad
+            for the average of more, which each only learned to meet the anchor.
         steps: gradient steps; 0 returns the start.
         lr: of Adam for the heads' matrices, falling linearly to 0 like the other rate.
         permutation_lr: of Adam for the permutations' scores.
@@ -46,7 +47,7 @@ class LearningOptions:
     """
 
     parts: tuple[str, ...] = ("attention",)
-    general: bool = True
+    general: bool = False
     steps: int = 600
     lr: float = 1e-2
     permutation_lr: float = 3e-2

@@ -19,7 +19,7 @@ from fedrot import diagnostics
 from fedrot.alignment import align, alignment_of
 from fedrot.diagnostics import Barrier, loss_barrier
 from fedrot.errors import FedrotError
-from fedrot.learning import learn_alignment, loss_of
+from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import Activations, Moments, collect_activations, random_text
 from fedrot.matching.blocks import squared_distance
 from fedrot.options import AlignmentOptions
@@ -79,8 +79,9 @@ def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: 
         for i in range(0, len(batch["labels"]), 32)
     ]
     shell = copy.deepcopy(anchor).eval()
+    options = LearningOptions(general=True)
     learned = learn_alignment(
-        loss_of(shell), small, client.state_dict(), anchor.state_dict(), symmetry, start
+        loss_of(shell), small, client.state_dict(), anchor.state_dict(), symmetry, start, options
     )
     return learned.alignment.apply(client.state_dict())
 

@@ -16,6 +16,7 @@ from fedrot.matching.activations import Activations, collect_activations, probin
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
+from fedrot.statistics import collect_fisher, collect_gram, compressed
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
 from fedrot.variance import (
     UnitStatistics,
@@ -52,6 +53,9 @@ __all__ = [
     "base_cosine",
     "check_function",
     "collect_activations",
+    "collect_fisher",
+    "collect_gram",
+    "compressed",
     "interpolate",
     "learn_alignment",
     "loss_barrier",

@@ -50,14 +50,16 @@ class Alignment:
         """Move statistics by the same elements as the weights they belong to.
 
         Args:
-            statistics: by kind, then by tensor name. ``"gram"``: uncentred Gram matrices
-                ``[in, in]`` of a linear layer's inputs, keyed by its weight. ``"fisher"``: diagonal
-                Fisher information in the shape of the tensor.
+            statistics: by kind, then by tensor name. ``gram`` and ``gram_conv1d``: uncentred Gram
+                matrices of a linear layer's inputs, keyed by its weight, ``[in, in]``, blocks
+                ``[heads, d, d]`` or diagonals ``[in]``. ``fisher``: diagonal Fisher information in the
+                shape of the tensor. ``exp_avg`` and ``exp_avg_sq``: Adam's moments, in the shape of
+                the tensor. ``trained``: masks ``[rows]`` of the rows that a client trained.
 
         Raises:
-            FedrotError: an unknown kind, or a diagonal Fisher of a tensor that was rotated: the
-                diagonal does not determine the rotated diagonal. Align first and compute it after,
-                or align by permutations only (``parts=("heads", "ffn")``).
+            FedrotError: an unknown kind, or a diagonal of a tensor that was rotated: the diagonal
+                does not determine the rotated diagonal. Align first and compute it after, or align
+                by permutations only (``parts=("heads", "ffn")``).
         """
         return transport_statistics(statistics, self.moves, self.symmetry.shapes)
 

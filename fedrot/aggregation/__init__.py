@@ -1,5 +1,37 @@
 """Incremental aggregators: ``add`` one update at a time, then take the ``result``."""
 
-from fedrot.aggregation.mean import Mean
+from collections.abc import Mapping
+from typing import Protocol
 
-__all__ = ["Mean"]
+from torch import Tensor
+
+from fedrot.aggregation.fisher import Fisher
+from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.regmean import RegMean
+from fedrot.aggregation.soup import GreedySoup
+from fedrot.aggregation.statistics import Statistics, check_statistics
+
+
+class Aggregator(Protocol):
+    """How updates in the same coordinates become one model.
+
+    Attributes:
+        needs: kinds of statistics that every update must bring.
+    """
+
+    needs: tuple[str, ...]
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What was out of the ordinary in the last result, by tensor."""
+
+    def add(
+        self, update: Mapping[str, Tensor], weight: float, statistics: Statistics | None = None
+    ) -> None:
+        """Fold one update in; raises ``UpdateError``, and has added nothing then."""
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the merged tensors so far."""
+
+
+__all__ = ["Aggregator", "Fisher", "GreedySoup", "Mean", "RegMean", "Statistics", "check_statistics"]

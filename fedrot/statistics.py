@@ -1,0 +1,299 @@
+"""What a client can say about its weights beside the weights: Gram matrices and Fisher information.
+
+Statistics are dictionaries by kind, then by tensor name (``Statistics``). They move with the weights
+(``Alignment.transport``) and weigh them when they are merged (``fedrot.aggregation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, Statistics
+from fedrot.errors import FedrotError
+from fedrot.matching.activations import without_padding
+from fedrot.symmetry.description import Symmetry
+from fedrot.symmetry.kinds import HeadRotation
+
+Batch = Mapping[str, Tensor]
+
+GramForm = Literal["full", "heads", "diagonal"]
+GRAM_FORMS = ("full", "heads", "diagonal")
+
+#: With more labels than this, the expectation over a model's own labels is sampled.
+EXACT_LABELS = 8
+
+
+def _input_axis(module: nn.Module) -> int | None:
+    """Return the axis of a module's weight that its input is contracted with, None if there is none."""
+    if isinstance(module, nn.Linear):
+        return 1
+    # transformers' Conv1D, which this package does not import.
+    return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+
+
+def _readers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """Return the linear modules by the name of their weight, those with a weight of their own only.
+
+    A weight that is also an embedding's, or shared by layers with different inputs, is no linear
+    regression on one input: it is averaged.
+    """
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = {}
+    for name, module in model.named_modules():
+        axis = _input_axis(module)
+        weight: Any = module.weight if axis is not None else None
+        if axis is not None and uses[id(weight)] == 1:
+            found[f"{name}.weight"] = (module, axis)
+    return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module back into its own afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def collect_gram(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    max_batches: int = 100,
+    form: GramForm = "full",
+    symmetry: Symmetry | None = None,
+) -> dict[str, dict[str, Tensor]]:
+    """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
+
+    ``G = X^T X / n`` over the ``n`` tokens that ``attention_mask`` shows, uncentred, float32
+    ``[in, in]`` (sums are float64), keyed by the layer's weight. Layers that read one and the same
+    input (query, key and value) hold one and the same matrix. Weights that share their values with
+    another module (output embeddings) have none.
+
+    Args:
+        model: any ``torch`` model of ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
+            without gradients, and left as it was.
+        batches: keyword arguments of the model's forward; ``labels`` are not passed on.
+        max_batches: batches read at most; Jin et al., Table 6, find no gain beyond 100.
+        form: what is kept, see ``compressed``.
+        symmetry: needed for the form ``heads``.
+
+    Raises:
+        FedrotError: no batch, no such layer, or an unknown form.
+    """
+    readers = _readers(model)
+    count: dict[str, int] = {}
+    sums: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    inputs: dict[str, Tensor] = {}
+    mask: Tensor | None = None
+
+    def seen(name: str, tensor: Tensor) -> None:
+        first = next((other for other, read in inputs.items() if read is tensor), name)
+        # An input counts as shared only if it has been so in every batch.
+        if same.setdefault(name, first) != first:
+            raise FedrotError(
+                f"The layers '{name}' and '{same[name]}' read one input in some batches only; collect "
+                "their statistics from batches that take the same path through the model."
+            )
+        inputs[name] = tensor
+        if first != name:
+            return
+        rows = without_padding(tensor, mask).float()
+        product = (rows.mT @ rows).double()
+        sums[name] = sums[name].add_(product) if name in sums else product
+        count[name] = count.get(name, 0) + len(rows)
+
+    with ExitStack() as stack, torch.no_grad(), evaluating(model):
+        for name, (module, _) in readers.items():
+            handle = module.register_forward_pre_hook(
+                lambda _module, args, name=name: seen(name, args[0])
+            )
+            stack.callback(handle.remove)
+        for batch in islice(batches, max_batches):
+            mask = batch.get("attention_mask")
+            inputs.clear()
+            model(**{k: v for k, v in batch.items() if k != "labels"})
+    if not sums:
+        raise FedrotError(
+            "No inputs of linear layers were seen: pass at least one batch and a model with Linear or "
+            "Conv1D layers."
+        )
+    grams = {name: (total / max(count[name], 1)).float() for name, total in sums.items()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, first in same.items():
+        found.setdefault(GRAMS[readers[name][1]], {})[name] = grams[first]
+    return compressed(found, form, symmetry)
+
+
+def compressed(
+    statistics: Statistics, form: GramForm, symmetry: Symmetry | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Return cheaper forms of Gram matrices; other kinds of statistics stay as they are.
+
+    Args:
+        statistics: with full Gram matrices ``[n, n]``.
+        form: ``full`` keeps them. ``heads`` keeps the blocks ``[heads, d, d]`` of each head where the
+            input is the heads' outputs, and diagonals ``[n]`` elsewhere: it can follow every
+            rotation and permutation. ``diagonal`` keeps diagonals ``[n]``, which cannot follow a
+            rotation.
+        symmetry: says where heads' outputs are read; needed for ``heads``.
+
+    Raises:
+        FedrotError: the form is unknown, or ``heads`` is asked for without a symmetry.
+    """
+    if form not in GRAM_FORMS:
+        raise FedrotError(f"form is '{form}'; choose from {', '.join(GRAM_FORMS)}.")
+    if form == "heads" and symmetry is None:
+        raise FedrotError("The form 'heads' needs the model's symmetry.")
+    heads = {
+        (slot.tensor, slot.axis): group.kind
+        for group in (symmetry.groups if symmetry and form == "heads" else ())
+        for slot in group.slots
+        if isinstance(group.kind, HeadRotation)
+    }
+    found: dict[str, dict[str, Tensor]] = {}
+    for kind, by_name in statistics.items():
+        axis = INPUT_AXIS.get(kind)
+        if axis is None or form == "full":
+            found[kind] = dict(by_name)
+            continue
+        memo: dict[tuple[int, object], Tensor] = {}
+        for name, gram in by_name.items():
+            rotation = heads.get((name, axis))
+            key = (id(gram), rotation)
+            if key not in memo:
+                memo[key] = _blocks(gram, rotation) if rotation else gram.diagonal().clone()
+            found.setdefault(kind, {})[name] = memo[key]
+    return found
+
+
+def _blocks(gram: Tensor, kind: HeadRotation) -> Tensor:
+    return torch.stack([gram[i : i + kind.dim, i : i + kind.dim] for i in range(0, len(gram), kind.dim)])
+
+
+def collect_fisher(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    labels: Literal["model", "data"] = "model",
+    max_rows: int = 256,
+    seed: int = 0,
+) -> dict[str, dict[str, Tensor]]:
+    """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
+
+    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows, each parameter's shape and
+    dtype (Jin et al. 2023, section 3.1; Matena & Raffel 2021). What ``y`` is follows from the
+    configuration's ``problem_type`` and ``num_labels``: one label, several labels, or a score with
+    unit variance; models without ``num_labels`` in their output predict a token per position. The
+    expectation is exact for up to ``EXACT_LABELS`` labels, and over one sample per row otherwise.
+
+    Args:
+        model: a ``transformers`` model whose output has ``logits``; run in evaluation mode, left as it
+            was.
+        batches: keyword arguments of forward, ``labels`` included if they are the data's.
+        labels: ``model``: expectation over the model's own labels; ``data``: the empirical Fisher.
+        max_rows: rows used at most; each costs a backward pass per label.
+        seed: of the sampled labels.
+
+    Raises:
+        FedrotError: no batch, or no labels where they are needed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    rows = 0
+    with torch.enable_grad(), evaluating(model):
+        for row in islice(_rows(batches), max_rows):
+            rows += 1
+            if labels == "data" and "labels" not in row:
+                raise FedrotError("The empirical Fisher needs 'labels' in the batches.")
+            logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits
+            terms = _log_likelihoods(model, logits, row, labels, generator)
+            for share, likelihood in terms:
+                gradients = torch.autograd.grad(
+                    likelihood, list(parameters.values()), retain_graph=True, allow_unused=True
+                )
+                for name, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        sums[name].addcmul_(gradient.float(), gradient.float(), value=share)
+    if not rows:
+        raise FedrotError("No rows were given; pass at least one batch.")
+    return {FISHER: {name: (total / rows).to(parameters[name].dtype) for name, total in sums.items()}}
+
+
+def _rows(batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        for i in range(len(next(iter(batch.values())))):
+            yield {name: value[i : i + 1] for name, value in batch.items()}
+
+
+def _log_likelihoods(
+    model: nn.Module, logits: Tensor, row: Batch, labels: str, generator: torch.Generator
+) -> list[tuple[float, Tensor]]:
+    """Return ``(probability, log likelihood)`` of the labels that one row's expectation runs over.
+
+    For several labels at once, and for a score, the terms are functions whose squared gradients add
+    up to the expectation.
+    """
+    if logits.ndim == 3:
+        return [(1.0, _tokens(logits, row, labels, generator))]
+    z, problem = logits[0].float(), _problem(model, logits)
+    if labels == "data":
+        return [(1.0, _of_data(problem, z, row["labels"][0]))]
+    if problem == "regression":
+        # d log N(y; z, 1) = (y - z) dz, and (y - z)^2 is 1 in expectation.
+        return [(1.0, value) for value in z]
+    if problem == "multi_label_classification":
+        p = z.detach().sigmoid()
+        return [(float(share), value) for share, value in zip(p * (1 - p), z, strict=True)]
+    likelihoods = z.log_softmax(0)
+    p = likelihoods.detach().exp()
+    if len(p) <= EXACT_LABELS:
+        return [(float(share), value) for share, value in zip(p, likelihoods, strict=True)]
+    return [(1.0, likelihoods[int(torch.multinomial(p.cpu(), 1, generator=generator))])]
+
+
+def _problem(model: nn.Module, logits: Tensor) -> str:
+    """Return the kind of label as transformers names it, guessed as transformers guesses it."""
+    config: Any = model.config
+    guess = "regression" if logits.shape[-1] == 1 else "single_label_classification"
+    return getattr(config, "problem_type", None) or guess
+
+
+def _of_data(problem: str, z: Tensor, label: Tensor) -> Tensor:
+    """Return the log likelihood of the data's label, up to a constant."""
+    if problem == "regression":
+        return -((label.reshape(-1).float() - z) ** 2).sum() / 2
+    if problem == "multi_label_classification":
+        return (label.float() * z - nn.functional.softplus(z)).sum()
+    return z.log_softmax(0)[int(label)]
+
+
+def _tokens(logits: Tensor, row: Batch, labels: str, generator: torch.Generator) -> Tensor:
+    """Return the log likelihood of a label per position: the data's, or a sample of the model's."""
+    likelihoods = logits[0].float().log_softmax(-1)
+    if labels == "data":
+        chosen = row["labels"][0]
+        counted = chosen >= 0
+    else:
+        chosen = torch.multinomial(likelihoods.detach().exp().cpu(), 1, generator=generator)[:, 0]
+        chosen = chosen.to(logits.device)
+        mask = row.get("attention_mask")
+        counted = mask[0].bool() if mask is not None else torch.ones_like(chosen, dtype=torch.bool)
+    picked = likelihoods.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
+    return picked[counted].sum()

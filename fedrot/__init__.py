@@ -16,7 +16,7 @@ from fedrot.matching.activations import Activations, collect_activations, probin
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.statistics import collect_fisher, collect_gram, compressed
+from fedrot.statistics import collect_fisher, collect_gram, completed, compressed
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
 from fedrot.variance import (
     UnitStatistics,
@@ -55,6 +55,7 @@ __all__ = [
     "collect_activations",
     "collect_fisher",
     "collect_gram",
+    "completed",
     "compressed",
     "interpolate",
     "learn_alignment",

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, Statistics
-from fedrot.errors import FedrotError
+from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, TRAINED, Statistics
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.activations import without_padding
 from fedrot.symmetry.description import Symmetry
 from fedrot.symmetry.kinds import HeadRotation
@@ -297,3 +297,41 @@ def _tokens(logits: Tensor, row: Batch, labels: str, generator: torch.Generator)
         counted = mask[0].bool() if mask is not None else torch.ones_like(chosen, dtype=torch.bool)
     picked = likelihoods.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
     return picked[counted].sum()
+
+
+def completed(
+    update: Mapping[str, Tensor],
+    received: Mapping[str, Tensor],
+    rows: Mapping[str, Iterable[int]] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Fill in what a client has not trained, and mark it, so that it does not enter the average.
+
+    Args:
+        update: the client's tensors; a task head that the client does not have may be absent.
+        received: the model that the client received, with every tensor.
+        rows: by tensor, the rows that the client trained: the labels it has seen, for the weight and
+            bias of a classifier. The other rows become the received ones.
+
+    Returns:
+        The complete update, and its statistics ``{"trained": masks}`` for
+        ``fedrot.aggregation``.
+
+    Raises:
+        UpdateError: the update has a tensor that was not received, or ``rows`` names no tensor or row.
+    """
+    for name in (*update, *(rows or {})):
+        if name not in received:
+            raise UpdateError(f"The tensor '{name}' is not part of the received model.")
+    full = {name: update.get(name, tensor) for name, tensor in received.items()}
+    masks = {name: torch.tensor(False) for name in received if name not in update}
+    for name, chosen in (rows or {}).items():
+        mask = torch.zeros(len(received[name]), dtype=torch.bool)
+        places = list(chosen)
+        if any(not 0 <= place < len(mask) for place in places):
+            raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
+        mask[places] = True
+        masks[name] = mask
+        full[name] = torch.where(
+            mask.reshape(-1, *[1] * (full[name].ndim - 1)), full[name], received[name]
+        )
+    return full, {TRAINED: masks} if masks else {}

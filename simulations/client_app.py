@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedrot.aggregation.statistics import FISHER, GRAMS
 from fedrot.strategies.matching import Matching, match_at_client
+from fedrot.strategies.records import STATISTICS, statistics_record, wanted_statistics
 from fedrot.strategies.replies import CLIENT_KEY, CLIENT_RECORD
 
 if TYPE_CHECKING:
     import torch
 
     from fedrot.simulations.tasks import Task
+    from fedrot.symmetry import Symmetry
 
 #: Metrics of a client's own model, before averaging, on the central held-out split.
 ALONE = "alone-"
@@ -42,6 +46,7 @@ class Job:
     last_round: int
     cache: str
     learn: bool
+    align: tuple[str, ...]
     client: int
 
     @classmethod
@@ -56,6 +61,7 @@ class Job:
             last_round=int(config["last-round"]),  # type: ignore[arg-type]
             cache=str(config["cache"]),
             learn=bool(config["learn"]),
+            align=tuple(part for part in str(config["align"]).split("+") if part),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -79,9 +85,11 @@ def train(message: Message, context: Context) -> Message:
     job = Job.read(message, context)
     task = task_of(job.config_json)
     (arrays,) = message.content.array_records.values()
-    state, metrics = _cached(job, arrays, lambda: _train(job, task, arrays))
+    state, metrics = _cached(job, _training_key(job, arrays), lambda: _train(job, task, arrays))
     if job.start == "scrambled":
         state = _scrambled(job, task, state)
+    if job.align:
+        state = _aligned(job, task, state, arrays.to_torch_state_dict())
     content = RecordDict(
         {
             "arrays": ArrayRecord(state),
@@ -89,6 +97,9 @@ def train(message: Message, context: Context) -> Message:
             CLIENT_RECORD: _identity(context),
         }
     )
+    kinds = wanted_statistics(message)
+    if kinds:
+        content[STATISTICS] = _statistics(job, task, state, kinds)
     return Message(content, reply_to=message)
 
 
@@ -175,6 +186,8 @@ def _train(
         model.load_state_dict(own.state_dict())
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
+    if task.config.head == "different" and job.round == 1:
+        _draw_head(model, build_model(task.config, task.data, seed=job.stream))
     rows, _ = task.client_rows(job.seed, job.client)
     epochs = task.config.epochs(job.round)
     loss = training.train(model, task, rows, job.stream, epochs)
@@ -186,33 +199,94 @@ def _train(
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
 
 
+def _draw_head(model: Any, other: Any) -> None:
+    """Give a model the task head of another, everything beside the encoder."""
+    encoder = f"{model.base_model_prefix}."
+    head = {name: t for name, t in other.state_dict().items() if not name.startswith(encoder)}
+    model.load_state_dict(head, strict=False)
+
+
 def _scrambled(job: Job, task: Task, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    from fedrot import random_equivalent, symmetry_of
+    from fedrot import random_equivalent
+
+    return random_equivalent(state, _symmetry(task, state), seed=job.stream)
+
+
+def _aligned(
+    job: Job, task: Task, state: dict[str, torch.Tensor], received: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Align at the client, as ``align_mod`` does, where statistics have to come after it."""
+    from fedrot import AlignmentOptions, align
+
+    options = AlignmentOptions(parts=job.align)
+    return align(state, received, _symmetry(task, state), options).apply(state)
+
+
+def _symmetry(task: Task, state: dict[str, torch.Tensor]) -> Symmetry:
+    from fedrot import symmetry_of
     from fedrot.simulations.models import model_config
 
-    symmetry = symmetry_of(model_config(task.config, task.data), state)
-    return random_equivalent(state, symmetry, seed=job.stream)
+    return symmetry_of(model_config(task.config, task.data), state)
 
 
-def _cached(job: Job, arrays: ArrayRecord, compute: Any) -> Any:
-    """Arms that send a client the same model get the same update: it is trained once.
+#: Training rows in a batch of statistics; Jin et al. (2023) have 16 and read up to 100 batches.
+STATISTICS_BATCH = 16
 
-    Training is a function of the configuration, the seed, the round, the client and the received
-    bytes; the file's name is their hash. After the first round arms hardly ever agree, and the
-    folder is the engine's: clients on other machines do not have it.
+
+def _statistics(
+    job: Job, task: Task, state: dict[str, torch.Tensor], kinds: tuple[str, ...]
+) -> ArrayRecord:
+    """Return the statistics of an update on the client's own training rows."""
+    from fedrot import collect_fisher, collect_gram
+    from fedrot.simulations.training import step_batches
+
+    rows, _ = task.client_rows(job.seed, job.client)
+    collectors = {GRAMS[1]: collect_gram, FISHER: collect_fisher}
+
+    def compute() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        model = _model(job, task)
+        model.load_state_dict(state)
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for kind in kinds:
+            batches = step_batches(task, model, rows, len(rows), STATISTICS_BATCH, job.stream)
+            found |= collectors[kind](model, batches)
+        return statistics_record(found).to_torch_state_dict(), {}
+
+    return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])
+
+
+def _training_key(job: Job, arrays: ArrayRecord) -> str:
+    """Training is a function of the configuration, the seed, the round, the client and the model.
+
+    Every start but "different" trains from what it received; scrambling comes after the cache.
+    """
+    own_start = job.start == "different" and job.round == 1
+    return _hashed([job.config_json, job.stream, job.last_round, own_start], arrays)
+
+
+def _hashed(what: Any, arrays: ArrayRecord) -> str:
+    key = hashlib.sha256(json.dumps(what).encode())
+    for name, array in arrays.items():
+        key.update(name.encode())
+        key.update(array.data)
+    return key.hexdigest()
+
+
+Result = tuple[dict[str, "torch.Tensor"], dict[str, float]]
+
+
+def _cached(job: Job, key: str, compute: Callable[[], Result]) -> Result:
+    """Arms that send a client the same model get the same answer: it is computed once.
+
+    After the first round arms hardly ever agree, and the folder is the engine's: clients on other
+    machines do not have it.
     """
     if job.round > 1 or not job.cache or not Path(job.cache).is_dir():
         return compute()
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    # Every start but "different" trains from what it received; scrambling comes after the cache.
-    own_start = job.start == "different" and job.round == 1
-    key = hashlib.sha256(json.dumps([job.config_json, job.stream, job.last_round, own_start]).encode())
-    for name, array in arrays.items():
-        key.update(name.encode())
-        key.update(array.data)
-    path = Path(job.cache) / f"{key.hexdigest()}.safetensors"
+    path = Path(job.cache) / f"{key}.safetensors"
     if path.exists():
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -23,9 +23,19 @@ Start = Literal["same", "different", "scrambled"]
 #: the clients by activations on their data, or learned there.
 EVIDENCE = ("probe", "weights", "clients", "learned")
 
+#: How an arm merges aligned updates. An ensemble merges nothing: it is the clients' models together,
+#: their logits averaged, or their probabilities.
+AGGREGATIONS = ("mean", "regmean", "fisher", "greedy", "ensemble", "ensemble-probabilities")
+
+#: The arm of one model that is trained on all clients' data, an upper bound.
+JOINED = "joined"
+
 
 class Arm(BaseModel):
     """How one arm averages: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
+
+    Any of them may end in ``/AGGREGATION``; ``ensemble`` is ``plain/ensemble``. ``joined`` is no
+    federation: one model is trained on all clients' data.
 
     ``aligned`` is ``FedRot`` as it comes: the default parts, and the whole model where replies come
     from other bases. ``PARTS`` is any of residual, output, heads, attention, ffn, rescale joined by
@@ -40,19 +50,31 @@ class Arm(BaseModel):
     parts: tuple[str, ...] = ()
     anchor: str = DEFAULT_ANCHOR
     evidence: str = EVIDENCE[0]
+    aggregation: str = AGGREGATIONS[0]
     foreign: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Read an arm from its name; raises ``ValueError`` with the grammar."""
-        if text == "plain":
+        if text == JOINED:
             return cls(name=text, align=False)
-        rest, _, evidence = text.partition("~")
+        full = f"plain/{text}" if text in AGGREGATIONS else text
+        rest, _, aggregation = full.partition("/")
+        rest, _, evidence = rest.partition("~")
         what, _, anchor = rest.partition("@")
         anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
-        for name, value, known in (("anchor", anchor, ANCHORS), ("evidence", evidence, EVIDENCE)):
+        aggregation = aggregation or AGGREGATIONS[0]
+        for name, value, known in (
+            ("anchor", anchor, ANCHORS),
+            ("evidence", evidence, EVIDENCE),
+            ("aggregation", aggregation, AGGREGATIONS),
+        ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
+        if rest == "plain":
+            return cls(name=text, align=False, aggregation=aggregation)
+        if aggregation.startswith("ensemble"):
+            raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
         foreign = what == "aligned"
@@ -62,7 +84,20 @@ class Arm(BaseModel):
             AlignmentOptions(parts=parts)
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
-        return cls(name=text, align=True, parts=parts, anchor=anchor, evidence=evidence, foreign=foreign)
+        return cls(
+            name=text,
+            align=True,
+            parts=parts,
+            anchor=anchor,
+            evidence=evidence,
+            aggregation=aggregation,
+            foreign=foreign,
+        )
+
+    @property
+    def ensemble(self) -> bool:
+        """Whether the arm evaluates the clients' models together."""
+        return self.aggregation.startswith("ensemble")
 
 
 class SimulationConfig(BaseModel):
@@ -92,6 +127,7 @@ class SimulationConfig(BaseModel):
     fraction_train: float = Field(1.0, gt=0, le=1)
 
     starts: tuple[Start, ...] = ("same",)
+    head: Literal["same", "different"] = Field("same", description="Where task heads start from.")
     arms: tuple[str, ...] = ("plain", "aligned")
     seeds: tuple[int, ...] = (0, 1, 2)
     rounds: int = Field(3, gt=0)
@@ -142,6 +178,13 @@ class SimulationConfig(BaseModel):
             raise ValueError(
                 "start 'different' needs fraction_train 1: a client that comes in a later round has "
                 "the broadcast model already"
+            )
+        arms = [Arm.parse(arm) for arm in self.arms]
+        if self.task != "classification" and any(arm.ensemble for arm in arms):
+            raise ValueError(f"ensembles are for task 'classification', not for '{self.task}'")
+        if not self.holdout and any(arm.aggregation == "greedy" for arm in arms):
+            raise ValueError(
+                "the greedy soup is chosen on clients' held-out rows; holdout must not be 0"
             )
         return self
 

@@ -7,7 +7,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,18 @@ from flwr.app import (
 )
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedrot.options import AlignmentOptions
 from fedrot.simulations import training
+from fedrot.simulations.arms import aggregation_of, evaluate_ensemble, train_joined
 from fedrot.simulations.client_app import ALONE
-from fedrot.simulations.config import Arm, SimulationConfig, Start
+from fedrot.simulations.config import JOINED, Arm, SimulationConfig, Start
 from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.runfolder import RunFolder
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.strategies import FedRot
+from fedrot.strategies.aligned import Round, Update
 from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.replies import client_id, own_id
 
@@ -109,12 +112,16 @@ class OrderedGrid(Grid):
 
 
 class SeededFedRot(FedRot):
-    """FedRot that samples the same clients in every arm: Flower samples from the global ``random``."""
+    """FedRot that samples the same clients in every arm: Flower samples from the global ``random``.
+
+    ``updates`` are the last round's, in the round's coordinates.
+    """
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seed = seed
         self.round = 0
+        self.updates: list[Mapping[str, Tensor]] = []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -122,6 +129,10 @@ class SeededFedRot(FedRot):
         self.round = server_round
         random.seed(f"{self._seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
+
+    def _merged(self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round) -> ArrayRecord:
+        self.updates = [update.tensors for update in updates]
+        return super()._merged(updates, arrays, this_round)
 
 
 def run_cells(
@@ -177,12 +188,25 @@ def _run_cell(
         for name, value in metrics.items():
             folder.row({**labels, "round": server_round, "scope": scope, "metric": name, "value": value})
 
-    def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        model.load_state_dict(arrays.to_torch_state_dict())
-        metrics = training.evaluate(model, task, task.test, everything)
+    def report_round(server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
         record("central", server_round, metrics)
         progress(f"{config.setting} · seed {seed} · {start} · {arm.name}", server_round, config.rounds)
         return MetricRecord(dict(metrics))
+
+    def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        if arm.ensemble and server_round > 0:
+            metrics = evaluate_ensemble(task, arm, model, strategy.updates)
+        else:
+            model.load_state_dict(arrays.to_torch_state_dict())
+            metrics = training.evaluate(model, task, task.test, everything)
+        return report_round(server_round, metrics)
+
+    if arm.name == JOINED:
+        for server_round in range(config.rounds + 1):
+            if server_round > 0:
+                train_joined(task, seed, model, server_round)
+            report_round(server_round, training.evaluate(model, task, task.test, everything))
+        return
 
     trained_rounds: set[int] = set()
 
@@ -201,16 +225,22 @@ def _run_cell(
         return MetricRecord()
 
     foreign = FOREIGN_OPTIONS if arm.foreign else AlignmentOptions(parts=arm.parts)
+    # A Fisher diagonal cannot follow rotations: clients align before they compute it.
+    at_clients = arm.align and arm.aggregation == "fisher"
+    at_server = arm.align and not at_clients
     report = scratch / "alignment.jsonl"
     strategy = SeededFedRot(
         model_config(config, task.data).to_dict(),
         seed=seed,
         anchor=arm.anchor,
-        options=AlignmentOptions(parts=arm.parts) if arm.align else None,
+        aggregation=aggregation_of(arm, task, seed, model),
+        options=AlignmentOptions(parts=arm.parts) if at_server else None,
         foreign=None if arm.evidence == "probe" and arm.foreign else foreign,
-        model=(lambda: build_model(config, task.data, seed)) if arm.evidence == "probe" else None,
+        model=(lambda: build_model(config, task.data, seed))
+        if at_server and arm.evidence == "probe"
+        else None,
         match_at_clients=arm.evidence in ("clients", "learned"),
-        align=arm.align,
+        align=at_server,
         report_path=report,
         fraction_train=config.fraction_train,
         fraction_evaluate=1.0 if config.holdout else 0.0,
@@ -227,6 +257,7 @@ def _run_cell(
         "last-round": config.rounds,
         "cache": str(scratch) if shared_cache else "",
         "learn": arm.evidence == "learned",
+        "align": "+".join(arm.parts) if at_clients else "",
     }
     try:
         result = strategy.start(

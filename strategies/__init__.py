@@ -5,7 +5,19 @@ from importlib.util import find_spec
 if find_spec("flwr") is None:
     raise ModuleNotFoundError("The strategies need Flower: pip install 'fedrot[flower]'")
 
-from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned, FedRot
+from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
+from fedrot.strategies.client import align_mod
+from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.matching import Matching, match_at_client
+from fedrot.strategies.records import statistics_record, wanted_statistics
 
-__all__ = ["DEFAULT_ANCHOR", "Aligned", "FedRot", "Matching", "match_at_client"]
+__all__ = [
+    "DEFAULT_ANCHOR",
+    "Aligned",
+    "FedRot",
+    "Matching",
+    "align_mod",
+    "match_at_client",
+    "statistics_record",
+    "wanted_statistics",
+]

@@ -1,22 +1,24 @@
-"""Alignment in front of any Flower strategy, and FedRot, which is aligned FedAvg."""
+"""Alignment in front of any Flower strategy."""
 
 from __future__ import annotations
 
 import copy
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
+from fedrot.aggregation import Statistics
 from fedrot.anchors import ANCHORS, SAME_BASE, AlignedUpdate, Evidence, align_round, base_cosine
 from fedrot.contract import check_function
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
@@ -24,7 +26,13 @@ from fedrot.matching.activations import probing
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
-from fedrot.strategies.records import replace_changed, to_tensors
+from fedrot.strategies.records import (
+    STATISTICS,
+    model_records,
+    replace_changed,
+    statistics_bytes,
+    to_tensors,
+)
 from fedrot.strategies.replies import Reply, client_id, read_reply, with_common_layout
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.resolve import settings_of
@@ -34,8 +42,17 @@ from fedrot.validation import check_finite
 DEFAULT_ANCHOR = "running"
 
 
+class Update(NamedTuple):
+    """A reply in the coordinates of its round: its client, tensors, weight and statistics."""
+
+    client: int
+    tensors: Mapping[str, Tensor]
+    weight: float
+    statistics: Statistics
+
+
 @dataclass
-class _Round:
+class Round:
     """What happened in one round: reports and set-aside reasons, each with its client."""
 
     number: int
@@ -44,13 +61,22 @@ class _Round:
     reports: list[tuple[int, AlignmentReport]] = field(default_factory=list)
     set_aside: list[tuple[int, str]] = field(default_factory=list)
     foreign: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+    statistics_bytes: int = 0
 
     def put_aside(self, client: int, reason: str) -> None:
         self.set_aside.append((client, reason))
         log(WARNING, "Reply of client %d set aside: %s", client, reason)
 
+    def note(self, notes: Mapping[str, str]) -> None:
+        """Keep what the aggregation found out of the ordinary, by tensor, and log the first."""
+        self.notes = dict(notes)
+        for name, what in islice(notes.items(), 1):
+            log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(notes), what)
+
     def losses(self) -> dict[str, int]:
         counts = {"fedrot-replies-set-aside": len(self.set_aside), "fedrot-replies-failed": self.failed}
+        counts["fedrot-statistics-bytes"] = self.statistics_bytes
         return {name: count for name, count in counts.items() if count}
 
     def metrics(self) -> dict[str, float | int]:
@@ -75,6 +101,7 @@ class _Round:
             "fedrot-groups-skipped": sum(g.skipped for r in reports for g in r.groups),
             "fedrot-replies-set-aside": len(self.set_aside),
             "fedrot-replies-failed": self.failed,
+            "fedrot-statistics-bytes": self.statistics_bytes,
             "fedrot-seconds": time.perf_counter() - self.start,
         }
 
@@ -84,10 +111,12 @@ class _Round:
             for client, report in self.reports
             for row in report.rows()
         ]
-        return aligned + [
+        aside = [
             {"round": self.number, "client": client, "set_aside": reason}
             for client, reason in self.set_aside
         ]
+        notes = [{"round": self.number, "tensor": t, "note": note} for t, note in self.notes.items()]
+        return aligned + aside + notes
 
 
 class Aligned(Strategy):
@@ -202,31 +231,44 @@ class Aligned(Strategy):
         """Align the replies, let the strategy behind aggregate them, and report."""
         ordered = sorted(replies, key=client_id)
         failed = [message for message in ordered if message.has_error()]
-        this_round = _Round(server_round, failed=len(failed))
+        this_round = Round(server_round, failed=len(failed))
+        this_round.statistics_bytes = sum(map(statistics_bytes, ordered))
         broadcast = to_tensors(self._broadcast)
         good = self._good(ordered, broadcast, this_round)
         if self.align:
-            messages = self._aligned(good, broadcast, this_round)
+            updates = self._aligned(good, broadcast, this_round)
         else:
-            messages = [_with_tensors(reply, reply.tensors) for reply in good]
+            updates = [Update(client_id(r.message), r.tensors, r.weight, r.statistics) for r in good]
+        messages = [_with_tensors(r, u.tensors) for r, u in zip(good, updates, strict=True)]
         arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
             server_round, messages + failed
         )
+        if arrays is not None:
+            arrays = self._merged(updates, arrays, this_round)
         if arrays is not None and self.align:
             self._keep_integers(arrays)
         return arrays, self._report(this_round, metrics)
 
+    def _needs(self, server_round: int) -> tuple[str, ...]:
+        """Return the kinds of statistics that every reply of a round has to bring."""
+        return ()
+
+    def _merged(self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round) -> ArrayRecord:
+        """Return the round's model; ``arrays`` is what the strategy behind made of the updates."""
+        return arrays
+
     def _good(
-        self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: _Round
+        self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: Round
     ) -> list[Reply]:
         """Return the replies that may enter the average; set the others aside."""
         weighted_by = getattr(self, "weighted_by_key", "num-examples")
+        needs = self._needs(this_round.number)
         passed: list[Reply] = []
         for message in replies:
             if message.has_error():
                 continue
             try:
-                passed.append(read_reply(message, broadcast, weighted_by))
+                passed.append(read_reply(message, broadcast, weighted_by, needs))
             except UpdateError as error:
                 this_round.put_aside(client_id(message), str(error))
         good, odd = with_common_layout(passed)
@@ -239,8 +281,9 @@ class Aligned(Strategy):
         return good
 
     def _aligned(
-        self, replies: list[Reply], broadcast: Mapping[str, Tensor], this_round: _Round
-    ) -> list[Message]:
+        self, replies: list[Reply], broadcast: Mapping[str, Tensor], this_round: Round
+    ) -> list[Update]:
+        """Return the replies in the round's coordinates, their statistics moved with them."""
         assert isinstance(self.symmetry, Symmetry)
         base = self._base(replies, broadcast, self.symmetry, this_round)
         found: dict[int, AlignedUpdate] = {}
@@ -257,19 +300,20 @@ class Aligned(Strategy):
             self._evidence,
         )
         found |= dict(zip(others, aligned, strict=True))
-        messages = []
+        updates = []
         for index, reply in enumerate(replies):
-            result = found[index]
-            this_round.reports.append((client_id(reply.message), result.alignment.report))
-            messages.append(_with_tensors(reply, result.tensors))
-        return messages
+            result, client = found[index], client_id(reply.message)
+            this_round.reports.append((client, result.alignment.report))
+            statistics = result.alignment.transport(reply.statistics)
+            updates.append(Update(client, result.tensors, result.weight, statistics))
+        return updates
 
     def _base(
         self,
         replies: list[Reply],
         broadcast: Mapping[str, Tensor],
         symmetry: Symmetry,
-        this_round: _Round,
+        this_round: Round,
     ) -> Mapping[str, Tensor]:
         """Return whose coordinates the round is in: the broadcast model's, unless few share them."""
         foreign = [r for r in replies if base_cosine(r.tensors, broadcast, symmetry) < SAME_BASE]
@@ -307,7 +351,7 @@ class Aligned(Strategy):
         }
         requests = []
         for node, index in asked.items():
-            ((_, update),) = replies[index].message.content.array_records.items()
+            (update,) = model_records(replies[index].message.content).values()
             requests.append(request(base, update, self._config, node))
         found = {}
         for answer in self._grid.send_and_receive(requests):
@@ -329,7 +373,7 @@ class Aligned(Strategy):
             if name in arrays and not array.dtype.startswith("float"):
                 arrays[name] = array
 
-    def _report(self, this_round: _Round, metrics: MetricRecord | None) -> MetricRecord | None:
+    def _report(self, this_round: Round, metrics: MetricRecord | None) -> MetricRecord | None:
         if self.align:
             ours = this_round.metrics()
             log(
@@ -355,14 +399,11 @@ class Aligned(Strategy):
 
 
 def _with_tensors(reply: Reply, tensors: Mapping[str, Tensor]) -> Message:
-    """Return a copy of the reply's message that carries other tensors; the original stays as it was."""
+    """Return a copy of the reply's message with other tensors and without statistics."""
     content = RecordDict(dict(reply.message.content))
+    content.pop(STATISTICS, None)
     ((name, arrays),) = content.array_records.items()
     content[name] = replace_changed(arrays, reply.tensors, tensors)
     message = copy.copy(reply.message)
     message.content = content
     return message
-
-
-class FedRot(Aligned, FedAvg):
-    """Aligned FedAvg: every FedAvg argument works, and ``align=False`` is FedAvg itself."""

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from torch import Tensor
+
+from fedrot.aggregation import Statistics
+from fedrot.errors import FedrotError, UpdateError
+
+#: Record of a reply that holds its statistics, and key of a request's configuration that names the
+#: kinds the server wants this round, separated by commas.
+STATISTICS = "fedrot-statistics"
+
+#: Between kind and names, and between the names of layers that hold one and the same matrix.
+_KIND, _NAMES = "/", "|"
 
 
 def to_tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
@@ -28,3 +38,71 @@ def replace_changed(
             for name, array in arrays.items()
         }
     )
+
+
+def wanted_statistics(message: Message) -> tuple[str, ...]:
+    """Return the kinds of statistics that the server asks for in a training request."""
+    for config in message.content.config_records.values():
+        if STATISTICS in config:
+            return tuple(kind for kind in str(config[STATISTICS]).split(",") if kind)
+    return ()
+
+
+def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
+    """Return statistics as the record that a client puts into its reply, under ``STATISTICS``.
+
+    Matrices that several layers share travel once.
+
+    Args:
+        statistics: by kind, then by tensor name.
+        dtype: float32, or bfloat16 for half the bytes and three significant digits.
+
+    Raises:
+        FedrotError: another dtype.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise FedrotError(f"Statistics travel as float32 or bfloat16, not as {dtype}.")
+    arrays: dict[str, Array] = {}
+    for kind, by_name in statistics.items():
+        names: dict[int, list[str]] = {}
+        for name, value in by_name.items():
+            names.setdefault(id(value), []).append(name)
+        for shared in names.values():
+            value = by_name[shared[0]].detach().cpu()
+            if value.is_floating_point():
+                value = value.to(dtype)
+            # NumPy has no bfloat16: its bits travel.
+            bits = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+            arrays[f"{kind}{_KIND}{_NAMES.join(shared)}"] = Array(bits.numpy())
+    return ArrayRecord(arrays)
+
+
+def read_statistics(content: RecordDict) -> dict[str, dict[str, Tensor]]:
+    """Return the statistics of a reply, empty if it has none.
+
+    Raises:
+        UpdateError: they cannot be decoded.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, array in content.array_records.get(STATISTICS, {}).items():
+        kind, separator, names = key.partition(_KIND)
+        try:
+            value = torch.from_numpy(array.numpy())
+        except Exception as error:
+            raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
+        if not separator:
+            raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
+        value = value.view(torch.bfloat16).float() if value.dtype == torch.uint16 else value
+        found.setdefault(kind, {}).update(dict.fromkeys(names.split(_NAMES), value))
+    return found
+
+
+def statistics_bytes(message: Message) -> int:
+    """Return what a reply's statistics weigh on the wire."""
+    record = message.content.array_records.get(STATISTICS) if message.has_content() else None
+    return sum(len(array.data) for array in record.values()) if record is not None else 0
+
+
+def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """Return a reply's ArrayRecords without its statistics: exactly one, if the reply is good."""
+    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
+from fedrot.aggregation import Statistics, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.strategies.records import to_tensors
+from fedrot.strategies.records import model_records, read_statistics, to_tensors
 from fedrot.validation import check_finite, check_update
 
 #: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
@@ -20,16 +21,20 @@ CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that passed: its message, its tensors in the broadcast dtypes, and its weight."""
+    """A reply that passed: its message, its tensors in the broadcast dtypes, and its weight.
+
+    Statistics are as the client sent them, of its update before the server moves it.
+    """
 
     message: Message
     tensors: dict[str, Tensor]
     weight: float
+    statistics: Statistics = field(default_factory=dict)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """What Flower's strategies need to be equal in all replies: record names and metrics."""
-        ((arrays, _),) = self.message.content.array_records.items()
+        (arrays,) = model_records(self.message.content)
         ((metrics, record),) = self.message.content.metric_records.items()
         lengths = {name: len(v) if isinstance(v, list) else None for name, v in record.items()}
         return arrays, metrics, tuple(sorted(lengths.items()))
@@ -58,18 +63,27 @@ def client_id(message: Message) -> int:
     return message.metadata.src_node_id if own is None else own
 
 
-def read_reply(message: Message, broadcast: Mapping[str, Tensor], weighted_by_key: str) -> Reply:
+def read_reply(
+    message: Message,
+    broadcast: Mapping[str, Tensor],
+    weighted_by_key: str,
+    needs: Collection[str] = (),
+) -> Reply:
     """Check a reply and decode it.
 
+    Args:
+        needs: the kinds of statistics that it has to bring.
+
     Raises:
-        UpdateError: it does not hold exactly one ArrayRecord and one MetricRecord, its weight is not
-            a positive number, an array cannot be decoded, or the arrays are not a finite update of
-            the broadcast model.
+        UpdateError: it does not hold exactly one ArrayRecord (statistics apart) and one MetricRecord,
+            its weight is not a positive number, an array cannot be decoded, the arrays are not a
+            finite update of the broadcast model, or statistics are missing or impossible.
     """
     content = message.content
-    if len(content.array_records) != 1 or len(content.metric_records) != 1:
+    records = model_records(content)
+    if len(records) != 1 or len(content.metric_records) != 1:
         raise UpdateError(
-            f"The reply holds {len(content.array_records)} ArrayRecords and "
+            f"The reply holds {len(records)} ArrayRecords and "
             f"{len(content.metric_records)} MetricRecords; send exactly one of each."
         )
     (metrics,) = content.metric_records.values()
@@ -79,7 +93,7 @@ def read_reply(message: Message, broadcast: Mapping[str, Tensor], weighted_by_ke
             f"The metric '{weighted_by_key}' is {weight!r}; it must be a positive number (a client "
             "without examples has nothing to average)."
         )
-    (arrays,) = content.array_records.values()
+    (arrays,) = records.values()
     try:
         tensors = to_tensors(arrays)
     except Exception as error:
@@ -93,4 +107,12 @@ def read_reply(message: Message, broadcast: Mapping[str, Tensor], weighted_by_ke
             )
     check_finite(tensors)
     cast = {name: tensor.to(broadcast[name].dtype) for name, tensor in tensors.items()}
-    return Reply(message, cast, float(weight))
+    statistics = read_statistics(content)
+    missing = [kind for kind in needs if not statistics.get(kind)]
+    if missing:
+        raise UpdateError(
+            f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
+            "statistics_record(...) into it under the name 'fedrot-statistics'."
+        )
+    check_statistics(statistics, {name: tuple(t.shape) for name, t in cast.items()})
+    return Reply(message, cast, float(weight), statistics)

@@ -29,7 +29,7 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 
-LEARNING = fedrot.LearningOptions(steps=3)
+LEARNING = fedrot.LearningOptions(steps=3, general=True)
 EDITED = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 ATTENTION = next(g.name for g in SYMMETRY.select(("attention",)))

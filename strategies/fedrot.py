@@ -1,0 +1,98 @@
+"""FedRot: FedAvg with alignment in front, and other ways to merge the aligned updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from logging import INFO
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation.statistics import FISHER
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.aligned import Aligned, Round, Update
+from fedrot.strategies.records import STATISTICS
+
+
+class FedRot(Aligned, FedAvg):
+    """Aligned FedAvg: every FedAvg argument works, and ``align=False`` is FedAvg itself.
+
+    Args:
+        *args: of ``Aligned``, then of FedAvg.
+        aggregation: builds what merges a round's aligned updates, ``fedrot.aggregation.RegMean``, say;
+            FedAvg's weighted mean if None. Statistics that it needs are asked for in the clients'
+            training configuration, see ``wanted_statistics``, and come back in a record of their own,
+            ``statistics_record``. They are moved with the updates. Replies without them are set
+            aside.
+        statistics_every: ask for statistics every so many rounds, from the first one on; the rounds
+            between are means. Gram matrices of BERT-base are larger than the model.
+        **kwargs: of ``Aligned`` and FedAvg.
+
+    Raises:
+        FedrotError: as ``Aligned``; the aggregation needs diagonal Fisher information, which cannot
+            follow the rotations that would be aligned.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        aggregation: Callable[[], Aggregator] | None = None,
+        statistics_every: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if statistics_every < 1:
+            raise FedrotError(f"statistics_every is {statistics_every}; it must be 1 or more.")
+        self.aggregation = aggregation
+        self.statistics_every = statistics_every
+        needs = aggregation().needs if aggregation is not None else ()
+        rotated = [o.parts for o in (self.options, self.foreign) if o and "attention" in o.parts]
+        if self.align and FISHER in needs and (rotated or self.model is not None):
+            raise FedrotError(
+                "Diagonal Fisher information cannot follow rotations of the heads. Let the clients "
+                "align before they compute it (fedrot.strategies.align_mod) and give align=False here, "
+                "or align permutations only, options=AlignmentOptions(parts=('heads', 'ffn'))."
+            )
+        self._kinds = needs
+
+    def summary(self) -> None:
+        """Log how updates are merged, then the summary of alignment and FedAvg."""
+        if self.aggregation is not None:
+            name = getattr(self.aggregation, "__name__", type(self.aggregation()).__name__)
+            every = f" every {self.statistics_every} rounds" if self.statistics_every > 1 else ""
+            log(INFO, "\t├──> Aggregation: %s%s", name, every if self._kinds else "")
+        super().summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask for statistics in the rounds that use them."""
+        if self._kinds:
+            config[STATISTICS] = ",".join(self._needs(server_round))
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def _needs(self, server_round: int) -> tuple[str, ...]:
+        return self._kinds if (server_round - 1) % self.statistics_every == 0 else ()
+
+    def _merged(self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round) -> ArrayRecord:
+        build = self.aggregation if self._needs(this_round.number) == self._kinds else None
+        if build is None and not any(update.statistics for update in updates):
+            return arrays
+        aggregator, added = (build or Mean)(), 0
+        for update in updates:
+            try:
+                aggregator.add(update.tensors, update.weight, update.statistics)
+            except UpdateError as error:
+                this_round.put_aside(update.client, str(error))
+            else:
+                added += 1
+        if not added:
+            return arrays
+        merged = ArrayRecord(aggregator.result())
+        this_round.note(aggregator.notes)
+        self._keep_integers(merged)
+        return merged

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, GreedySoup, RegMean
+from fedrot.aggregation import Aggregator, Fisher, GreedySoup, OptimalTransport, RegMean
 from fedrot.simulations import training
 from fedrot.simulations.config import Arm
 from fedrot.simulations.tasks import Task
+from fedrot.symmetry import symmetry_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -70,7 +71,12 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
     def greedy() -> Aggregator:
         return GreedySoup(score)
 
-    return {"regmean": RegMean, "fisher": Fisher, "greedy": greedy}.get(arm.aggregation)
+    def transport() -> Aggregator:
+        config: Any = shell.config
+        return OptimalTransport(symmetry_of(config, shell.state_dict()))
+
+    merging = {"regmean": RegMean, "fisher": Fisher, "greedy": greedy, "ot": transport}
+    return merging.get(arm.aggregation)
 
 
 def train_joined(task: Task, seed: int, model: nn.Module, server_round: int) -> None:

@@ -96,13 +96,15 @@ def compare(
     grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[setting]] each.")],
     out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
     data_dir: Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")] = None,
+    model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
 ) -> None:
     """Run a grid of settings, each with its arms, starts and seeds."""
 
     def run() -> None:
         with grid.open("rb") as file:
             described = tomllib.load(file)
-        base, given = described.get("base", {}), {"data_dir": data_dir} if data_dir else {}
+        options = {"data_dir": data_dir, "model": model}
+        base, given = described.get("base", {}), {k: v for k, v in options.items() if v is not None}
         settings = [{**base, **setting, **given} for setting in described.get("setting", [])]
         if not settings:
             raise ValueError(f"'{grid}' describes no [[setting]].")
@@ -203,6 +205,68 @@ def barriers(
         for table in tables(summarise(lines)):
             console.print(table)
         console.print(f"Summary: {out / 'summary.md'}", markup=False)
+
+    _guarded(run)
+
+
+@app.command()
+def merge(
+    models: Annotated[
+        list[Path],
+        typer.Argument(help="Two or more: folders saved with save_pretrained, or .safetensors files."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
+    ] = None,
+    anchor: Annotated[
+        Path | None, typer.Option(help="The model that the others are moved to; default: the first.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="mean, fisher or regmean.")] = "mean",
+    parts: Annotated[
+        str, typer.Option(help="What is aligned: whole, none, or parts such as attention+ffn.")
+    ] = "attention+ffn",
+    layers: Annotated[
+        str, typer.Option(help="Aligned layers: all, first:N, last:N or indices such as 0,2.")
+    ] = "all",
+    weights: Annotated[
+        str | None, typer.Option(help="One number per model, separated by commas; default: equal.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="RegMean's factor of off-diagonal entries.")] = 0.9,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; default: the anchor's.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Of .safetensors files: config.json, or a folder with one.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Texts that fisher and regmean need: bundled (goemotions_ekman), or a name."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Use at most so many texts.")] = None,
+    max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
+) -> None:
+    """Align saved models to one of them, merge them, and write the result as a model."""
+    settings = dict(locals())
+    for name in ("models", "out", "parts", "layers", "weights"):
+        del settings[name]
+
+    def run() -> None:
+        from fedrot.simulations import merging
+        from fedrot.simulations.merge_report import table
+
+        shares = merging.weights_of(weights) if weights else None
+        options = merging.options_of(parts, layers)
+        report = merging.merge(models, out, options=options, weights=shares, **settings)
+        console.print(table(report))
+        for note in report.notes:
+            _say(f"Note: {note}")
+        _say(f"Written: {report.out}" if report.out else "Dry run: nothing was written.")
 
     _guarded(run)
 

@@ -25,7 +25,7 @@ EVIDENCE = ("probe", "weights", "clients", "learned")
 
 #: How an arm merges aligned updates. An ensemble merges nothing: it is the clients' models together,
 #: their logits averaged, or their probabilities.
-AGGREGATIONS = ("mean", "regmean", "fisher", "greedy", "ensemble", "ensemble-probabilities")
+AGGREGATIONS = ("mean", "regmean", "fisher", "ot", "greedy", "ensemble", "ensemble-probabilities")
 
 #: The arm of one model that is trained on all clients' data, an upper bound.
 JOINED = "joined"

@@ -159,13 +159,15 @@ def run_cells(
     ordered = OrderedGrid(grid, stop, config.clients)
     with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
         previous: int | None = None
+        initial: dict[int, dict[str, float]] = {}
         for seed, start, arm in config.cells():
             if seed != previous:
                 # Arms share updates only within a seed.
                 for file in Path(scratch).iterdir():
                     file.unlink()
                 previous = seed
-            _run_cell(ordered, task, seed, start, arm, folder, Path(scratch), shared_cache, progress)
+            cache = Path(scratch)
+            _run_cell(ordered, task, seed, start, arm, folder, cache, shared_cache, progress, initial)
 
 
 def _run_cell(
@@ -178,7 +180,9 @@ def _run_cell(
     scratch: Path,
     shared_cache: bool,
     progress: Progress,
+    initial: dict[int, dict[str, float]],
 ) -> None:
+    """Run one arm; ``initial`` are the metrics of each seed's initial model, once they are known."""
     config = task.config
     labels = {"setting": config.setting, "arm": arm.name, "start": start, "seed": seed}
     model = build_model(config, task.data, seed)
@@ -195,17 +199,21 @@ def _run_cell(
 
     def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         if arm.ensemble and server_round > 0:
-            metrics = evaluate_ensemble(task, arm, model, strategy.updates)
-        else:
-            model.load_state_dict(arrays.to_torch_state_dict())
-            metrics = training.evaluate(model, task, task.test, everything)
-        return report_round(server_round, metrics)
+            return report_round(server_round, evaluate_ensemble(task, arm, model, strategy.updates))
+        model.load_state_dict(arrays.to_torch_state_dict())
+        return report_round(server_round, evaluated(server_round))
+
+    def evaluated(server_round: int) -> dict[str, float]:
+        if server_round == 0 and seed in initial:
+            return initial[seed]
+        metrics = training.evaluate(model, task, task.test, everything)
+        return initial.setdefault(seed, metrics) if server_round == 0 else metrics
 
     if arm.name == JOINED:
         for server_round in range(config.rounds + 1):
             if server_round > 0:
                 train_joined(task, seed, model, server_round)
-            report_round(server_round, training.evaluate(model, task, task.test, everything))
+            report_round(server_round, evaluated(server_round))
         return
 
     trained_rounds: set[int] = set()

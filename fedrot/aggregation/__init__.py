@@ -10,6 +10,7 @@ from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.regmean import RegMean
 from fedrot.aggregation.soup import GreedySoup
 from fedrot.aggregation.statistics import Statistics, check_statistics
+from fedrot.aggregation.transport import OptimalTransport
 
 
 class Aggregator(Protocol):
@@ -34,4 +35,13 @@ class Aggregator(Protocol):
         """Return the merged tensors so far."""
 
 
-__all__ = ["Aggregator", "Fisher", "GreedySoup", "Mean", "RegMean", "Statistics", "check_statistics"]
+__all__ = [
+    "Aggregator",
+    "Fisher",
+    "GreedySoup",
+    "Mean",
+    "OptimalTransport",
+    "RegMean",
+    "Statistics",
+    "check_statistics",
+]

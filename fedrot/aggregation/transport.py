@@ -18,7 +18,7 @@ from fedrot.symmetry.description import Group, Symmetry
 MIXED = ("heads", "ffn")
 
 #: When Sinkhorn's iterations stop: by their number, or by the error of the plan's sums.
-_ITERATIONS, _TOLERANCE = 2000, 1e-9
+_ITERATIONS, _TOLERANCE = 2000, 1e-7
 
 
 class OptimalTransport:
@@ -27,9 +27,9 @@ class OptimalTransport:
     Units are FFN neurons and heads. Each of ``n`` units of the anchor receives the mixture of the
     update's units that the transport plan ``T`` (``[n, n]``, rows and columns sum to 1) sends there:
     ``u_i = sum_j T_ij u_j``, on the side that writes the units and on the side that reads them. The
-    plan minimises the squared distance of the weights plus ``regularisation`` times its negative entropy, costs being divided
-    by their largest; with 0 it is a permutation, and the function of the update is preserved. A soft
-    plan changes it. Align rotations first.
+    plan minimises the squared distance of the weights plus ``regularisation`` times its negative
+    entropy, costs being divided by their largest; with 0 it is a permutation, and the function of the
+    update is preserved. A soft plan changes it. Align rotations first.
 
     Needs the POT library.
 

@@ -1,0 +1,179 @@
+"""Ways to match two tiny models, and what is reported of the line between them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedrot import random_equivalent, symmetry_of
+from fedrot.diagnostics import Barrier, interpolate
+from fedrot.simulations import barriers
+from fedrot.simulations.barrier_report import markdown, summarise
+from fedrot.simulations.barriers import METHODS, Line, lines_of, match, measure, training_batches
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.models import build_model
+from fedrot.simulations.runfolder import read_rows
+from fedrot.simulations.tasks import Task, task_of
+from fedrot.symmetry import WHOLE_MODEL
+
+SMALL: dict[str, Any] = {
+    "train_limit": 128,
+    "test_limit": 60,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "max_length": 32,
+}
+
+
+@pytest.fixture(scope="module", params=["classification", "mlm"])
+def task(request: pytest.FixtureRequest) -> Task:
+    return task_of(SimulationConfig(task=request.param, **SMALL).to_json())
+
+
+@pytest.fixture(scope="module")
+def model(task: Task) -> torch.nn.Module:
+    return build_model(task.config, task.data, seed=0)
+
+
+def test_batches_for_methods_are_those_of_training(task: Task, model: torch.nn.Module) -> None:
+    batches = training_batches(task, model, 100)
+    assert sum(len(batch["input_ids"]) for batch in batches) == 100
+    assert all("labels" in batch for batch in batches)
+    masked = sum(int((batch["input_ids"] == 4).sum()) for batch in batches)
+    assert (masked > 0) == (task.config.task == "mlm")
+    again = training_batches(task, model, 100)
+    assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(batches, again, strict=True))
+
+
+def test_labels_are_not_shown_where_activations_are_collected(
+    task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+    original = barriers.collect_activations
+
+    def spy(anchor: Any, client: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = list(batches)
+        seen.extend(set(batch) for batch in batches)
+        return original(anchor, client, batches, *args, **kwargs)
+
+    monkeypatch.setattr(barriers, "collect_activations", spy)
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    for name in METHODS:
+        match(METHODS[name], model, model, symmetry, batches)
+    assert {"input_ids", "attention_mask", "token_type_ids"} in seen
+    assert {"input_ids", "attention_mask"} in seen
+    assert not any("labels" in names for names in seen)
+
+
+def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: torch.nn.Module) -> None:
+    symmetry = symmetry_of(model.config, model.state_dict())
+    client = copy.deepcopy(model)
+    client.load_state_dict(random_equivalent(model.state_dict(), symmetry, seed=3, parts=WHOLE_MODEL))
+    batches = training_batches(task, model, 64)
+    for name in ("whole", "whole+probe", "whole+data"):
+        line = measure(name, model, client, symmetry, task, batches, points=3)
+        assert line.after < 1e-6 * line.before
+        assert line.barrier.barrier == pytest.approx(0, abs=1e-5)
+    vanilla = measure("vanilla", model, client, symmetry, task, batches, points=3)
+    assert vanilla.barrier.at(0) == pytest.approx(vanilla.barrier.at(1), abs=1e-4, rel=1e-4)
+
+
+def test_neither_model_is_changed(task: Task, model: torch.nn.Module) -> None:
+    client = build_model(task.config, task.data, seed=1)
+    before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    for name in METHODS:
+        measure(name, model, client, symmetry, task, batches, points=3)
+    for m, state in zip((model, client), before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in m.state_dict().items())
+
+
+def test_a_method_may_refine_the_client_and_repair_the_merged_models(
+    task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = build_model(task.config, task.data, seed=1)
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    moved = match(METHODS["whole"], model, client, symmetry, batches).state
+    seen: list[Any] = []
+
+    def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
+        seen.append(aligned.state_dict())
+        return {name: tensor.clone() for name, tensor in anchor.state_dict().items()}
+
+    def repair(anchor: Any, aligned: Any, *_: object) -> Any:
+        seen.append(aligned.state_dict())
+        return lambda a, b, t: interpolate(a, b, 0.0)
+
+    whole = METHODS["whole"]
+    monkeypatch.setitem(METHODS, "refined", replace(whole, refine=refine))
+    monkeypatch.setitem(METHODS, "repaired", replace(whole, repair=repair))
+    for name in ("refined", "repaired"):
+        line = measure(name, model, client, symmetry, task, batches, points=3)
+        assert len({row["loss"] for row in line.barrier.rows}) == 1
+        assert (line.after == 0) == (name == "refined")
+    assert all(torch.equal(state[name], moved[name]) for state in seen for name in moved)
+
+
+# Summaries
+
+
+def line(cell: str, pair: str, method: str, *losses: float) -> Line:
+    positions = tuple(np.linspace(0, 1, len(losses)).tolist())
+    rows = tuple({"accuracy": 1 - loss, "loss": loss} for loss in losses)
+    return Line(cell, pair, method, 2.0, 10.0, 5.0, Barrier(positions, rows))
+
+
+def test_means_and_intervals_are_over_pairs() -> None:
+    lines = [
+        line("c", "0-1", "whole", 0.1, 0.2, 0.1),
+        line("c", "2-3", "whole", 0.1, 0.4, 0.1),
+        line("c", "0-1", "vanilla", 0.1, 0.5, 0.1),
+        line("c", "2-3", "vanilla", 0.1, 0.7, 0.1),
+    ]
+    vanilla, whole = summarise(lines)
+    assert (vanilla.method, whole.method, whole.pairs, whole.headline) == (
+        "vanilla",
+        "whole",
+        2,
+        "accuracy",
+    )
+    assert whole.barrier.mean == pytest.approx(0.2)
+    # The mean of the ratios 0.1 / 0.4 and 0.3 / 0.6; t(0.975, 1) = 12.706, sd / sqrt(2) = 0.125.
+    assert whole.share.mean == pytest.approx(0.375)
+    assert whole.share.ci_high == pytest.approx(0.375 + 12.706 * 0.125, rel=1e-4)
+    assert vanilla.share.mean == 1
+    assert whole.middle.mean == pytest.approx(0.7)
+    assert whole.ends.mean == pytest.approx(0.9)
+    assert whole.distance.mean == 0.5
+    assert "| c | accuracy | 2 | whole | 0.200 [-1.071, 1.471] |" in markdown([whole])
+
+
+def test_a_share_needs_a_vanilla_barrier() -> None:
+    (alone,) = summarise([line("c", "0-1", "whole", 0.1, 0.2, 0.1)])
+    assert math.isnan(alone.share.mean)
+    flat = [line("c", "0-1", "vanilla", 0.1, 0.1, 0.1), line("c", "0-1", "whole", 0.1, 0.2, 0.1)]
+    assert all(math.isnan(summary.share.mean) for summary in summarise(flat))
+    assert markdown([alone]).splitlines()[-1].count(" - ") == 1
+
+
+def test_diverged_models_stay_in_rows_and_summary(tmp_path: Path) -> None:
+    lines = [
+        line("c", "0-1", "vanilla", 0.1, math.nan, 0.1),
+        line("c", "0-1", "whole", 0.1, math.inf, 0.1),
+    ]
+    barriers.write_rows(tmp_path / "rows.jsonl", lines)
+    assert "NaN" not in (tmp_path / "rows.jsonl").read_text()
+    again = lines_of(read_rows(tmp_path))
+    assert all(math.isnan(ln.barrier.at(0.5)["loss"]) for ln in again)
+    assert "| c | accuracy | 1 | vanilla | - | - | - |" in markdown(summarise(again))
+
+
+# Two checkpoints

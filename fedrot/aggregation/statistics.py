@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
+from fedrot.matching.blocks import compute_dtype
 
 Tensors = Mapping[str, Tensor]
 Statistics = Mapping[str, Tensors]
@@ -63,10 +64,10 @@ def _gram_problem(value: Tensor, shape: Shape, kind: str) -> str | None:
             f"have shape {list(value.shape)}, but the layer reads {inputs} inputs; send [in, in], "
             "[heads, in / heads, in / heads] or [in]"
         )
-    matrices = value.detach().double()
+    matrices = value.detach().to(compute_dtype(value))
     if value.ndim == 1:
         return "are negative" if bool((matrices < 0).any()) else None
-    scale = matrices.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    scale = matrices.abs().max().clamp_min(torch.finfo(matrices.dtype).tiny)
     if bool(((matrices - matrices.mT).abs() > _NEGATIVE * scale).any()):
         return "are not symmetric; a Gram matrix is X^T X"
     # Positive definite once the largest rounding is added, or not a Gram matrix at all.

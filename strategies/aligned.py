@@ -12,7 +12,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -26,6 +26,7 @@ from fedrot.matching.activations import probing
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
+from fedrot.strategies.privacy import check_in_front, check_not_behind
 from fedrot.strategies.records import (
     STATISTICS,
     model_records,
@@ -123,9 +124,10 @@ class Aligned(Strategy):
     """Mixin: put it in front of a Flower strategy and every reply is aligned before that one sees it.
 
     ``class MyStrategy(Aligned, FedAdam): ...``; keep it outside clipping and differential-privacy
-    wrappers. Replies are taken in the order of the clients' own ids, so that results do not depend
-    on which client was fastest. A reply that is not a finite update of the broadcast model, or comes
-    without examples, is set aside with a warning and the round goes on with the others.
+    wrappers, ``class Private(Aligned, DifferentialPrivacyServerSideFixedClipping): ...``, which take
+    ``anchor="global"`` only. Replies are taken in the order of the clients' own ids, so that results
+    do not depend on which client was fastest. A reply that is not a finite update of the broadcast
+    model, or comes without examples, is set aside with a warning and the round goes on with the others.
 
     Args:
         symmetry: a ``Symmetry``, or the model's transformers configuration (object or dictionary),
@@ -149,7 +151,9 @@ class Aligned(Strategy):
         **kwargs: passed to the strategy.
 
     Raises:
-        FedrotError: the anchor is unknown; on the first round, the symmetry does not fit the model.
+        FedrotError: the anchor is unknown, or it would undo the differential privacy of the strategy
+            behind; on the first round, the symmetry does not fit the model, or a privacy wrapper is
+            around this strategy.
     """
 
     def __init__(
@@ -168,6 +172,8 @@ class Aligned(Strategy):
         super().__init__(*args, **kwargs)
         if anchor not in ANCHORS:
             raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
+        if align:
+            check_in_front(self, anchor, foreign=model is not None or foreign is not None)
         self.symmetry = symmetry
         self.anchor = anchor
         self.options = options or AlignmentOptions()
@@ -194,6 +200,7 @@ class Aligned(Strategy):
         """Remember the broadcast model, which ``aggregate_train`` is not given."""
         self._broadcast, self._config, self._grid = arrays, config, grid
         if self.align:
+            check_not_behind(self)
             if not isinstance(self.symmetry, Symmetry):
                 self.symmetry = symmetry_of(self.symmetry, to_tensors(arrays))
             shapes = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -236,17 +243,20 @@ class Aligned(Strategy):
         broadcast = to_tensors(self._broadcast)
         good = self._good(ordered, broadcast, this_round)
         if self.align:
-            updates = self._aligned(good, broadcast, this_round)
+            moved = self._aligned(good, broadcast, this_round)
         else:
-            updates = [Update(client_id(r.message), r.tensors, r.weight, r.statistics) for r in good]
-        messages = [_with_tensors(r, u.tensors) for r, u in zip(good, updates, strict=True)]
+            moved = [(r, Update(client_id(r.message), r.tensors, r.weight, r.statistics)) for r in good]
+        messages = [_with_tensors(reply, update.tensors) for reply, update in moved]
+        if not messages and not failed:
+            # Strategies divide by the number of replies.
+            return None, self._report(this_round, None)
         arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
             server_round, messages + failed
         )
         if arrays is not None:
-            arrays = self._merged(updates, arrays, this_round)
+            arrays = self._merged([update for _, update in moved], arrays, this_round)
         if arrays is not None and self.align:
-            self._keep_integers(arrays)
+            self._keep_dtypes(arrays)
         return arrays, self._report(this_round, metrics)
 
     def _needs(self, server_round: int) -> tuple[str, ...]:
@@ -261,7 +271,8 @@ class Aligned(Strategy):
         self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: Round
     ) -> list[Reply]:
         """Return the replies that may enter the average; set the others aside."""
-        weighted_by = getattr(self, "weighted_by_key", "num-examples")
+        weighting = getattr(self, "strategy", self)
+        weighted_by = getattr(weighting, "weighted_by_key", "num-examples")
         needs = self._needs(this_round.number)
         passed: list[Reply] = []
         for message in replies:
@@ -282,8 +293,11 @@ class Aligned(Strategy):
 
     def _aligned(
         self, replies: list[Reply], broadcast: Mapping[str, Tensor], this_round: Round
-    ) -> list[Update]:
-        """Return the replies in the round's coordinates, their statistics moved with them."""
+    ) -> list[tuple[Reply, Update]]:
+        """Return the replies in the round's coordinates, their statistics moved with them.
+
+        Those whose statistics cannot follow are set aside.
+        """
         assert isinstance(self.symmetry, Symmetry)
         base = self._base(replies, broadcast, self.symmetry, this_round)
         found: dict[int, AlignedUpdate] = {}
@@ -300,13 +314,18 @@ class Aligned(Strategy):
             self._evidence,
         )
         found |= dict(zip(others, aligned, strict=True))
-        updates = []
+        moved = []
         for index, reply in enumerate(replies):
             result, client = found[index], client_id(reply.message)
             this_round.reports.append((client, result.alignment.report))
-            statistics = result.alignment.transport(reply.statistics)
-            updates.append(Update(client, result.tensors, result.weight, statistics))
-        return updates
+            try:
+                statistics = result.alignment.transport(reply.statistics)
+            except FedrotError as error:
+                this_round.put_aside(client, str(error))
+                continue
+            tensors = _without_integers(result.tensors, broadcast)
+            moved.append((reply, Update(client, tensors, result.weight, statistics)))
+        return moved
 
     def _base(
         self,
@@ -367,11 +386,15 @@ class Aligned(Strategy):
             found[index] = AlignedUpdate(moved, reply.weight, alignment)
         return found
 
-    def _keep_integers(self, arrays: ArrayRecord) -> None:
-        """Averaging turns integer and boolean buffers into floats; they are the broadcast model's."""
+    def _keep_dtypes(self, arrays: ArrayRecord) -> None:
+        """Keep the broadcast model's integer and boolean buffers, and its precision elsewhere."""
         for name, array in self._broadcast.items():
-            if name in arrays and not array.dtype.startswith("float"):
+            if name not in arrays:
+                continue
+            if not array.dtype.startswith("float"):
                 arrays[name] = array
+            elif arrays[name].dtype != array.dtype:
+                arrays[name] = Array(arrays[name].numpy().astype(array.dtype))
 
     def _report(self, this_round: Round, metrics: MetricRecord | None) -> MetricRecord | None:
         if self.align:
@@ -396,6 +419,16 @@ class Aligned(Strategy):
             with self.report_path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in this_round.rows()))
         return MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
+
+
+def _without_integers(
+    tensors: Mapping[str, Tensor], broadcast: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors with the broadcast model's integer and boolean buffers, as floats.
+
+    The new model keeps the broadcast ones, and strategies measure distances over everything.
+    """
+    return {name: t if t.is_floating_point() else broadcast[name].float() for name, t in tensors.items()}
 
 
 def _with_tensors(reply: Reply, tensors: Mapping[str, Tensor]) -> Message:

@@ -94,5 +94,5 @@ class FedRot(Aligned, FedAvg):
             return arrays
         merged = ArrayRecord(aggregator.result())
         this_round.note(aggregator.notes)
-        self._keep_integers(merged)
+        self._keep_dtypes(merged)
         return merged

@@ -25,8 +25,8 @@ FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
 TRAINED = "trained"
 
-#: Rounding in float32 leaves eigenvalues of a Gram matrix below zero by less than this share.
-_NEGATIVE = 1e-4
+#: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
+_ROUNDING = 2**-8
 
 
 def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
@@ -67,12 +67,13 @@ def _gram_problem(value: Tensor, shape: Shape, kind: str) -> str | None:
     matrices = value.detach().to(compute_dtype(value))
     if value.ndim == 1:
         return "are negative" if bool((matrices < 0).any()) else None
-    scale = matrices.abs().max().clamp_min(torch.finfo(matrices.dtype).tiny)
-    if bool(((matrices - matrices.mT).abs() > _NEGATIVE * scale).any()):
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+    slack = _ROUNDING * norm.clamp_min(torch.finfo(matrices.dtype).tiny)
+    if bool(((matrices - matrices.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
     # Positive definite once the largest rounding is added, or not a Gram matrix at all.
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    _, failed = torch.linalg.cholesky_ex(matrices + _NEGATIVE * scale * eye)
+    _, failed = torch.linalg.cholesky_ex(matrices + slack * eye)
     return "have negative eigenvalues; a Gram matrix is X^T X" if bool(failed.any()) else None
 
 

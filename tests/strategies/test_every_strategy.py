@@ -1,0 +1,366 @@
+"""Alignment in front of every strategy and every privacy wrapper of Flower, end to end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
+from flwr.serverapp.strategy import (
+    Bulyan,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    MultiKrum,
+    QFedAvg,
+    Strategy,
+)
+from flwr.serverapp.strategy.result import Result
+from flwr.supercore.privacy_accounting import SamplingMethod
+
+import fedrot
+from fedrot.strategies import Aligned, FedRot, align_mod
+from tests.models import State, config_of, near, squared_distance
+from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
+
+CONFIG, ROUNDS, CLIENTS = config_of(NAME), 2, 7
+COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
+
+#: Clips every client, so that clipping shows.
+CLIP = 0.2
+FIXED = {"noise_multiplier": 0.0, "clipping_norm": CLIP, "num_sampled_clients": CLIENTS}
+ADAPTIVE = {"noise_multiplier": 0.0, "initial_clipping_norm": CLIP, "num_sampled_clients": CLIENTS}
+
+#: What is left of a gap, relative to how far two rounds move the model.
+ROUNDED = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy, its arguments, the clients' mods that belong to it, and what rounding does to it."""
+
+    strategy: type[Strategy]
+    settings: dict[str, Any] = field(default_factory=dict)
+    mods: tuple[Any, ...] = ()
+    rounding: float = ROUNDED
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the strategy, of a wrapper around FedAvg where it is one."""
+        if issubclass(self.strategy, FedAvg):
+            return (), self.settings | COMMON
+        return (FedAvg(**COMMON),), self.settings
+
+    def plain(self) -> Strategy:
+        args, settings = self.arguments()
+        return self.strategy(*args, **settings)
+
+    def aligned(self, **ours: Any) -> Strategy:
+        """Return the strategy with alignment in front; where clients clip, they align themselves."""
+        args, settings = self.arguments()
+        given: dict[str, Any] = {"anchor": "global", "align": not self.mods, **ours}
+        return in_front_of(self.strategy)(CONFIG, *args, **settings, **given)
+
+
+def in_front_of(strategy: type[Strategy]) -> Any:
+    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
+
+
+SERVER_SIDE = {
+    "server, fixed": Case(DifferentialPrivacyServerSideFixedClipping, FIXED),
+    "server, adaptive": Case(DifferentialPrivacyServerSideAdaptiveClipping, ADAPTIVE),
+}
+CLIENT_SIDE = {
+    "client, fixed": Case(DifferentialPrivacyClientSideFixedClipping, FIXED, (fixedclipping_mod,)),
+    "client, adaptive": Case(
+        DifferentialPrivacyClientSideAdaptiveClipping, ADAPTIVE, (adaptiveclipping_mod,)
+    ),
+}
+CASES = {
+    "FedAvgM": Case(FedAvgM, {"server_learning_rate": 0.7, "server_momentum": 0.9}),
+    "FedAdam": Case(FedAdam, {"eta": 0.01}),
+    "FedYogi": Case(FedYogi, {"eta": 0.01}),
+    "FedAdagrad": Case(FedAdagrad, {"eta": 0.01}),
+    "FedProx": Case(FedProx, {"proximal_mu": 0.1}),
+    "FedMedian": Case(FedMedian),
+    "FedTrimmedAvg": Case(FedTrimmedAvg, {"beta": 0.2}),
+    "Krum": Case(Krum, {"num_malicious_nodes": 1}),
+    "MultiKrum": Case(MultiKrum, {"num_malicious_nodes": 1, "num_nodes_to_select": 3}),
+    # It takes the clients nearest to the median, weight by weight: rounding decides where two are
+    # equally near on either side.
+    "Bulyan": Case(Bulyan, {"num_malicious_nodes": 1}, rounding=0.02),
+    "QFedAvg": Case(QFedAvg, {"q": 0.5, "client_learning_rate": 0.5}),
+    **SERVER_SIDE,
+    **CLIENT_SIDE,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """Flower collects garbage for every reply that QFedAvg and Bulyan read; spare it the libraries."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
+    """Return a node that trains from what it receives; no two clients move equally far."""
+
+    def train(message: Message, context: Context) -> Message:
+        received = tensors_of(message.content.array_records["arrays"])
+        number: Any = message.content.config_records["config"]["server-round"]
+        update = near(received, 0.01 * (1 + 0.3 * index), 10 * number + index)
+        if scramble:
+            update = fedrot.random_equivalent(update, SYMMETRY, 100 * number + index)
+        return reply(message, update, 10 + 3 * index, index, train_loss=0.5 + 0.1 * index)
+
+    app = ClientApp()
+    app.train(mods=list(mods))(train)
+    context = Context(1, 1, {}, RecordDict(), {})
+    return lambda message: app(message, context)
+
+
+def run(strategy: Strategy, scramble: bool, mods: tuple[Any, ...] = ()) -> Result:
+    """Run two rounds; whatever noise is drawn is the same in all runs."""
+    np.random.seed(0)
+    grid = FakeGrid({100 + i: client(i, scramble, mods) for i in range(CLIENTS)})
+    return strategy.start(grid, ArrayRecord(state()), ROUNDS)
+
+
+@cache
+def finished(name: str, scramble: bool, aligned: bool) -> Result:
+    """Return the end of a case, with alignment where it belongs or without."""
+    case = CASES[name]
+    at_clients = (align_mod(CONFIG),) if aligned and case.mods else ()
+    return run(case.aligned() if aligned else case.plain(), scramble, (*case.mods, *at_clients))
+
+
+def gap(one: Result | State, other: Result | State) -> float:
+    left, right = (tensors_of(r.arrays) if isinstance(r, Result) else r for r in (one, other))
+    assert left.keys() == right.keys()
+    return squared_distance(left, right) ** 0.5
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
+    case = CASES[name]
+    honest, scrambled = (finished(name, scramble, aligned=True) for scramble in (False, True))
+    moved = gap(honest, state())
+    assert gap(honest, scrambled) < case.rounding * moved
+    assert gap(honest, finished(name, scramble=True, aligned=False)) > 0.5 * moved
+    # The same, had the clients aligned: what the strategy is given and what it does are not changed.
+    at_clients = run(case.plain(), True, (*case.mods, align_mod(CONFIG)))
+    assert gap(scrambled, at_clients) < case.rounding * moved
+    assert len(honest.train_metrics_clientapp) == ROUNDS
+
+
+@pytest.mark.parametrize("name", ["server, adaptive", "client, adaptive"])
+def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
+    case = CASES[name]
+    mods = (*case.mods, align_mod(CONFIG)) if case.mods else ()
+    norms = []
+    for scramble in (False, True):
+        strategy: Any = case.aligned()
+        run(strategy, scramble, mods)
+        norms.append(strategy.clipping_norm)
+    assert norms[0] == norms[1] != CLIP
+
+
+# Differential privacy
+
+
+class Ledger:
+    """An accountant that counts releases."""
+
+    config = SimpleNamespace(
+        sampling_method=SamplingMethod.NO_AMPLIFICATION, population_size=CLIENTS, max_epsilon=None
+    )
+
+    def __init__(self) -> None:
+        self.releases = 0
+
+    def compose(self, event: Any) -> None:
+        self.releases += 1
+
+    def get_privacy_spent(self) -> Any:
+        return SimpleNamespace(epsilon=float(self.releases), delta=1e-5, num_releases=self.releases)
+
+
+ACCOUNTED = {**FIXED, "noise_multiplier": 0.01}
+
+
+def run_equal(strategy: Any, scramble: bool, mods: tuple[Any, ...] = ()) -> Result:
+    """Run two rounds with clients of equal weight."""
+
+    def one(message: Message, context: Context, call_next: Any) -> Message:
+        answer = call_next(message, context)
+        answer.content.metric_records["metrics"]["num-examples"] = 1
+        return answer
+
+    return run(strategy, scramble, (one, *mods))
+
+
+def test_an_accountant_is_served_with_alignment_in_front() -> None:
+    results, ledgers = [], []
+    for scramble in (False, True):
+        ledgers.append(Ledger())
+        case = Case(DifferentialPrivacyServerSideFixedClipping, {**ACCOUNTED, "accountant": ledgers[-1]})
+        results.append(run_equal(case.aligned(), scramble))
+    assert [ledger.releases for ledger in ledgers] == [ROUNDS, ROUNDS]
+    assert gap(*results) < ROUNDED * gap(results[0], state())
+
+
+@pytest.mark.parametrize("name", ["server, fixed", "client, fixed"])
+def test_an_accountant_refuses_alignment_behind_it(name: str) -> None:
+    wrapper: Any = CASES[name].strategy
+    with pytest.raises(ValueError, match=r"FedAvg\.aggregate_train"):
+        wrapper(FedRot(CONFIG, **COMMON), **ACCOUNTED, accountant=Ledger())
+
+
+def change_of_the_sum(anchor: str) -> float:
+    """Return how far the sum of clipped updates moves when one client sends something else."""
+    sums = []
+    for seed, scale in ((3, 1.0), (54, 30.0)):
+        strange = {k: scale * t for k, t in state(seed).items()}
+
+        def answers(index: int, first: State = strange) -> Client:
+            own = fedrot.random_equivalent(near(state(), 0.05, index), SYMMETRY, index)
+            return lambda message: reply(message, first if index == 0 else own, 10, index)
+
+        strategy = SERVER_SIDE["server, fixed"].aligned(anchor=anchor)
+        grid = FakeGrid({100 + i: answers(i) for i in range(CLIENTS)})
+        sums.append(tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays))
+    return CLIENTS * squared_distance(*sums) ** 0.5
+
+
+def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
+    assert 0 < change_of_the_sum("global") <= 2 * CLIP
+
+
+@pytest.mark.parametrize("anchor", sorted(set(fedrot.ANCHORS) - {"global"}))
+@pytest.mark.parametrize("name", sorted(SERVER_SIDE))
+def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
+    """One client would move the others' updates, so that clipping its own bounds nothing."""
+    with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
+        SERVER_SIDE[name].aligned(anchor=anchor)
+
+
+@pytest.mark.parametrize("given", [{"model": lambda: None}, {"foreign": fedrot.AlignmentOptions()}])
+def test_other_bases_are_refused_with_privacy(given: dict[str, Any]) -> None:
+    """The round's coordinates would be those of the heaviest reply."""
+    with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
+        SERVER_SIDE["server, fixed"].aligned(**given)
+
+
+@pytest.mark.parametrize("name", sorted(CLIENT_SIDE))
+def test_aligning_at_the_server_what_clients_have_clipped_is_refused(name: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match="align_mod"):
+        CLIENT_SIDE[name].aligned(align=True)
+
+
+@pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
+def test_a_privacy_wrapper_around_alignment_is_refused_before_training(name: str) -> None:
+    case: Any = CASES[name]
+    strategy = case.strategy(FedRot(CONFIG, **COMMON), **case.settings)
+    with pytest.raises(fedrot.FedrotError, match="in front of"):
+        run(strategy, True, case.mods)
+
+
+@pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
+def test_a_privacy_wrapper_around_a_strategy_that_moves_nothing_is_fine(name: str) -> None:
+    case: Any = CASES[name]
+    ours = case.strategy(FedRot(CONFIG, align=False, **COMMON), **case.settings)
+    result = run(ours, True, (*case.mods, align_mod(CONFIG)))
+    expected = finished(name, scramble=True, aligned=True)
+    assert gap(result, expected) < ROUNDED * gap(expected, state())
+
+
+def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
+    def renamed(message: Message, context: Context, call_next: Any) -> Message:
+        answer = call_next(message, context)
+        answer.content.metric_records["metrics"]["rows"] = answer.content.metric_records["metrics"].pop(
+            "num-examples"
+        )
+        return answer
+
+    strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)(
+        CONFIG, FedAvg(weighted_by_key="rows", **COMMON), anchor="global", **FIXED
+    )
+    expected = finished("server, fixed", scramble=True, aligned=True)
+    assert gap(run(strategy, True, (renamed,)), expected) == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES)))
+def test_without_a_good_reply_the_model_stays(name: str) -> None:
+    def broken(message: Message, context: Context, call_next: Any) -> Message:
+        answer = call_next(message, context)
+        tensors = {
+            k: torch.full_like(t, torch.nan)
+            for k, t in tensors_of(answer.content.array_records["arrays"]).items()
+        }
+        answer.content["arrays"] = ArrayRecord(tensors)
+        return answer
+
+    case = CASES[name]
+    result = run(case.aligned(), False, (*case.mods, broken))
+    assert list(result.arrays) == []
+    assert result.train_metrics_clientapp[ROUNDS]["fedrot-replies-set-aside"] == CLIENTS
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES)))
+def test_the_precision_is_the_broadcast_models(name: str) -> None:
+    """Otherwise float64 is what clients receive from the second round on."""
+    result = finished(name, scramble=True, aligned=True)
+    assert {array.dtype for array in result.arrays.values()} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(set(CASES) - set(CLIENT_SIDE)),
+)
+def test_integer_buffers_play_no_part(name: str) -> None:
+    """Flower's own arithmetic fails on them, or counts them as distance between clients."""
+    integers = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
+
+    def with_integers(index: int) -> Callable[..., Message]:
+        def mod(message: Message, context: Context, call_next: Any) -> Message:
+            arrays = message.content.array_records["arrays"]
+            tensors = {k: t for k, t in tensors_of(arrays).items() if k not in integers}
+            message.content["arrays"] = ArrayRecord(tensors)
+            answer = call_next(message, context)
+            message.content["arrays"] = arrays
+            ours = {"steps": torch.tensor(1000 * index), "mask": torch.tensor([False, True])}
+            answer.content["arrays"] = ArrayRecord(
+                {**tensors_of(answer.content.array_records["arrays"]), **ours}
+            )
+            return answer
+
+        return mod
+
+    grid = FakeGrid({100 + i: client(i, True, (with_integers(i),)) for i in range(CLIENTS)})
+    strategy = CASES[name].aligned()
+    result = tensors_of(strategy.start(grid, ArrayRecord({**state(), **integers}), ROUNDS).arrays)
+    for buffer, value in integers.items():
+        assert torch.equal(result.pop(buffer), value)
+    expected = finished(name, scramble=True, aligned=True)
+    assert gap(expected, result) < CASES[name].rounding * gap(expected, state())

@@ -1,0 +1,241 @@
+"""Secure aggregation: the server sees nothing but the sum, so clients align before they mask."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
+from flwr.serverapp import Grid
+
+import fedrot
+from fedrot.strategies import align_mod
+from tests.models import State
+from tests.models import largest_difference as difference
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import Client, FakeGrid, failure
+
+ROOT = Path(__file__).parents[2]
+ROUNDS, WEIGHTS = 2, (10, 20, 30)
+ARMS = {
+    "honest": {"scramble": False, "align": True},
+    "aligned": {"scramble": True, "align": True},
+    "plain": {"scramble": True, "align": False},
+}
+
+#: A client's masked sum is rounded to 16 / 2^22; with three of them and two rounds.
+ROUNDING = 3 * ROUNDS * 16 / 2**22
+
+ALIGN = align_mod(SYMMETRY)
+
+
+def trained(received: State, client: int) -> State:
+    """Return an update that is nearest to the received model in the coordinates that it has.
+
+    So the unscrambled average is what comes out, without an oracle for the alignment.
+    """
+    return {name: (1 + 0.05 * (client + 1)) * t.float() for name, t in received.items()}
+
+
+def expected() -> State:
+    factor = sum(w * (1 + 0.05 * (i + 1)) for i, w in enumerate(WEIGHTS)) / sum(WEIGHTS)
+    return {name: factor**ROUNDS * t for name, t in state().items()}
+
+
+class Node(NumPyClient):
+    """A client that scrambles what it sends where it is told to."""
+
+    def __init__(self, client: int) -> None:
+        self.client = client
+
+    def fit(
+        self, parameters: list[Any], config: dict[str, Any]
+    ) -> tuple[list[Any], int, dict[str, Any]]:
+        received = dict(zip(SYMMETRY.shapes, map(torch.from_numpy, parameters), strict=True))
+        update = trained(received, self.client)
+        if config["scramble"]:
+            update = fedrot.random_equivalent(update, SYMMETRY, self.client)
+        if self.client == config.get("broken"):
+            update["classifier.bias"] *= torch.nan
+        return [t.numpy() for t in update.values()], WEIGHTS[self.client], {}
+
+
+def when_asked(message: Message, context: Context, call_next: Any) -> Message:
+    """Align in the arms that do."""
+    asked = message.content.config_records["fitins.config"]["align"]
+    return ALIGN(message, context, call_next) if asked else call_next(message, context)
+
+
+def node_of(context: Context) -> Any:
+    return Node(int(context.node_config["partition-id"])).to_client()
+
+
+app = ClientApp(client_fn=node_of, mods=[secaggplus_mod, when_asked])
+
+
+def aggregate(grid: Grid, config: dict[str, Any]) -> State:
+    """Return the model after all rounds of secure aggregation."""
+    strategy = FedAvg(
+        fraction_evaluate=0.0,
+        min_fit_clients=len(WEIGHTS),
+        min_available_clients=len(WEIGHTS),
+        initial_parameters=ndarrays_to_parameters([t.numpy() for t in state().values()]),
+        on_fit_config_fn=lambda server_round: config,
+    )
+    context = LegacyContext(
+        Context(1, 1, {}, RecordDict(), {}), ServerConfig(num_rounds=ROUNDS), strategy
+    )
+    secure = SecAggPlusWorkflow(
+        num_shares=3, reconstruction_threshold=2, max_weight=sum(WEIGHTS), timeout=240
+    )
+    DefaultWorkflow(fit_workflow=secure)(grid, context)
+    arrays = context.state.array_records[MAIN_PARAMS_RECORD].to_numpy_ndarrays()
+    return dict(zip(SYMMETRY.shapes, map(torch.from_numpy, arrays), strict=True))
+
+
+def check(results: dict[str, State]) -> None:
+    """Check the average of each arm."""
+    assert difference(results["honest"], expected()) < ROUNDING
+    assert difference(results["aligned"], expected()) < ROUNDING
+    assert difference(results["plain"], expected()) > 0.1
+
+
+# In this process
+
+
+class SecureGrid(FakeGrid):
+    """A grid for Flower's legacy workflows."""
+
+    @property
+    def run(self) -> Any:
+        return SimpleNamespace(run_id=1)
+
+
+def in_process(client: int) -> Client:
+    """Return a node with a state of its own, whose exceptions become error replies."""
+    context = Context(1, 100 + client, {"partition-id": client}, RecordDict(), {})
+
+    def answer(message: Message) -> Message:
+        try:
+            return app(copy.deepcopy(message), context)
+        except Exception:
+            return failure(message)
+
+    return answer
+
+
+def play(**config: Any) -> State:
+    return aggregate(SecureGrid({100 + i: in_process(i) for i in range(len(WEIGHTS))}), config)
+
+
+def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average() -> None:
+    check({arm: play(**config) for arm, config in ARMS.items()})
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+def test_a_broken_client_drops_out_and_the_others_go_on(warnings: Callable[[], str]) -> None:
+    factor = sum(w * (1 + 0.05 * (i + 1)) for i, w in enumerate(WEIGHTS) if i != 1) / (10 + 30)
+    others = {name: factor**ROUNDS * t for name, t in state().items()}
+    result = play(scramble=True, align=True, broken=1)
+    assert difference(result, others) < ROUNDING * sum(WEIGHTS) / 40
+    # Without alignment nobody looks, and its NaN, as an integer, is a finite number like any other.
+    lost = play(scramble=False, align=False, broken=1)
+    assert difference(lost, others) > 0.1
+    assert all(bool(torch.isfinite(t).all()) for t in lost.values())
+
+
+# Through Flower's engine
+
+
+def engine(path: str) -> None:
+    """Run every arm in one simulation; called in a process of its own."""
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    server = ServerApp()
+    found: dict[str, Any] = {}
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        for arm, config in ARMS.items():
+            found.update({f"{arm}/{name}": t.numpy() for name, t in aggregate(grid, config).items()})
+
+    run_simulation(
+        server,
+        app,
+        num_supernodes=len(WEIGHTS),
+        backend_config={
+            "init_args": {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        },
+    )
+    np.savez(path, **found)
+
+
+def started_with(mark: str) -> set[psutil.Process]:
+    """Return the processes that inherited this mark, and their children."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("FEDROT_TEST") == mark:
+                found |= {process, *process.children(recursive=True)}
+    return found
+
+
+def test_three_simulated_clients(tmp_path: Path) -> None:
+    path, mark = tmp_path / "results.npz", uuid.uuid4().hex
+    environment = {
+        **os.environ,
+        "FEDROT_TEST": mark,
+        "FLWR_HOME": str(tmp_path),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    code = f"from tests.strategies.test_secagg import engine; engine({str(path)!r})"
+    command = [sys.executable, "-c", code]
+    try:
+        result = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+    finally:
+        for process in started_with(mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert path.exists(), result.stdout + result.stderr
+    with np.load(path) as arrays:
+        check(
+            {
+                arm: {name: torch.from_numpy(arrays[f"{arm}/{name}"]) for name in SYMMETRY.shapes}
+                for arm in ARMS
+            }
+        )

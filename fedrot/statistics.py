@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.activations import without_padding
+from fedrot.matching.blocks import compute_dtype
 from fedrot.symmetry.description import Symmetry
 from fedrot.symmetry.kinds import HeadRotation
+from fedrot.validation import check_update
 
 Batch = Mapping[str, Tensor]
 
@@ -98,6 +100,7 @@ def collect_gram(
     readers = _readers(model)
     count: dict[str, int] = {}
     sums: dict[str, Tensor] = {}
+    _check_form(form, symmetry)
     same: dict[str, str] = {}
     inputs: dict[str, Tensor] = {}
     mask: Tensor | None = None
@@ -106,9 +109,10 @@ def collect_gram(
         first = next((other for other, read in inputs.items() if read is tensor), name)
         # An input counts as shared only if it has been so in every batch.
         if same.setdefault(name, first) != first:
+            other = same[name] if first == name else first
             raise FedrotError(
-                f"The layers '{name}' and '{same[name]}' read one input in some batches only; collect "
-                "their statistics from batches that take the same path through the model."
+                f"The layers '{name}' and '{other}' read one input in some batches only; collect their "
+                "statistics from batches that take the same path through the model."
             )
         inputs[name] = tensor
         if first != name:
@@ -121,7 +125,8 @@ def collect_gram(
     with ExitStack() as stack, torch.no_grad(), evaluating(model):
         for name, (module, _) in readers.items():
             handle = module.register_forward_pre_hook(
-                lambda _module, args, name=name: seen(name, args[0])
+                lambda _module, args, kwargs, name=name: seen(name, *args, *kwargs.values()),
+                with_kwargs=True,
             )
             stack.callback(handle.remove)
         for batch in islice(batches, max_batches):
@@ -154,12 +159,10 @@ def compressed(
         symmetry: says where heads' outputs are read; needed for ``heads``.
 
     Raises:
-        FedrotError: the form is unknown, or ``heads`` is asked for without a symmetry.
+        FedrotError: the form is unknown, ``heads`` is asked for without a symmetry, or a matrix is not
+            full.
     """
-    if form not in GRAM_FORMS:
-        raise FedrotError(f"form is '{form}'; choose from {', '.join(GRAM_FORMS)}.")
-    if form == "heads" and symmetry is None:
-        raise FedrotError("The form 'heads' needs the model's symmetry.")
+    _check_form(form, symmetry)
     heads = {
         (slot.tensor, slot.axis): group.kind
         for group in (symmetry.groups if symmetry and form == "heads" else ())
@@ -174,12 +177,21 @@ def compressed(
             continue
         memo: dict[tuple[int, object], Tensor] = {}
         for name, gram in by_name.items():
+            if gram.ndim != 2:
+                raise FedrotError(f"The Gram matrix of '{name}' is compressed already.")
             rotation = heads.get((name, axis))
             key = (id(gram), rotation)
             if key not in memo:
                 memo[key] = _blocks(gram, rotation) if rotation else gram.diagonal().clone()
             found.setdefault(kind, {})[name] = memo[key]
     return found
+
+
+def _check_form(form: str, symmetry: Symmetry | None) -> None:
+    if form not in GRAM_FORMS:
+        raise FedrotError(f"form is '{form}'; choose from {', '.join(GRAM_FORMS)}.")
+    if form == "heads" and symmetry is None:
+        raise FedrotError("The form 'heads' needs the model's symmetry.")
 
 
 def _blocks(gram: Tensor, kind: HeadRotation) -> Tensor:
@@ -196,11 +208,15 @@ def collect_fisher(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
 
-    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows, each parameter's shape and
-    dtype (Jin et al. 2023, section 3.1; Matena & Raffel 2021). What ``y`` is follows from the
-    configuration's ``problem_type`` and ``num_labels``: one label, several labels, or a score with
-    unit variance; models without ``num_labels`` in their output predict a token per position. The
-    expectation is exact for up to ``EXACT_LABELS`` labels, and over one sample per row otherwise.
+    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows, each parameter's shape, float64
+    for float64 models, else float32 (Jin et al. 2023, section 3.1; Matena & Raffel 2021). Tied
+    parameters hold one and the same tensor under each of their names.
+
+    What ``y`` is follows from the configuration's ``problem_type`` and ``num_labels``: one label,
+    several labels, or a score with unit variance. The expectation over it is exact for up to
+    ``EXACT_LABELS`` labels, and over one sample per row otherwise. Where logits are ``[rows, tokens,
+    classes]``, a class is sampled for every token that ``attention_mask`` shows; ELECTRA's
+    discriminator has one of several labels per token.
 
     Args:
         model: a ``transformers`` model whose output has ``logits``; run in evaluation mode, left as it
@@ -211,29 +227,43 @@ def collect_fisher(
         seed: of the sampled labels.
 
     Raises:
-        FedrotError: no batch, or no labels where they are needed.
+        FedrotError: no batch, no labels where they are needed, an unknown choice of labels, or the
+            model's output has no logits.
     """
+    if labels not in ("model", "data"):
+        raise FedrotError(f"labels is '{labels}'; choose from model, data.")
     generator = torch.Generator().manual_seed(seed)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in names}
     rows = 0
     with torch.enable_grad(), evaluating(model):
         for row in islice(_rows(batches), max_rows):
             rows += 1
             if labels == "data" and "labels" not in row:
                 raise FedrotError("The empirical Fisher needs 'labels' in the batches.")
-            logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits
-            terms = _log_likelihoods(model, logits, row, labels, generator)
-            for share, likelihood in terms:
-                gradients = torch.autograd.grad(
-                    likelihood, list(parameters.values()), retain_graph=True, allow_unused=True
+            output = model(**{k: v for k, v in row.items() if k != "labels"})
+            logits = getattr(output, "logits", None)
+            if logits is None:
+                raise FedrotError(
+                    f"The output of {type(model).__name__} has no logits, so that it is unknown what it "
+                    "predicts. Compute the Fisher information of a model with one task head."
                 )
-                for name, gradient in zip(parameters, gradients, strict=True):
+            for share, likelihood in _log_likelihoods(model, logits, row, labels, generator):
+                gradients = torch.autograd.grad(
+                    likelihood, list(sums), retain_graph=True, allow_unused=True
+                )
+                for total, gradient in zip(sums.values(), gradients, strict=True):
                     if gradient is not None:
-                        sums[name].addcmul_(gradient.float(), gradient.float(), value=share)
+                        gradient = gradient.to(total)
+                        total.addcmul_(gradient, gradient, value=share)
     if not rows:
         raise FedrotError("No rows were given; pass at least one batch.")
-    return {FISHER: {name: (total / rows).to(parameters[name].dtype) for name, total in sums.items()}}
+    found = {name: total / rows for p, total in sums.items() for name in names[p][:1]}
+    first = {name: shared[0] for shared in names.values() for name in shared}
+    return {FISHER: {name: found[first[name]] for name in first}}
 
 
 def _rows(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -250,16 +280,27 @@ def _log_likelihoods(
     For several labels at once, and for a score, the terms are functions whose squared gradients add
     up to the expectation.
     """
-    if logits.ndim == 3:
-        return [(1.0, _tokens(logits, row, labels, generator))]
-    z, problem = logits[0].float(), _problem(model, logits)
-    if labels == "data":
-        return [(1.0, _of_data(problem, z, row["labels"][0]))]
+    z = logits[0].to(compute_dtype(logits))
+    label = row["labels"][0] if labels == "data" else None
+    if z.ndim == 2:
+        if label is not None and _predicts_next(model):
+            z, label = z[:-1], label[1:]
+        return [(1.0, _of_tokens(z, label, row.get("attention_mask"), generator))]
+    problem = _problem(model, z, label)
+    if _discriminates(model):
+        problem, counted = "multi_label_classification", torch.ones_like(z, dtype=torch.bool)
+        counted = row["attention_mask"][0].bool() if "attention_mask" in row else counted
+        z, label = z[counted], None if label is None else label[counted]
+    if label is not None:
+        return [(1.0, _of_data(problem, z, label))]
     if problem == "regression":
         # d log N(y; z, 1) = (y - z) dz, and (y - z)^2 is 1 in expectation.
         return [(1.0, value) for value in z]
     if problem == "multi_label_classification":
         p = z.detach().sigmoid()
+        if len(p) > EXACT_LABELS:
+            drawn = torch.bernoulli(p.cpu(), generator=generator).to(z)
+            return [(1.0, _of_data(problem, z, drawn))]
         return [(float(share), value) for share, value in zip(p * (1 - p), z, strict=True)]
     likelihoods = z.log_softmax(0)
     p = likelihoods.detach().exp()
@@ -268,33 +309,50 @@ def _log_likelihoods(
     return [(1.0, likelihoods[int(torch.multinomial(p.cpu(), 1, generator=generator))])]
 
 
-def _problem(model: nn.Module, logits: Tensor) -> str:
+def _predicts_next(model: nn.Module) -> bool:
+    return type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+
+
+def _discriminates(model: nn.Module) -> bool:
+    return type(model).__name__ == "ElectraForPreTraining"
+
+
+def _problem(model: nn.Module, z: Tensor, label: Tensor | None) -> str:
     """Return the kind of label as transformers names it, guessed as transformers guesses it."""
     config: Any = model.config
-    guess = "regression" if logits.shape[-1] == 1 else "single_label_classification"
+    if len(z) == 1:
+        guess = "regression"
+    elif label is not None and label.is_floating_point():
+        guess = "multi_label_classification"
+    else:
+        guess = "single_label_classification"
     return getattr(config, "problem_type", None) or guess
 
 
 def _of_data(problem: str, z: Tensor, label: Tensor) -> Tensor:
     """Return the log likelihood of the data's label, up to a constant."""
     if problem == "regression":
-        return -((label.reshape(-1).float() - z) ** 2).sum() / 2
+        return -((label.reshape(-1).to(z) - z) ** 2).sum() / 2
     if problem == "multi_label_classification":
-        return (label.float() * z - nn.functional.softplus(z)).sum()
+        return (label.to(z) * z - nn.functional.softplus(z)).sum()
     return z.log_softmax(0)[int(label)]
 
 
-def _tokens(logits: Tensor, row: Batch, labels: str, generator: torch.Generator) -> Tensor:
-    """Return the log likelihood of a label per position: the data's, or a sample of the model's."""
-    likelihoods = logits[0].float().log_softmax(-1)
-    if labels == "data":
-        chosen = row["labels"][0]
-        counted = chosen >= 0
-    else:
+def _of_tokens(
+    z: Tensor, label: Tensor | None, mask: Tensor | None, generator: torch.Generator
+) -> Tensor:
+    """Return the log likelihood of a class per token, given logits ``[tokens, classes]``.
+
+    The classes are the data's, where they are not negative, or a sample of the model's.
+    """
+    likelihoods = z.log_softmax(-1)
+    if label is None:
         chosen = torch.multinomial(likelihoods.detach().exp().cpu(), 1, generator=generator)[:, 0]
-        chosen = chosen.to(logits.device)
-        mask = row.get("attention_mask")
-        counted = mask[0].bool() if mask is not None else torch.ones_like(chosen, dtype=torch.bool)
+        chosen = chosen.to(z.device)
+        counted = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask[0].bool()
+    else:
+        chosen = label.long()
+        counted = chosen >= 0
     picked = likelihoods.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
     return picked[counted].sum()
 
@@ -317,16 +375,21 @@ def completed(
         ``fedrot.aggregation``.
 
     Raises:
-        UpdateError: the update has a tensor that was not received, or ``rows`` names no tensor or row.
+        UpdateError: the update has a tensor that was not received, or of another shape, or ``rows``
+            names a tensor or row that it does not have.
     """
     for name in (*update, *(rows or {})):
         if name not in received:
             raise UpdateError(f"The tensor '{name}' is not part of the received model.")
+    shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
+    check_update({**received, **update}, shapes)
     full = {name: update.get(name, tensor) for name, tensor in received.items()}
     masks = {name: torch.tensor(False) for name in received if name not in update}
     for name, chosen in (rows or {}).items():
         mask = torch.zeros(len(received[name]), dtype=torch.bool)
         places = list(chosen)
+        if places and name not in update:
+            raise UpdateError(f"Rows of the tensor '{name}' are named, but the update does not have it.")
         if any(not 0 <= place < len(mask) for place in places):
             raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
         mask[places] = True

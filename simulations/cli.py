@@ -66,10 +66,12 @@ def simulate(
     start: Annotated[
         str, typer.Option(help="Any of same, different, scrambled, separated by commas.")
     ] = "same",
+    head: Annotated[str, typer.Option(help="Task heads start the same or different.")] = "same",
     arms: Annotated[
         str,
         typer.Option(
-            help="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, separated by commas."
+            help="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
+            "/AGGREGATION such as aligned/regmean; ensemble, joined; separated by commas."
         ),
     ] = "plain,aligned",
     seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,

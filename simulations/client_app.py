@@ -200,9 +200,9 @@ def _train(
 
 
 def _draw_head(model: Any, other: Any) -> None:
-    """Give a model the task head of another, everything beside the encoder."""
+    """Give a model another's task head: the parameters beside the encoder that it does not share."""
     encoder = f"{model.base_model_prefix}."
-    head = {name: t for name, t in other.state_dict().items() if not name.startswith(encoder)}
+    head = {name: p for name, p in other.named_parameters() if not name.startswith(encoder)}
     model.load_state_dict(head, strict=False)
 
 
@@ -266,7 +266,7 @@ def _training_key(job: Job, arrays: ArrayRecord) -> str:
 
 def _hashed(what: Any, arrays: ArrayRecord) -> str:
     key = hashlib.sha256(json.dumps(what).encode())
-    for name, array in arrays.items():
+    for name, array in sorted(arrays.items()):
         key.update(name.encode())
         key.update(array.data)
     return key.hexdigest()

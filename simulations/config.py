@@ -59,11 +59,16 @@ class Arm(BaseModel):
         if text == JOINED:
             return cls(name=text, align=False)
         full = f"plain/{text}" if text in AGGREGATIONS else text
-        rest, _, aggregation = full.partition("/")
-        rest, _, evidence = rest.partition("~")
+        move, slash, aggregation = full.partition("/")
+        rest, _, evidence = move.partition("~")
         what, _, anchor = rest.partition("@")
+        if move not in ("plain", what) and aggregation == "fisher":
+            raise ValueError(
+                f"arm '{text}': for Fisher information clients align to the broadcast model; an anchor "
+                "and evidence play no part"
+            )
         anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
-        aggregation = aggregation or AGGREGATIONS[0]
+        aggregation = aggregation if slash else AGGREGATIONS[0]
         for name, value, known in (
             ("anchor", anchor, ANCHORS),
             ("evidence", evidence, EVIDENCE),
@@ -71,7 +76,7 @@ class Arm(BaseModel):
         ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
-        if rest == "plain":
+        if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
         if aggregation.startswith("ensemble"):
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")

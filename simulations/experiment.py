@@ -130,7 +130,9 @@ class SeededFedRot(FedRot):
         random.seed(f"{self._seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def _merged(self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round) -> ArrayRecord:
+    def _merged(
+        self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round
+    ) -> ArrayRecord | None:
         self.updates = [update.tensors for update in updates]
         return super()._merged(updates, arrays, this_round)
 

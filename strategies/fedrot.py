@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from logging import INFO
 from typing import Any
 
@@ -14,7 +15,9 @@ from flwr.serverapp.strategy import FedAvg
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.aggregation.statistics import FISHER
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import Aligned, Round, Update
+from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.records import STATISTICS
 
 
@@ -50,8 +53,8 @@ class FedRot(Aligned, FedAvg):
         self.aggregation = aggregation
         self.statistics_every = statistics_every
         needs = aggregation().needs if aggregation is not None else ()
-        rotated = [o.parts for o in (self.options, self.foreign) if o and "attention" in o.parts]
-        if self.align and FISHER in needs and (rotated or self.model is not None):
+        given = [self.options, self.foreign or FOREIGN_OPTIONS if self.model else self.foreign]
+        if self.align and FISHER in needs and any(map(_rotates, given)):
             raise FedrotError(
                 "Diagonal Fisher information cannot follow rotations of the heads. Let the clients "
                 "align before they compute it (fedrot.strategies.align_mod) and give align=False here, "
@@ -62,7 +65,7 @@ class FedRot(Aligned, FedAvg):
     def summary(self) -> None:
         """Log how updates are merged, then the summary of alignment and FedAvg."""
         if self.aggregation is not None:
-            name = getattr(self.aggregation, "__name__", type(self.aggregation()).__name__)
+            name = type(self.aggregation()).__name__
             every = f" every {self.statistics_every} rounds" if self.statistics_every > 1 else ""
             log(INFO, "\t├──> Aggregation: %s%s", name, every if self._kinds else "")
         super().summary()
@@ -78,12 +81,14 @@ class FedRot(Aligned, FedAvg):
     def _needs(self, server_round: int) -> tuple[str, ...]:
         return self._kinds if (server_round - 1) % self.statistics_every == 0 else ()
 
-    def _merged(self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round) -> ArrayRecord:
+    def _merged(
+        self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round
+    ) -> ArrayRecord | None:
         build = self.aggregation if self._needs(this_round.number) == self._kinds else None
         if build is None and not any(update.statistics for update in updates):
             return arrays
         aggregator, added = (build or Mean)(), 0
-        for update in updates:
+        for update in _most_alike_first(updates):
             try:
                 aggregator.add(update.tensors, update.weight, update.statistics)
             except UpdateError as error:
@@ -91,8 +96,29 @@ class FedRot(Aligned, FedAvg):
             else:
                 added += 1
         if not added:
-            return arrays
+            return None
         merged = ArrayRecord(aggregator.result())
         this_round.note(aggregator.notes)
         self._keep_dtypes(merged)
         return merged
+
+
+def _rotates(options: AlignmentOptions | None) -> bool:
+    found = options is not None and "attention" in options.parts
+    return found and options is not None and options.within_heads == "rotation"
+
+
+def _most_alike_first(updates: Sequence[Update]) -> list[Update]:
+    """Put first whoever sends statistics laid out like most: aggregators go by the first update."""
+
+    def layout(update: Update) -> Hashable:
+        return tuple(
+            (kind, name, tuple(value.shape), [id(v) for v in by_name.values()].index(id(value)))
+            for kind, by_name in sorted(update.statistics.items())
+            for name, value in sorted(by_name.items())
+        )
+
+    layouts = [layout(update) for update in updates]
+    counts = Counter(layouts)
+    order = sorted(range(len(updates)), key=lambda i: -counts[layouts[i]])
+    return [updates[i] for i in order]

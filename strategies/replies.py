@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
-from fedrot.aggregation import Statistics, check_statistics
+from fedrot.aggregation.statistics import Statistics, brings, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies.records import model_records, read_statistics, to_tensors
 from fedrot.validation import check_finite, check_update
@@ -108,7 +108,7 @@ def read_reply(
     check_finite(tensors)
     cast = {name: tensor.to(broadcast[name].dtype) for name, tensor in tensors.items()}
     statistics = read_statistics(content)
-    missing = [kind for kind in needs if not statistics.get(kind)]
+    missing = [kind for kind in needs if not brings(statistics, kind)]
     if missing:
         raise UpdateError(
             f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "

@@ -78,7 +78,8 @@ class Mean:
 
     def _add_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
         rows = torch.ones(1) if mask is None else mask.reshape(-1)
-        share = weight * rows.to(value).reshape(-1, *[1] * (value.ndim - 1))
+        shape = (-1, *[1] * (value.ndim - 1)) if value.ndim else ()
+        share = weight * rows.to(value).reshape(shape)
         if name not in self._trained:
             # Whoever came before without a mask trained all rows.
             before = self._sums[name].clone() if name in self._sums else torch.zeros_like(value)

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, Statistics, Tensors
+from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
-
-#: Directions whose share of the largest eigenvalue is below this were seen by no client.
-_UNSEEN = 1e-12
 
 
 class RegMean:
@@ -24,7 +21,11 @@ class RegMean:
     (section 3.3, Appendix A Eq. 8-9), and ``beta`` is added to the diagonal (Table 8).
 
     Sums and solutions are float64. Inputs that no client has seen leave the equations singular; in
-    these directions the weights are the weighted mean, and ``notes`` says so.
+    these directions the weights are the weighted mean, and ``notes`` says so. With ``alpha=1`` this
+    is common, and needs Gram matrices that were not rounded to bfloat16.
+
+    Rows that some client has not trained (statistics ``trained``) are the mean of those that have. A
+    client that has not trained a layer at all needs no Gram matrix of it.
 
     Args:
         alpha: 0 to 1; 0.9 is the paper's choice for encoders, 0.1 for T5.
@@ -38,11 +39,10 @@ class RegMean:
             raise FedrotError(f"alpha is {alpha}, beta {beta}; alpha is 0 to 1, beta not negative.")
         self.alpha, self.beta = alpha, beta
         self._mean = Mean()
-        self._reference: dict[str, Tensor] = {}
-        self._kinds: dict[str, str] = {}
-        self._readers: dict[str, str] = {}
-        self._grams: dict[str, Tensor] = {}
-        self._products: dict[str, Tensor] = {}
+        self._layers: dict[str, _Layer] = {}
+        self._grams: dict[str, _Gram] = {}
+        self._partly: dict[str, Tensor] = {}
+        self._lacking: set[str] = set()
         self._notes: dict[str, str] = {}
 
     @property
@@ -58,59 +58,62 @@ class RegMean:
                 in another form or shared by other layers than the first update's. Nothing has been
                 added then.
         """
+        self._mean.check(update, weight, statistics)
+        masks = (statistics or {}).get(TRAINED, {})
+        lacking = {name for name, mask in masks.items() if not bool(mask.any())}
         grams = {
             name: (kind, gram)
             for kind in INPUT_AXIS
             for name, gram in (statistics or {}).get(kind, {}).items()
+            if name not in lacking
         }
-        readers = _readers({name: gram for name, (_, gram) in grams.items()})
-        self._check(grams, readers)
+        firsts = _firsts({name: gram for name, (_, gram) in grams.items()})
+        self._check(grams, firsts, lacking)
         self._mean.add(update, weight, statistics)
-        if not self._readers:
-            self._readers = readers
-            self._kinds = {name: kind for name, (kind, _) in grams.items()}
-            self._reference = {name: self._oriented(name, update[name]) for name in grams}
-        shrunk = {
-            first: weight * self._shrunk(_as_blocks(grams[first][1]).double())
-            for first in dict.fromkeys(readers.values())
-        }
-        for first, gram in shrunk.items():
-            self._grams[first] = self._grams[first] + gram if first in self._grams else gram
-        for name, first in readers.items():
-            difference = self._oriented(name, update[name]) - self._reference[name]
-            product = _times(difference, shrunk[first])
-            self._products[name] = self._products.get(name, 0) + product
+        self._lacking |= lacking
+        for name, mask in masks.items():
+            if name not in lacking and not bool(mask.all()):
+                before = self._partly.get(name)
+                self._partly[name] = mask if before is None else before & mask
+        shrunk: dict[str, Tensor] = {}
+        for name, (kind, gram) in grams.items():
+            first, matrix = firsts[name], _oriented(kind, update[name])
+            if first not in shrunk:
+                shrunk[first] = weight * self._shrunk(_as_blocks(gram).double())
+                self._grams.setdefault(first, _Gram()).add(shrunk[first], torch.finfo(gram.dtype).eps)
+            self._layers.setdefault(name, _Layer(kind, first, matrix)).add(matrix, shrunk[first])
 
-    def _check(self, grams: Mapping[str, tuple[str, Tensor]], readers: Mapping[str, str]) -> None:
+    def _check(
+        self, grams: Mapping[str, tuple[str, Tensor]], firsts: Mapping[str, str], lacking: set[str]
+    ) -> None:
         if not grams:
             raise UpdateError(
                 "The update comes without Gram matrices, which RegMean needs; see fedrot.collect_gram."
             )
-        if not self._readers:
+        if not self._layers:
             return
-        if readers != self._readers:
-            odd = sorted(dict(readers.items() ^ self._readers.items()))
+        odd = sorted(
+            (self._layers.keys() - grams.keys() - lacking)
+            | (grams.keys() - self._layers.keys() - self._lacking)
+            | {n for n in grams.keys() & self._layers.keys() if firsts[n] != self._layers[n].first}
+        )
+        if odd:
             raise UpdateError(
                 f"The Gram matrix of '{odd[0]}' is missing, extra, or shared with other layers than in "
                 "the first update. Collect statistics alike at every client."
             )
-        for name, first in self._readers.items():
-            blocks = _as_blocks(grams[name][1])
-            if blocks.shape != self._grams[first].shape:
+        for name in grams.keys() & self._layers.keys():
+            (kind, gram), layer = grams[name], self._layers[name]
+            if kind != layer.kind or _as_blocks(gram).shape != self._grams[layer.first].total.shape:
                 raise UpdateError(
-                    f"The Gram matrix of '{name}' has another form than in the first update. Send one "
-                    "form from every client."
+                    f"The Gram matrix of '{name}' has another kind or form than in the first update. "
+                    "Send one form from every client."
                 )
 
     def _shrunk(self, blocks: Tensor) -> Tensor:
         diagonal = torch.diag_embed(blocks.diagonal(dim1=-2, dim2=-1))
         eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
         return self.alpha * blocks + (1 - self.alpha) * diagonal + self.beta * eye
-
-    def _oriented(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight as float64 ``[out, in]``."""
-        matrix = weight.detach().double()
-        return matrix if INPUT_AXIS[self._kinds[name]] == 1 else matrix.mT
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far; adding may go on afterwards.
@@ -120,27 +123,60 @@ class RegMean:
         """
         merged = self._mean.result()
         self._notes = {}
-        inverses = {first: _Inverse(gram) for first, gram in self._grams.items()}
-        for name, first in self._readers.items():
-            inverse, reference = inverses[first], self._reference[name]
+        inverses = {first: _Inverse(gram.total, gram.rounding) for first, gram in self._grams.items()}
+        for name, layer in self._layers.items():
+            inverse = inverses[layer.first]
             # In directions that nobody has seen, the mean; elsewhere, least squares.
-            found = reference + inverse.solved(self._products[name])
+            found = layer.reference + inverse.solved(layer.product)
             if inverse.unseen:
-                mean = self._oriented(name, merged[name])
-                found = found + inverse.outside(mean - reference)
+                mean = _oriented(layer.kind, merged[name])
+                found = found + inverse.outside(mean - layer.reference)
                 self._notes[name] = (
                     f"{inverse.unseen} of {inverse.size} directions of its input were seen by no "
                     "client; there the weights are the mean"
                 )
-            weight = found if INPUT_AXIS[self._kinds[name]] == 1 else found.mT
-            merged[name] = weight.to(merged[name].dtype).contiguous()
+            weight = (found if INPUT_AXIS[layer.kind] == 1 else found.mT).to(merged[name].dtype)
+            everybody = self._partly.get(name, torch.tensor(True)).reshape(-1, 1).to(weight.device)
+            merged[name] = torch.where(everybody, weight, merged[name]).contiguous()
         return merged
 
 
-def _readers(grams: Tensors) -> dict[str, str]:
-    """Return, for every layer, the first one that holds the same matrix."""
+class _Gram:
+    """The running sum of one input's Gram matrices, and the relative rounding of their entries."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.rounding = 0.0
+
+    def add(self, gram: Tensor, rounding: float) -> None:
+        self.total = self.total + gram
+        self.rounding = max(self.rounding, rounding)
+
+
+class _Layer:
+    """The running sum of one layer's weights times Gram matrices.
+
+    Weights are relative to the first update's, so that little is lost where they are alike.
+    """
+
+    def __init__(self, kind: str, first: str, reference: Tensor) -> None:
+        self.kind, self.first, self.reference = kind, first, reference
+        self.product = torch.zeros((), dtype=torch.float64)
+
+    def add(self, weight: Tensor, gram: Tensor) -> None:
+        self.product = self.product + _times(weight - self.reference, gram)
+
+
+def _oriented(kind: str, weight: Tensor) -> Tensor:
+    """Return a weight as float64 ``[out, in]``."""
+    matrix = weight.detach().double()
+    return matrix if INPUT_AXIS[kind] == 1 else matrix.mT
+
+
+def _firsts(grams: Tensors) -> dict[str, str]:
+    """Return, for every layer, the first by name that holds the same matrix."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(gram), name) for name, gram in grams.items()}
+    return {name: first.setdefault(id(grams[name]), name) for name in sorted(grams)}
 
 
 def _as_blocks(gram: Tensor) -> Tensor:
@@ -155,30 +191,50 @@ def _times(matrix: Tensor, blocks: Tensor) -> Tensor:
 
 
 class _Inverse:
-    """The inverse of a block-diagonal positive semi-definite matrix where it has one."""
+    """The inverse of a block-diagonal positive semi-definite matrix where it has one.
 
-    def __init__(self, blocks: Tensor) -> None:
+    Args:
+        blocks: float64 ``[blocks, n, n]``.
+        rounding: relative error of the entries; directions that it could hide count as unseen.
+    """
+
+    def __init__(self, blocks: Tensor, rounding: float) -> None:
         self.size = blocks.shape[0] * blocks.shape[1]
         self.unseen = 0
-        self._factor, failed = torch.linalg.cholesky_ex(blocks)
+        # Entries are rounded in proportion to their diagonals, so these are made equal.
+        diagonal = blocks.diagonal(dim1=-2, dim2=-1)
+        self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
+        even = blocks * self._scale.unsqueeze(-1) * self._scale.unsqueeze(-2)
+        smallest = (blocks.shape[-1] + 32) * rounding
+        self._factor, failed = torch.linalg.cholesky_ex(even)
         pivots = self._factor.diagonal(dim1=-2, dim2=-1) ** 2
-        self._vectors: Tensor | None = None
-        if bool(failed.any()) or bool(pivots.min() <= _UNSEEN * blocks.abs().max()):
-            values, vectors = torch.linalg.eigh(blocks)
-            kept = values > _UNSEEN * values.max()
+        self._null: Tensor | None = None
+        if bool(failed.any()) or bool((pivots <= smallest).any()):
+            values, vectors = torch.linalg.eigh(even)
+            kept = values > smallest
             self.unseen = int((~kept).sum())
-            # Unseen directions get a zero vector and any value.
-            self._vectors = vectors * kept.unsqueeze(-2)
-            self._values = torch.where(kept, values, 1.0)
+            roots = torch.where(kept, values, 1.0).rsqrt() * kept
+            self._factor = vectors * roots.unsqueeze(-2)
+            null = vectors * (~kept).unsqueeze(-2) * self._scale.unsqueeze(-1)
+            # An orthonormal basis of what the matrix maps to zero; kept directions are zero in it.
+            u, sizes, _ = torch.linalg.svd(null)
+            count = (~kept).sum(-1, keepdim=True)
+            self._null = u * (torch.arange(sizes.shape[-1], device=u.device) < count).unsqueeze(-2)
 
     def solved(self, products: Tensor) -> Tensor:
         """Return ``products`` times the inverse, zero in unseen directions."""
-        if self._vectors is not None:
-            return _times(products, self._vectors / self._values.unsqueeze(-2) @ self._vectors.mT)
+        if self._null is not None:
+            products = products - self.outside(products)
         blocks = products.unflatten(1, (len(self._factor), -1)).transpose(0, 1)
-        return torch.cholesky_solve(blocks.mT, self._factor).mT.transpose(0, 1).flatten(1)
+        blocks = blocks * self._scale.unsqueeze(-2)
+        if self._null is None:
+            blocks = torch.cholesky_solve(blocks.mT, self._factor).mT
+        else:
+            blocks = blocks @ self._factor @ self._factor.mT
+        found = (blocks * self._scale.unsqueeze(-2)).transpose(0, 1).flatten(1)
+        return found if self._null is None else found - self.outside(found)
 
     def outside(self, matrix: Tensor) -> Tensor:
         """Return the part of ``[out, n]`` in unseen directions."""
-        assert self._vectors is not None
-        return matrix - _times(matrix, self._vectors @ self._vectors.mT)
+        assert self._null is not None
+        return _times(matrix, self._null @ self._null.mT)

@@ -20,7 +20,7 @@ class GreedySoup:
 
     Args:
         score: held-out score of tensors, the higher the better. A score that is not a number counts
-            as the lowest.
+            as the lowest; if all are, every update joins.
     """
 
     needs: tuple[str, ...] = ()

@@ -25,8 +25,17 @@ FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
 TRAINED = "trained"
 
+#: Values above this could overflow when they are added up.
+_LARGEST = 1e30
+
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8
+
+
+def brings(statistics: Statistics, kind: str) -> bool:
+    """Return whether there are statistics of a kind; all Gram matrices count as ``gram``."""
+    kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)
+    return any(statistics.get(one) for one in kinds)
 
 
 def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
@@ -46,8 +55,13 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
                 raise UpdateError(f"{where} belong to no tensor of the model.")
             if checked.get(id(value)) == shapes[name]:
                 continue
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise UpdateError(f"{where} hold NaN or Inf. Check the client's model and data.")
+            if kind != TRAINED and not value.is_floating_point():
+                raise UpdateError(f"{where} are {value.dtype}, not floating-point.")
+            if kind != TRAINED and not bool((value.abs() <= _LARGEST).all()):
+                raise UpdateError(
+                    f"{where} hold NaN, Inf or values above {_LARGEST:g}. Check the client's model and "
+                    "data."
+                )
             problem = _CHECKS[kind](value, shapes[name])
             if problem:
                 raise UpdateError(f"{where} {problem}.")
@@ -55,9 +69,10 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
 
 
 def _gram_problem(value: Tensor, shape: Shape, kind: str) -> str | None:
-    axis = INPUT_AXIS[kind]
-    inputs = shape[axis] if len(shape) == 2 else 0
-    blocks = value.shape[0] if value.ndim == 3 else 1
+    if len(shape) != 2:
+        return "belong to no matrix, so that no layer reads an input with it"
+    inputs = shape[INPUT_AXIS[kind]]
+    blocks = max(value.shape[0], 1) if value.ndim == 3 else 1
     sizes = {1: (inputs,), 2: (inputs, inputs), 3: (blocks, inputs // blocks, inputs // blocks)}
     if tuple(value.shape) != sizes.get(value.ndim) or (value.ndim == 3 and inputs % blocks):
         return (
@@ -87,7 +102,8 @@ def _trained_problem(value: Tensor, shape: Shape) -> str | None:
     if value.dtype != torch.bool:
         return f"are {value.dtype}; a mask is boolean"
     if tuple(value.shape) not in ((), shape[:1]):
-        return f"have shape {list(value.shape)}, but the tensor has {list(shape[:1])} rows"
+        rows = shape[0] if shape else 0
+        return f"have shape {list(value.shape)}, but the tensor has {rows} rows"
     return None
 
 

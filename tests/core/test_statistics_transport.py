@@ -345,7 +345,7 @@ def test_the_diagonal_form_is_refused_under_a_rotation_of_its_inputs_only() -> N
     name = "bert-classifier"
     client, alignment = _alignment(name, ("attention", "ffn"))
     grams = _compressed(name, _grams(name, client), "diagonal")
-    with pytest.raises(fedrot.FedrotError, match="rotation.*heads"):
+    with pytest.raises(fedrot.FedrotError, match=r"rotation.*heads"):
         alignment.transport({"gram": grams})
     for layer in range(LAYERS):
         del grams[f"{CASES[name].names.of(layer, 'output')}.weight"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
 from fedrot.simulations.cli import app
-from fedrot.simulations.config import EVIDENCE, Arm, SimulationConfig
+from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 from fedrot.symmetry.description import DEFAULT_PARTS
@@ -28,6 +28,10 @@ BAD_OPTIONS = {
     "no client": (["--clients", "0"], "clients"),
     "unknown arm": (["--arms", "plain,rotated"], "rotated"),
     "unknown anchor": (["--arms", "attention@median"], "median"),
+    "unknown aggregation": (["--arms", "aligned/median"], "regmean"),
+    "ensemble of language models": (["--task", "mlm", "--arms", "ensemble"], "ensembles are for task"),
+    "aligned ensemble": (["--arms", "aligned/ensemble"], "needs no alignment"),
+    "soup without held-out rows": (["--arms", "greedy", "--holdout", "0"], "holdout must not be 0"),
     "unknown task": (["--task", "translation"], "mlm"),
     "unknown start": (["--start", "cold"], "start"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
@@ -162,7 +166,91 @@ def test_every_anchor_and_every_evidence_can_be_asked_for() -> None:
             assert (arm.anchor, arm.evidence) == (anchor, evidence)
 
 
+#: Arms that merge in another way: aligned or not, parts, anchor, evidence, aggregation, foreign.
+MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
+    "plain/mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
+    "mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
+    "regmean": (False, (), DEFAULT_ANCHOR, "probe", "regmean", False),
+    "plain/fisher": (False, (), DEFAULT_ANCHOR, "probe", "fisher", False),
+    "greedy": (False, (), DEFAULT_ANCHOR, "probe", "greedy", False),
+    "ensemble": (False, (), DEFAULT_ANCHOR, "probe", "ensemble", False),
+    "plain/ensemble-probabilities": (
+        False,
+        (),
+        DEFAULT_ANCHOR,
+        "probe",
+        "ensemble-probabilities",
+        False,
+    ),
+    "joined": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
+    "aligned/mean": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", "mean", True),
+    "aligned/ot": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", "ot", True),
+    "aligned@medoid/greedy": (True, DEFAULT_PARTS, "medoid", "probe", "greedy", True),
+    "aligned~clients/regmean": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "clients", "regmean", True),
+    "aligned@first~learned/regmean": (True, DEFAULT_PARTS, "first", "learned", "regmean", True),
+    "whole@consensus~weights/regmean": (True, WHOLE_MODEL, "consensus", "weights", "regmean", False),
+    "ffn+heads/fisher": (True, ("ffn", "heads"), DEFAULT_ANCHOR, "probe", "fisher", False),
+}
+
+
+@pytest.mark.parametrize("name", MERGING)
+def test_the_grammar_of_arms_that_merge(name: str) -> None:
+    arm = Arm.parse(name)
+    found = (arm.align, arm.parts, arm.anchor, arm.evidence, arm.aggregation, arm.foreign)
+    assert found == MERGING[name]
+    assert arm.name == name
+    assert arm.ensemble == ("ensemble" in name)
+    config = SimulationConfig.from_flat({"arms": f"plain, {name}"})
+    assert config.cells()[1][2] == arm
+    assert SimulationConfig.model_validate_json(config.to_json()) == config
+
+
+def test_every_aggregation_has_a_short_name() -> None:
+    for aggregation in AGGREGATIONS:
+        short, full = Arm.parse(aggregation), Arm.parse(f"plain/{aggregation}")
+        assert short.model_copy(update={"name": full.name}) == full
+        if not short.ensemble:
+            assert Arm.parse(f"aligned/{aggregation}").aggregation == aggregation
+    assert JOINED not in AGGREGATIONS
+
+
+def test_ensembles_soups_and_joined_training_have_their_conditions() -> None:
+    for arm in ("ensemble", "plain/ensemble-probabilities"):
+        with pytest.raises(ValueError, match="ensembles are for task 'classification', not for 'mlm'"):
+            SimulationConfig(task="mlm", arms=("plain", arm))
+    for arm in ("greedy", "aligned/greedy"):
+        with pytest.raises(ValueError, match="holdout must not be 0"):
+            SimulationConfig(holdout=0, arms=("plain", arm))
+    SimulationConfig(task="mlm", arms=("joined", "greedy", "aligned/regmean"))
+    SimulationConfig(holdout=0, arms=("joined", "ensemble", "aligned/fisher"))
+
+
+def test_heads_start_from_the_same_or_from_different_ones() -> None:
+    assert SimulationConfig().head == "same"
+    assert SimulationConfig.from_flat({"head": "different"}).head == "different"
+    with pytest.raises(ValueError, match="'same' or 'different'"):
+        SimulationConfig.from_flat({"head": "scrambled"})
+
+
 BAD_ARMS = {
+    "aligned/median": "unknown aggregation 'median'",
+    "aligned/regmean@first": "unknown aggregation 'regmean@first'",
+    "aligned/regmean/greedy": "unknown aggregation 'regmean/greedy'",
+    "aligned/regmean~weights": "unknown aggregation 'regmean~weights'",
+    "aligned/joined": "unknown aggregation 'joined'",
+    "aligned/": "unknown aggregation ''",
+    "plain/": "unknown aggregation ''",
+    "/regmean": "unknown part ''",
+    "Joined": "'Joined'",
+    "joined@first": "'joined'",
+    "joined/regmean": "'joined'",
+    "regmean@first": "'regmean'",
+    "ensemble@first": "'ensemble'",
+    "plain@first/regmean": "'plain'",
+    "plain~weights/regmean": "'plain'",
+    "aligned/ensemble": "an ensemble needs no alignment; use 'ensemble'",
+    "whole/ensemble-probabilities": "use 'ensemble-probabilities'",
+    "whole~clients/regmean": "'clients' goes with 'aligned'",
     "": "unknown part ''",
     "rotated": "'rotated'",
     "plain@running": "'plain'",

@@ -294,3 +294,26 @@ def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) ->
     losses = {arm: central(tmp_path / "run", "different", arm, "loss", 1) for arm in arms}
     assert len(set(losses.values())) == len(arms), "every arm averages other models"
     assert "matched at the server" not in (tmp_path / "run" / "flower.log").read_text()
+
+
+def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> None:
+    blind = ("aligned/regmean", "aligned/fisher", "aligned/ot", "ensemble", "joined")
+    arms = ("plain/regmean", *blind, "greedy")
+    # Fewer epochs leave the small BERT so near to its start that its encoder hardly matters.
+    options = [*SMALL, "--rounds", "1", "--local-epochs", "6", "--start", "same,scrambled"]
+    result = fedrot("simulate", "--out", "run", *options, "--arms", ",".join(arms), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "run"
+
+    def gap(arm: str) -> float:
+        return abs(central(run, "scrambled", arm, "loss", 1) - central(run, "same", arm, "loss", 1))
+
+    assert {arm: gap(arm) for arm in blind if gap(arm) > 1e-5} == {}
+    assert gap("plain/regmean") > 1e-3
+    losses = {arm: central(run, "same", arm, "loss", 1) for arm in arms}
+    assert len(set(losses.values())) == len(arms), "every arm merges in its own way"
+    assert all(math.isfinite(loss) for loss in losses.values())
+    sent = {(r["start"], r["arm"]): r["value"] for r in read_rows(run) if "statistics" in r["metric"]}
+    for arm in ("plain/regmean", "aligned/regmean", "aligned/fisher"):
+        assert sent["same", arm] == sent["scrambled", arm] > 0
+    assert "Reply of client" not in (run / "flower.log").read_text()

@@ -1,0 +1,162 @@
+"""The files of a saved model: which tensors they hold, and how they are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import FedrotError
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SUFFIX = ".safetensors"
+
+#: Any of these is a tokenizer; the others belong to one, or to the model.
+TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+BESIDE = (
+    *TOKENIZER,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+SAVE_AGAIN = "Load it with transformers and save it with save_pretrained."
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Say in every ``FedrotError`` which file or folder it is about."""
+    try:
+        yield
+    except FedrotError as error:
+        raise type(error)(f"'{path}': {error}") from error
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; tensors read from it stay views of it after it is closed.
+
+    Raises:
+        FedrotError: it is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise FedrotError(f"'{file}' is damaged or no safetensors file: {error}") from error
+
+
+def stored_tensors(path: Path) -> dict[str, Path]:
+    """Return the file of every tensor of a bare safetensors file or a folder of a saved model.
+
+    Raises:
+        FedrotError: a file is missing or damaged, or a shard lacks a tensor of the index.
+    """
+    single, index = (path, None) if path.is_file() else (path / WEIGHTS, path / INDEX)
+    if single.is_file():
+        return dict.fromkeys(_names(single), single)
+    if index is None or not index.is_file():
+        raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {SAVE_AGAIN}")
+    try:
+        listed = {n: path / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.") from error
+    there = {file: _names(file) for file in dict.fromkeys(listed.values()) if file.is_file()}
+    for name, file in listed.items():
+        if name not in there.get(file, ()):
+            raise FedrotError(
+                f"'{index}' lists '{name}' in '{file}', which is not there. Copy all shards."
+            )
+    return listed
+
+
+def _names(file: Path) -> frozenset[str]:
+    with opened(file) as handle:
+        return frozenset(handle.keys())
+
+
+def refuse_filled(out: Path) -> None:
+    """Raise ``FileExistsError`` unless a model can be written there; see ``write_model``."""
+    if out.exists() and (out.suffix == SUFFIX or not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"'{out}' is there already and not an empty folder. Choose another --out.")
+
+
+def write_model(
+    out: Path,
+    tensors: Mapping[str, Tensor],
+    config_file: Path,
+    beside: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model whole or not at all.
+
+    Args:
+        out: a name that ends in ``.safetensors`` becomes a bare file, any other a folder that
+            ``from_pretrained`` loads.
+        tensors: contiguous, tied ones once.
+        config_file: copied into the folder as ``config.json``.
+        beside: the folder whose tokenizer and generation configuration are copied too.
+        dtype: what the configuration says from now on; None leaves it as it is.
+
+    Raises:
+        OSError: there is something already, or it cannot be written.
+    """
+    refuse_filled(out)
+    with _whole(out) as target:
+        if out.suffix == SUFFIX:
+            _save(tensors, target)
+            return
+        target.mkdir()
+        _save(tensors, target / WEIGHTS)
+        (target / CONFIG).write_text(_config_text(config_file, dtype), encoding="utf-8")
+        for file in (beside / name for name in BESIDE) if beside else ():
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+
+
+def _config_text(file: Path, dtype: torch.dtype | None) -> str:
+    text = file.read_text(encoding="utf-8")
+    if dtype is None:
+        return text
+    settings = json.loads(text)
+    # Older versions of transformers know the other name only.
+    key = "torch_dtype" if "torch_dtype" in settings else "dtype"
+    return json.dumps({**settings, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"'{file}' cannot be written: {error}") from error
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """Give a path beside ``out`` that takes its place once everything is written."""
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        yield staging
+        staging.replace(out)
+    finally:
+        if staging.is_dir():
+            shutil.rmtree(staging, ignore_errors=True)
+        staging.unlink(missing_ok=True)

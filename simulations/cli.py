@@ -264,7 +264,8 @@ def merge(
 
         shares = merging.weights_of(weights) if weights else None
         options = merging.options_of(parts, layers)
-        report = merging.merge(models, out, options=options, weights=shares, **settings)
+        with console.status(f"{method} of {len(models)} models"):
+            report = merging.merge(models, out, options=options, weights=shares, **settings)
         console.print(table(report))
         for note in report.notes:
             _say(f"Note: {note}")

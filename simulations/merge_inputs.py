@@ -30,7 +30,7 @@ Tensors = Mapping[str, Tensor]
 Batches = Sequence[Mapping[str, Tensor]]
 
 #: Texts at a time: the outputs of a language model are as wide as its vocabulary.
-BATCH = 32
+BATCH = 64
 
 
 @dataclass(frozen=True)

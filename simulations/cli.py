@@ -223,7 +223,7 @@ def merge(
     anchor: Annotated[
         Path | None, typer.Option(help="The model that the others are moved to; default: the first.")
     ] = None,
-    method: Annotated[str, typer.Option(help="mean, fisher or regmean.")] = "mean",
+    method: Annotated[str, typer.Option(help="mean, fisher, regmean or ot.")] = "mean",
     parts: Annotated[
         str, typer.Option(help="What is aligned: whole, none, or parts such as attention+ffn.")
     ] = "attention+ffn",
@@ -249,7 +249,13 @@ def merge(
     ] = None,
     text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
-    rows: Annotated[int | None, typer.Option(help="Use at most so many texts.")] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Texts at most; default: 1024, and 256 for fisher, which takes a backward pass for "
+            "each text and label."
+        ),
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:

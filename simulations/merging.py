@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, Statistics
+from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMean, Statistics
 from fedrot.alignment import Alignment
 from fedrot.anchors import SAME_BASE
 from fedrot.errors import FedrotError
@@ -21,7 +21,7 @@ from fedrot.simulations.merge_inputs import Batches, Input, Tensors, aligned, ba
 from fedrot.simulations.merge_report import InputReport, MergeReport
 from fedrot.simulations.modelfiles import about, refuse_filled, write_model
 from fedrot.statistics import collect_fisher, collect_gram
-from fedrot.symmetry import WHOLE_MODEL
+from fedrot.symmetry import WHOLE_MODEL, Symmetry
 
 #: (a model to load tensors into, a model's own tensors, its alignment, batches) to its statistics.
 Collect = Callable[[nn.Module, Tensors, Alignment, Batches], Statistics]
@@ -46,21 +46,23 @@ class Method:
     """How aligned models become one.
 
     Attributes:
-        aggregator: from RegMean's ``alpha`` to a new aggregator.
-        collect: statistics that every model brings. None: there are none, so that tensors can be
-            merged one by one.
+        aggregator: from RegMean's ``alpha`` and the models' symmetry to a new aggregator.
+        collect: statistics that every model brings, if any.
+        together: whether tensors are merged all together, and not one by one.
         rows: rows of data that the statistics are collected from, unless the caller says otherwise.
     """
 
-    aggregator: Callable[[float], Aggregator]
+    aggregator: Callable[[float, Symmetry], Aggregator]
     collect: Collect | None = None
+    together: bool = True
     rows: int = 1024
 
 
 METHODS: dict[str, Method] = {
-    "mean": Method(lambda alpha: Mean()),
-    "fisher": Method(lambda alpha: Fisher(), _fisher, rows=256),
-    "regmean": Method(lambda alpha: RegMean(alpha), _grams),
+    "mean": Method(lambda alpha, symmetry: Mean(), together=False),
+    "fisher": Method(lambda alpha, symmetry: Fisher(), _fisher, rows=256),
+    "regmean": Method(lambda alpha, symmetry: RegMean(alpha), _grams),
+    "ot": Method(lambda alpha, symmetry: OptimalTransport(symmetry)),
 }
 
 
@@ -170,7 +172,7 @@ def _method(name: str, alpha: float, data: str | None, rows: int | None) -> Meth
     if name not in METHODS:
         raise FedrotError(f"Unknown method '{name}'; choose from {', '.join(METHODS)}.")
     method = METHODS[name]
-    method.aggregator(alpha)
+    RegMean(alpha)
     if method.collect and not data:
         raise FedrotError(
             f"Method '{name}' collects statistics from data: give --data NAME, and where it is with "
@@ -209,16 +211,21 @@ def _merged(
     """Fold the inputs, tensor by tensor where the method allows it; return what it notes, too."""
     first = inputs[0].checkpoint
     collect, model = method.collect, first.build() if method.collect else None
-    pieces = [first.names] if collect else [(name,) for name in first.names]
+    pieces = [first.names] if method.together else [(name,) for name in first.names]
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
     for names in pieces:
-        aggregator = method.aggregator(alpha)
+        aggregator = method.aggregator(alpha, inputs[0].alignment.symmetry)
         for one in inputs:
             statistics = None
             with about(one.checkpoint.path):
                 if collect and model:
-                    statistics = collect(model, one.own(), one.alignment, batches)
+                    found = collect(model, one.own(), one.alignment, batches)
+                    # Tied tensors are merged once, under their first name.
+                    statistics = {
+                        kind: {name: value for name, value in by_name.items() if name in names}
+                        for kind, by_name in found.items()
+                    }
                 aggregator.add(one.moved(names), one.weight, statistics)
         merged |= aggregator.result()
         for name, note in aggregator.notes.items():

@@ -412,6 +412,26 @@ def test_statistics_are_those_of_the_aggregators(
     assert max(float((mean[n] - stored[n]).abs().max()) for n in compared) > 1e-3
 
 
+def test_optimal_transport_finds_units_where_nothing_is_aligned(tmp_path: Path) -> None:
+    """The plan of two neighbours is hard, so that heads and neurons in another order come back."""
+    ours = model_of("bert-classifier")
+    theirs = neighbour(ours)
+    folders = {
+        "ours": saved(ours, tmp_path / "ours"),
+        "theirs": saved(theirs, tmp_path / "theirs"),
+        "mixed": saved(scrambled(theirs, ("heads", "ffn")), tmp_path / "mixed"),
+    }
+    still = options_of("none")
+    merge([folders["ours"], folders["theirs"]], tmp_path / "mean", options=still, weights=[1, 3])
+    expected = load_file(tmp_path / "mean" / "model.safetensors")
+    for method, apart in (("ot", False), ("mean", True)):
+        models = [folders["ours"], folders["mixed"]]
+        merge(models, tmp_path / method / "out", method=method, options=still, weights=[1, 3])
+        found = load_file(tmp_path / method / "out" / "model.safetensors")
+        largest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+        assert largest > 0.1 if apart else largest < 1e-5
+
+
 def test_what_the_aggregator_notes_is_in_the_report(
     pair: tuple[Path, Path], texts: dict[str, Any]
 ) -> None:

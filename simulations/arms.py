@@ -75,7 +75,12 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
         config: Any = shell.config
         return OptimalTransport(symmetry_of(config, shell.state_dict()))
 
-    merging = {"regmean": RegMean, "fisher": Fisher, "greedy": greedy, "ot": transport}
+    merging: dict[str, Callable[[], Aggregator]] = {
+        "regmean": RegMean,
+        "fisher": Fisher,
+        "greedy": greedy,
+        "ot": transport,
+    }
     return merging.get(arm.aggregation)
 
 

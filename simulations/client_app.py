@@ -93,7 +93,7 @@ def train(message: Message, context: Context) -> Message:
     content = RecordDict(
         {
             "arrays": ArrayRecord(state),
-            "metrics": MetricRecord(metrics),
+            "metrics": MetricRecord({**metrics}),
             CLIENT_RECORD: _identity(context),
         }
     )
@@ -241,7 +241,10 @@ def _statistics(
     from fedrot.simulations.training import step_batches
 
     rows, _ = task.client_rows(job.seed, job.client)
-    collectors = {GRAMS[1]: collect_gram, FISHER: collect_fisher}
+    collectors: dict[str, Callable[[Any, Any], dict[str, dict[str, torch.Tensor]]]] = {
+        GRAMS[1]: collect_gram,
+        FISHER: collect_fisher,
+    }
 
     def compute() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         model = _model(job, task)

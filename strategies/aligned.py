@@ -263,7 +263,9 @@ class Aligned(Strategy):
         """Return the kinds of statistics that every reply of a round has to bring."""
         return ()
 
-    def _merged(self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round) -> ArrayRecord:
+    def _merged(
+        self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round
+    ) -> ArrayRecord | None:
         """Return the round's model; ``arrays`` is what the strategy behind made of the updates."""
         return arrays
 

@@ -22,8 +22,8 @@ class Fisher:
     or only permutations are aligned.
 
     Args:
-        floor: added to every ``F_i``, as a share of its mean over the tensor, so that no weight is
-            decided by rounding.
+        floor: added to every ``F_i``, as a share of the mean of all entries of all updates, so that
+            what the loss does not see (a key's bias, say) is averaged, and not decided by rounding.
     """
 
     needs: tuple[str, ...] = (FISHER,)
@@ -36,6 +36,7 @@ class Fisher:
         self._reference: dict[str, Tensor] = {}
         self._products: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
+        self._size = 0.0
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -64,9 +65,11 @@ class Fisher:
         self._mean.add(update, weight, statistics)
         if not self._reference:
             self._reference = {name: update[name].detach().double() for name in fisher}
+        entries = sum(value.numel() for value in fisher.values())
+        mean = sum(float(value.double().sum()) for value in fisher.values()) / entries
+        self._size += weight * mean
         for name, value in fisher.items():
-            share = value.detach().double()
-            share = weight * (share + self.floor * share.mean())
+            share = weight * value.detach().double()
             product = share * (update[name].detach().double() - self._reference[name])
             self._products[name] = self._products.get(name, 0) + product
             self._totals[name] = self._totals.get(name, 0) + share
@@ -77,10 +80,11 @@ class Fisher:
         Raises:
             UpdateError: nothing was added.
         """
-        merged = self._mean.result()
+        merged, floor = self._mean.result(), self.floor * self._size
         for name, reference in self._reference.items():
-            total = self._totals[name]
+            total = self._totals[name] + floor
             known = total > 0
-            found = reference + self._products[name] / torch.where(known, total, 1.0)
+            apart = self._products[name] + floor * (merged[name].double() - reference)
+            found = reference + apart / torch.where(known, total, 1.0)
             merged[name] = torch.where(known, found.to(merged[name].dtype), merged[name])
         return merged

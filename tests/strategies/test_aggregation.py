@@ -731,12 +731,8 @@ def test_permutations_carry_fisher_information(anchor: str) -> None:
     moved = scrambled(clients, fishers, PERMUTATIONS.parts)
     result, metrics = play(strategy, moved)
     assert metrics["fedrot-neurons-moved"] > 100
-    # Biases of keys change nothing a model says; their Fisher information is rounding.
-    found, wanted = (
-        {name: t for name, t in tensors_of(arrays).items() if not name.endswith("key.bias")}
-        for arrays in (result, expected)
-    )
-    assert difference(found, wanted) <= 1e-4
+    # Of a key's bias, which the loss does not see, the average is the mean.
+    assert largest_difference(result, expected) <= 1e-4
     assert error(result, tensors_of(expected)) <= 1e-4
     unaligned = FedRot(config_of(NAME), align=False, aggregation=Fisher)
     assert largest_difference(play(unaligned, moved)[0], expected) > 0.1

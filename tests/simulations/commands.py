@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli import app
+
+#: Settings of a run of seconds.
+SMALL: dict[str, Any] = {
+    "train_limit": 128,
+    "test_limit": 60,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "max_length": 32,
+}
 
 
 def invoke(*arguments: object) -> tuple[int, str]:

@@ -16,16 +16,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.models import build_model, tokenizer_for
 from fedrot.simulations.runfolder import read_rows
 from fedrot.simulations.tasks import task_of
-from tests.simulations.commands import invoke
-
-SMALL: dict[str, Any] = {
-    "train_limit": 128,
-    "test_limit": 60,
-    "layers": 1,
-    "width": 32,
-    "heads": 2,
-    "max_length": 32,
-}
+from tests.simulations.commands import SMALL, invoke
 
 
 @pytest.fixture(scope="module")

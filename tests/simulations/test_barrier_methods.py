@@ -22,15 +22,7 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.runfolder import read_rows
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
-
-SMALL: dict[str, Any] = {
-    "train_limit": 128,
-    "test_limit": 60,
-    "layers": 1,
-    "width": 32,
-    "heads": 2,
-    "max_length": 32,
-}
+from tests.simulations.commands import SMALL
 
 
 @pytest.fixture(scope="module", params=["classification", "mlm"])

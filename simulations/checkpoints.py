@@ -44,7 +44,7 @@ def load_pair(a: Path, b: Path, **settings: Any) -> tuple[Task, torch.nn.Module,
         model=str(a) if own else None, setting=f"{a.name} - {b.name}", max_length=length, **settings
     )
     if not own:
-        _check_bundled(a, configs[0])
+        check_bundled(a, configs[0])
     task = task_of(config.to_json())
     anchor, client = (_model(folder, task) for folder in (a, b))
     return task, anchor, client
@@ -95,7 +95,8 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
 
 
-def _check_bundled(folder: Path, config: Any) -> None:
+def check_bundled(folder: Path, config: Any) -> None:
+    """Refuse a model without a tokenizer whose vocabulary is not the bundled tokenizer's."""
     from fedrot.simulations.tokenizer import bundled_tokenizer
 
     size = bundled_tokenizer().get_vocab_size()

@@ -155,13 +155,13 @@ def batches_of(
     Raises:
         FedrotError: the data cannot be used, or the tokenizer is not the model's.
     """
-    from fedrot.simulations.checkpoints import _check_bundled
+    from fedrot.simulations.checkpoints import check_bundled
     from fedrot.simulations.config import SimulationConfig
     from fedrot.simulations.tasks import task_of
     from fedrot.simulations.training import step_batches
 
     if checkpoint.tokenizer is None:
-        _check_bundled(checkpoint.path, checkpoint.config)
+        check_bundled(checkpoint.path, checkpoint.config)
     # RoBERTa's positions start after the padding index.
     length = min(settings.get("max_length", 64), checkpoint.config.max_position_embeddings - 2)
     described = SimulationConfig(

@@ -13,6 +13,7 @@ from fedrot.errors import SymmetryError
 from fedrot.matching.activations import random_text
 from fedrot.moves import Move, apply_moves
 from fedrot.symmetry.description import WHOLE_MODEL, Group, Symmetry
+from fedrot.symmetry.resolve import settings_of
 
 #: Accepted change of an output, relative to the largest, in float64.
 TOLERANCE = 1e-6
@@ -26,7 +27,7 @@ _DRAWS = 64
 
 def check_function(
     model: nn.Module,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | object,
     symmetry: Symmetry,
     parts: Sequence[str] = WHOLE_MODEL,
     seed: int = 0,
@@ -39,7 +40,7 @@ def check_function(
 
     Args:
         model: a copy of it is run in evaluation mode and float64, with noise on its parameters.
-        config: see ``random_text``.
+        config: its transformers configuration, object or dictionary.
         symmetry: of this model.
         parts: what is moved.
         seed: of noise, element and tokens.
@@ -57,7 +58,7 @@ def check_function(
         for parameter in model.parameters():
             parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batch = next(random_text(config, rows=4, seed=seed)) if batch is None else batch
+    batch = next(random_text(settings_of(config), rows=4, seed=seed)) if batch is None else batch
     before = _outputs(model, batch)
     moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
 

@@ -133,7 +133,7 @@ def merge(
             is computed in float32 or better.
         config: of bare files; see ``open_checkpoint``.
         data: name of a data set whose training texts statistics are collected from. Labels are not
-            looked at, though ``load_text_data`` wants to find some.
+            looked at, but a column of them must exist.
         rows: so many texts at most; the method's own number if None.
         dry_run: do everything but write.
         settings: of ``SimulationConfig``: ``data_dir``, ``text_column``, ``label_column``,

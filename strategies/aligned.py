@@ -133,7 +133,7 @@ class Aligned(Strategy):
         symmetry: a ``Symmetry``, or the model's transformers configuration (object or dictionary),
             from which the symmetry is built when the first model is broadcast.
         *args: passed to the strategy.
-        anchor: whom to align to, see ``fedrot.align_round``.
+        anchor: whom to align to, see ``fedrot.align_round``; ``running`` if not given.
         options: what to align, see ``fedrot.AlignmentOptions``.
         model: returns a model of the broadcast architecture. With it, replies that come from another
             base than the broadcast model (of clients that trained from a start of their own, or join
@@ -144,7 +144,9 @@ class Aligned(Strategy):
         foreign: what to align in such replies; the whole model if None and ``model`` is given. Giving
             it without ``model`` is a promise that the model is a standard one of its family.
         match_at_clients: ask the senders of foreign replies to match themselves on their own data,
-            which needs ``match_at_client`` on their ``ClientApp``; it costs one more exchange.
+            which needs ``model`` or ``foreign`` here and ``match_at_client`` on their ``ClientApp``. It
+            costs one more exchange of two models; where most replies are foreign, one of the two is
+            another client's.
         align: False moves nothing: good replies reach the strategy behind as they are.
         report_path: a JSON-lines file that receives one row per round, client and group, and one per
             reply set aside.
@@ -172,6 +174,8 @@ class Aligned(Strategy):
         super().__init__(*args, **kwargs)
         if anchor not in ANCHORS:
             raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
+        if match_at_clients and model is None and foreign is None:
+            raise FedrotError("match_at_clients is for foreign replies: give 'model', or 'foreign', too.")
         if align:
             check_in_front(self, anchor, foreign=model is not None or foreign is not None)
         self.symmetry = symmetry

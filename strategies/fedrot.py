@@ -26,8 +26,9 @@ class FedRot(Aligned, FedAvg):
 
     Args:
         *args: of ``Aligned``, then of FedAvg.
-        aggregation: builds what merges a round's aligned updates, ``fedrot.aggregation.RegMean``, say;
-            FedAvg's weighted mean if None. Statistics that it needs are asked for in the clients'
+        aggregation: a function without arguments, or a class whose constructor needs none, that builds
+            what merges a round's aligned updates, ``fedrot.aggregation.RegMean``, say; FedAvg's
+            weighted mean if None. Statistics that it needs are asked for in the clients'
             training configuration, see ``wanted_statistics``, and come back in a record of their own,
             ``statistics_record``. They are moved with the updates. Replies without them are set
             aside.

@@ -49,7 +49,7 @@ def wanted_statistics(message: Message) -> tuple[str, ...]:
 
 
 def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
-    """Return statistics as the record that a client puts into its reply, under ``STATISTICS``.
+    """Return statistics as the record that a client puts into its reply, as ``fedrot-statistics``.
 
     Matrices that several layers share travel once.
 

@@ -81,8 +81,8 @@ def collect_gram(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
-    ``{"gram": {weight: G}}``, under ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens that ``attention_mask`` shows, uncentred, float32
-    ``[in, in]`` (sums are float64), keyed by the layer's weight. Layers that read one and the same
+    ``{"gram": {weight: G}}``, or ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens
+    that ``attention_mask`` shows, uncentred, float32 ``[in, in]`` (sums over batches are float64). Layers that read one and the same
     input (query, key and value) hold one and the same matrix. Weights that share their values with
     another module (output embeddings) have none.
 

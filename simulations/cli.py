@@ -223,7 +223,7 @@ def merge(
     anchor: Annotated[
         Path | None, typer.Option(help="The model that the others are moved to; default: the first.")
     ] = None,
-    method: Annotated[str, typer.Option(help="mean, fisher, regmean or ot (extra fedrot[ot]).")] = "mean",
+    method: Annotated[str, typer.Option(help="mean, fisher, regmean or ot (fedrot[ot]).")] = "mean",
     parts: Annotated[
         str, typer.Option(help="What is aligned: whole, none, or parts such as attention+ffn.")
     ] = "attention+ffn",
@@ -242,7 +242,7 @@ def merge(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Texts for fisher, regmean and, with whole, activations: goemotions_ekman, or a name."),
+        typer.Option(help="Texts for fisher, regmean and activations (whole): bundled, or a name."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")

@@ -175,7 +175,9 @@ class Aligned(Strategy):
         if anchor not in ANCHORS:
             raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
         if match_at_clients and model is None and foreign is None:
-            raise FedrotError("match_at_clients is for foreign replies: give 'model', or 'foreign', too.")
+            raise FedrotError(
+                "match_at_clients is for foreign replies: give 'model', or 'foreign', too."
+            )
         if align:
             check_in_front(self, anchor, foreign=model is not None or foreign is not None)
         self.symmetry = symmetry

@@ -82,9 +82,9 @@ def collect_gram(
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
     ``{"gram": {weight: G}}``, or ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens
-    that ``attention_mask`` shows, uncentred, float32 ``[in, in]`` (sums over batches are float64). Layers that read one and the same
-    input (query, key and value) hold one and the same matrix. Weights that share their values with
-    another module (output embeddings) have none.
+    that ``attention_mask`` shows, uncentred, float32 ``[in, in]`` (sums over batches are float64).
+    Layers that read one and the same input (query, key and value) hold one and the same matrix. Weights
+    that share their values with another module (output embeddings) have none.
 
     Args:
         model: any ``torch`` model of ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and

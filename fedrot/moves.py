@@ -12,6 +12,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.matching.blocks import compute_dtype
 from fedrot.symmetry.description import Group, Slot
+from fedrot.symmetry.kinds import HeadRotation
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def _gram(value: Tensor, slot: Slot, move: Move, axis: int = 1) -> Tensor:
     if value.ndim == 1:
         return _square(value, on_rows, move, "diagonal of the Gram matrix", "Send the form 'heads'.")
     other = replace(on_rows, contravariant=not slot.contravariant)
+    if value.ndim == 3:
+        _check_blocks(value, slot, move)
     full = torch.block_diag(*value) if value.ndim == 3 else value
     moved = move.on(move.on(full, other), replace(other, axis=1))
     if value.ndim == 2:
@@ -68,6 +71,18 @@ def _gram(value: Tensor, slot: Slot, move: Move, axis: int = 1) -> Tensor:
     size = value.shape[-1]
     stretches = range(0, len(full), size)
     return torch.stack([moved[i : i + size, i : i + size] for i in stretches])
+
+
+def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:
+    """Refuse to move blocks by what leads out of them."""
+    kind, (blocks, size, _) = move.group.kind, value.shape
+    inside = isinstance(kind, HeadRotation) and kind.dim == size
+    whole = not isinstance(kind, HeadRotation) and kind.units == blocks
+    if not (inside or whole):
+        raise FedrotError(
+            f"The {blocks} blocks of the Gram matrix of '{slot.tensor}' cannot follow "
+            f"'{move.group.name}', which mixes them. Send the form 'full'."
+        )
 
 
 def _gradient(value: Tensor, slot: Slot, move: Move) -> Tensor:

@@ -394,7 +394,8 @@ def completed(
             raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
         mask[places] = True
         masks[name] = mask
+        inside = mask.to(received[name].device)
         full[name] = torch.where(
-            mask.reshape(-1, *[1] * (full[name].ndim - 1)), full[name], received[name]
+            inside.reshape(-1, *[1] * (full[name].ndim - 1)), full[name], received[name]
         )
     return full, {TRAINED: masks} if masks else {}

@@ -13,6 +13,22 @@ from fedrot.matching.blocks import compute_dtype
 #: Norm of a tensor above which sums of squared distances could overflow float32.
 LARGEST_NORM = 1e17
 
+#: Weights outside of this range would overflow or vanish in float32 sums.
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12
+
+
+def check_weight(weight: float) -> None:
+    """Check an update's weight.
+
+    Raises:
+        UpdateError: it is not a positive number of a reasonable size.
+    """
+    if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
+        raise UpdateError(
+            f"The weight is {weight}; it must be positive, from {SMALLEST_WEIGHT:g} to "
+            f"{LARGEST_WEIGHT:g}."
+        )
+
 
 def check_update(update: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check names and shapes.

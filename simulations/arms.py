@@ -63,12 +63,13 @@ def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
 
 def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callable[[], Aggregator] | None:
     """Return what merges the updates of an arm, None for FedAvg's mean."""
-    rows = np.concatenate([task.client_rows(seed, c)[1] for c in range(task.config.clients)])
-
-    def score(tensors: Tensors) -> float:
-        return -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
 
     def greedy() -> Aggregator:
+        rows = np.concatenate([task.client_rows(seed, c)[1] for c in range(task.config.clients)])
+
+        def score(tensors: Tensors) -> float:
+            return -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
+
         return GreedySoup(score)
 
     def transport() -> Aggregator:

@@ -34,7 +34,7 @@ from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.runfolder import RunFolder
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.strategies import FedRot
-from fedrot.strategies.aligned import Round, Update
+from fedrot.strategies.aligned import Merged, Round, Update
 from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.replies import client_id, own_id
 
@@ -114,12 +114,12 @@ class OrderedGrid(Grid):
 class SeededFedRot(FedRot):
     """FedRot that samples the same clients in every arm: Flower samples from the global ``random``.
 
-    ``updates`` are the last round's, in the round's coordinates.
+    ``updates`` are the last round's, in the round's coordinates, if they are to be kept.
     """
 
-    def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, seed: int, keeps_updates: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._seed = seed
+        self._seed, self._keeps_updates = seed, keeps_updates
         self.round = 0
         self.updates: list[Mapping[str, Tensor]] = []
 
@@ -130,11 +130,9 @@ class SeededFedRot(FedRot):
         random.seed(f"{self._seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def _merged(
-        self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round
-    ) -> ArrayRecord | None:
-        self.updates = [update.tensors for update in updates]
-        return super()._merged(updates, arrays, this_round)
+    def _merged(self, updates: Sequence[Update], this_round: Round) -> Merged | None:
+        self.updates = [update.tensors for update in updates] if self._keeps_updates else []
+        return super()._merged(updates, this_round)
 
 
 def run_cells(
@@ -200,7 +198,7 @@ def _run_cell(
         return MetricRecord(dict(metrics))
 
     def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        if arm.ensemble and server_round > 0:
+        if arm.ensemble and server_round > 0 and strategy.updates:
             return report_round(server_round, evaluate_ensemble(task, arm, model, strategy.updates))
         model.load_state_dict(arrays.to_torch_state_dict())
         return report_round(server_round, evaluated(server_round))
@@ -242,6 +240,7 @@ def _run_cell(
     strategy = SeededFedRot(
         model_config(config, task.data).to_dict(),
         seed=seed,
+        keeps_updates=arm.ensemble,
         anchor=arm.anchor,
         aggregation=aggregation_of(arm, task, seed, model),
         options=AlignmentOptions(parts=arm.parts) if at_server else None,

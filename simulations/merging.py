@@ -172,7 +172,7 @@ def _method(name: str, alpha: float, data: str | None, rows: int | None) -> Meth
     if name not in METHODS:
         raise FedrotError(f"Unknown method '{name}'; choose from {', '.join(METHODS)}.")
     method = METHODS[name]
-    RegMean(alpha)
+    RegMean(alpha)  # refuses an impossible alpha before anything is read
     if method.collect and not data:
         raise FedrotError(
             f"Method '{name}' collects statistics from data: give --data NAME, and where it is with "

@@ -61,7 +61,7 @@ def train(
     losses: list[float] = []
     an_epoch = math.ceil(len(rows) / config.batch_size)
     endless = (batches(task.train, rows, config.batch_size, rng) for _ in itertools.count())
-    steps = math.ceil((epochs or config.local_epochs) * an_epoch)
+    steps = math.ceil((epochs or config.local_epochs) * an_epoch - 1e-9)
     for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
         loss = objective.loss(model, objective.batch(task.train, batch, masks))
         optimizer.zero_grad(set_to_none=True)

@@ -52,6 +52,13 @@ class Update(NamedTuple):
     statistics: Statistics
 
 
+class Merged(NamedTuple):
+    """What a round's updates were merged to, None if to nothing, and which of them went in."""
+
+    arrays: ArrayRecord | None
+    accepted: Sequence[Update]
+
+
 @dataclass
 class Round:
     """What happened in one round: reports and set-aside reasons, each with its client."""
@@ -252,15 +259,19 @@ class Aligned(Strategy):
             moved = self._aligned(good, broadcast, this_round)
         else:
             moved = [(r, Update(client_id(r.message), r.tensors, r.weight, r.statistics)) for r in good]
+        merged = self._merged([update for _, update in moved], this_round)
+        if merged is not None:
+            accepted = {id(update) for update in merged.accepted}
+            moved = [(reply, update) for reply, update in moved if id(update) in accepted]
         messages = [_with_tensors(reply, update.tensors) for reply, update in moved]
-        if not messages and not failed:
+        if not messages and (merged is not None or not failed):
             # Strategies divide by the number of replies.
             return None, self._report(this_round, None)
         arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
             server_round, messages + failed
         )
-        if arrays is not None:
-            arrays = self._merged([update for _, update in moved], arrays, this_round)
+        if merged is not None:
+            arrays = merged.arrays
         if arrays is not None and self.align:
             self._keep_dtypes(arrays)
         return arrays, self._report(this_round, metrics)
@@ -269,11 +280,15 @@ class Aligned(Strategy):
         """Return the kinds of statistics that every reply of a round has to bring."""
         return ()
 
-    def _merged(
-        self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round
-    ) -> ArrayRecord | None:
-        """Return the round's model; ``arrays`` is what the strategy behind made of the updates."""
-        return arrays
+    def _merged(self, updates: Sequence[Update], this_round: Round) -> Merged | None:
+        """Merge the updates in the place of the strategy behind, which then only sees the accepted.
+
+        None leaves it to that strategy, which knows nothing of statistics.
+        """
+        dropped = sorted({kind for update in updates for kind in update.statistics})
+        if dropped:
+            log(WARNING, "The statistics '%s' are not used: that takes FedRot.", "', '".join(dropped))
+        return None
 
     def _good(
         self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: Round
@@ -442,7 +457,8 @@ def _without_integers(
 def _with_tensors(reply: Reply, tensors: Mapping[str, Tensor]) -> Message:
     """Return a copy of the reply's message with other tensors and without statistics."""
     content = RecordDict(dict(reply.message.content))
-    content.pop(STATISTICS, None)
+    if STATISTICS in content.array_records:
+        del content[STATISTICS]
     ((name, arrays),) = content.array_records.items()
     content[name] = replace_changed(arrays, reply.tensors, tensors)
     message = copy.copy(reply.message)

@@ -9,6 +9,7 @@ from functools import partial
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
+import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.common import log
 from torch import Tensor
@@ -51,6 +52,7 @@ def align_mod(
     symmetry: Described,
     options: AlignmentOptions | None = None,
     statistics: Collector | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Mod:
     """Return a mod that aligns every training reply to the model that the message brought.
 
@@ -72,6 +74,7 @@ def align_mod(
             follow a rotation, is computed here. ``wanted_statistics`` tells what the server asks for;
             nothing is added for an empty result. Statistics that the client has put into its reply
             are moved with it.
+        dtype: in which they leave, see ``statistics_record``.
 
     Raises:
         FedrotError: by the mod, on a training message: a mod that clips, adds noise or encrypts would
@@ -116,7 +119,7 @@ def align_mod(
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
         if found:
-            content[STATISTICS] = statistics_record(found)
+            content[STATISTICS] = statistics_record(found, dtype)
         aligned = copy.copy(reply)
         aligned.content = content
         return aligned

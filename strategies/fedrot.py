@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -13,16 +13,21 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.aggregation.statistics import FISHER
+from fedrot.aggregation.statistics import FISHER, TRAINED
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.aligned import Aligned, Round, Update
+from fedrot.strategies.aligned import Aligned, Merged, Round, Update
 from fedrot.strategies.matching import FOREIGN_OPTIONS
+from fedrot.strategies.privacy import check_not_behind
 from fedrot.strategies.records import STATISTICS
+from fedrot.validation import check_finite
 
 
 class FedRot(Aligned, FedAvg):
     """Aligned FedAvg: every FedAvg argument works, and ``align=False`` is FedAvg itself.
+
+    Only where clients mark rows that they have not trained (``fedrot.completed``) the average leaves
+    these out.
 
     Args:
         *args: of ``Aligned``, then of FedAvg.
@@ -53,6 +58,11 @@ class FedRot(Aligned, FedAvg):
             raise FedrotError(f"statistics_every is {statistics_every}; it must be 1 or more.")
         self.aggregation = aggregation
         self.statistics_every = statistics_every
+        if aggregation is not None and not callable(aggregation):
+            raise FedrotError(
+                "aggregation is an aggregator; give its class, or a function without arguments that "
+                "builds it anew for every round."
+            )
         needs = aggregation().needs if aggregation is not None else ()
         given = [self.options, self.foreign or FOREIGN_OPTIONS if self.model else self.foreign]
         if self.align and FISHER in needs and any(map(_rotates, given)):
@@ -75,6 +85,8 @@ class FedRot(Aligned, FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask for statistics in the rounds that use them."""
+        if self.aggregation is not None:
+            check_not_behind(self)
         if self._kinds:
             config[STATISTICS] = ",".join(self._needs(server_round))
         return super().configure_train(server_round, arrays, config, grid)
@@ -82,26 +94,30 @@ class FedRot(Aligned, FedAvg):
     def _needs(self, server_round: int) -> tuple[str, ...]:
         return self._kinds if (server_round - 1) % self.statistics_every == 0 else ()
 
-    def _merged(
-        self, updates: Sequence[Update], arrays: ArrayRecord, this_round: Round
-    ) -> ArrayRecord | None:
+    def _merged(self, updates: Sequence[Update], this_round: Round) -> Merged | None:
         build = self.aggregation if self._needs(this_round.number) == self._kinds else None
-        if build is None and not any(update.statistics for update in updates):
-            return arrays
-        aggregator, added = (build or Mean)(), 0
+        if build is None and not any(update.statistics.get(TRAINED) for update in updates):
+            return None
+        aggregator, accepted = (build or Mean)(), []
         for update in _most_alike_first(updates):
             try:
                 aggregator.add(update.tensors, update.weight, update.statistics)
             except UpdateError as error:
                 this_round.put_aside(update.client, str(error))
             else:
-                added += 1
-        if not added:
-            return None
-        merged = ArrayRecord(aggregator.result())
+                accepted.append(update)
+        if not accepted:
+            return Merged(None, [])
+        merged = aggregator.result()
+        try:
+            check_finite(merged)
+        except UpdateError as error:
+            log(WARNING, "The aggregation is not finite, the model stays as it was: %s", error)
+            return Merged(None, accepted)
         this_round.note(aggregator.notes)
-        self._keep_dtypes(merged)
-        return merged
+        arrays = ArrayRecord(merged)
+        self._keep_dtypes(arrays)
+        return Merged(arrays, accepted)
 
 
 def _rotates(options: AlignmentOptions | None) -> bool:
@@ -113,11 +129,12 @@ def _most_alike_first(updates: Sequence[Update]) -> list[Update]:
     """Put first whoever sends statistics laid out like most: aggregators go by the first update."""
 
     def layout(update: Update) -> Hashable:
-        return tuple(
-            (kind, name, tuple(value.shape), [id(v) for v in by_name.values()].index(id(value)))
-            for kind, by_name in sorted(update.statistics.items())
-            for name, value in sorted(by_name.items())
-        )
+        found = []
+        for kind, by_name in sorted(update.statistics.items()):
+            first: dict[int, str] = {}
+            for name, value in sorted(by_name.items()) if kind != TRAINED else ():
+                found.append((kind, name, tuple(value.shape), first.setdefault(id(value), name)))
+        return tuple(found)
 
     layouts = [layout(update) for update in updates]
     counts = Counter(layouts)

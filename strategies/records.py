@@ -27,15 +27,15 @@ def to_tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
 def replace_changed(
     arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> ArrayRecord:
-    """Return ``arrays`` with the tensors that were replaced or cast; the others keep their bytes."""
+    """Return ``after`` as arrays; what was neither replaced nor cast keeps its bytes."""
 
     def same(name: str, array: Array) -> bool:
         return after[name] is before[name] and f"torch.{array.dtype}" == str(after[name].dtype)
 
     return ArrayRecord(
         {
-            name: array if same(name, array) else Array(after[name].cpu().numpy())
-            for name, array in arrays.items()
+            name: arrays[name] if same(name, arrays[name]) else Array(tensor.cpu().numpy())
+            for name, tensor in after.items()
         }
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch import Tensor
 from fedrot.aggregation.statistics import Statistics, brings, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies.records import model_records, read_statistics, to_tensors
-from fedrot.validation import check_finite, check_update
+from fedrot.validation import LARGEST_WEIGHT, SMALLEST_WEIGHT, check_finite, check_update
 
 #: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
@@ -88,10 +87,10 @@ def read_reply(
         )
     (metrics,) = content.metric_records.values()
     weight = metrics.get(weighted_by_key)
-    if not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+    if not isinstance(weight, (int, float)) or not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
         raise UpdateError(
-            f"The metric '{weighted_by_key}' is {weight!r}; it must be a positive number (a client "
-            "without examples has nothing to average)."
+            f"The metric '{weighted_by_key}' is {weight!r}; it must be a positive number up to "
+            f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
         )
     (arrays,) = records.values()
     try:
@@ -106,7 +105,8 @@ def read_reply(
                 f"{broadcast[name].dtype}. Send the kind of numbers that was received."
             )
     check_finite(tensors)
-    cast = {name: tensor.to(broadcast[name].dtype) for name, tensor in tensors.items()}
+    # In the broadcast order: Flower's wrappers take tensors by their place.
+    cast = {name: tensors[name].to(like.dtype) for name, like in broadcast.items()}
     statistics = read_statistics(content)
     missing = [kind for kind in needs if not brings(statistics, kind)]
     if missing:

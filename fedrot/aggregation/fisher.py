@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import FISHER, Statistics, Tensors
+from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
 
 
@@ -16,7 +16,8 @@ class Fisher:
     """Average weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al. 2023, sec. 3.1).
 
     ``theta = sum_i w_i F_i theta_i / sum_i w_i F_i`` entry by entry, the weighted mean for tensors
-    without a Fisher and where it is zero at every client. Sums are float64.
+    without a Fisher and where it is zero at every client. Sums are float64. Rows that a client has not
+    trained (statistics ``trained``) count for nothing.
 
     The diagonal does not follow a rotation: clients align first and compute it then (``align_mod``),
     or only permutations are aligned.
@@ -37,6 +38,7 @@ class Fisher:
         self._products: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
         self._size = 0.0
+        self._lacking: set[str] = set()
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -56,21 +58,31 @@ class Fisher:
                 "The update comes without Fisher information, which this average needs; see "
                 "fedrot.collect_fisher."
             )
-        odd = sorted(fisher.keys() ^ self._reference.keys()) if self._reference else []
+        self._mean.check(update, weight, statistics)
+        masks = (statistics or {}).get(TRAINED, {})
+        lacking = {name for name, mask in masks.items() if not bool(mask.any())}
+        fisher = {name: value for name, value in fisher.items() if name not in lacking}
+        known = self._reference.keys()
+        odd = sorted((known - fisher.keys() - lacking) | (fisher.keys() - known - self._lacking))
+        odd = odd if known else []
         if odd:
             raise UpdateError(
                 f"The Fisher information of '{odd[0]}' is missing or extra, compared with the first "
                 "update. Collect statistics alike at every client."
             )
-        self._mean.add(update, weight, statistics)
-        if not self._reference:
-            self._reference = {name: update[name].detach().double() for name in fisher}
+        self._mean.fold(update, weight, statistics)
+        self._lacking |= lacking
         entries = sum(value.numel() for value in fisher.values())
         mean = sum(float(value.double().sum()) for value in fisher.values()) / entries
         self._size += weight * mean
         for name, value in fisher.items():
-            share = weight * value.detach().double()
-            product = share * (update[name].detach().double() - self._reference[name])
+            theirs = update[name].detach().double()
+            reference = self._reference.setdefault(name, theirs)
+            share = weight * value.detach().double().to(theirs.device)
+            if name in masks:
+                rows = masks[name].to(theirs).reshape(-1)
+                share = share * rows.reshape((-1, *[1] * (theirs.ndim - 1)) if theirs.ndim else ())
+            product = share * (theirs - reference)
             self._products[name] = self._products.get(name, 0) + product
             self._totals[name] = self._totals.get(name, 0) + share
 

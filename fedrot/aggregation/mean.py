@@ -10,7 +10,7 @@ from torch import Tensor
 from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.matching.blocks import compute_dtype
-from fedrot.validation import check_update
+from fedrot.validation import check_update, check_weight
 
 
 class Mean:
@@ -47,8 +47,7 @@ class Mean:
         Raises:
             UpdateError: as ``add``.
         """
-        if not 0 < weight < float("inf"):
-            raise UpdateError(f"The weight is {weight}; it must be positive and finite.")
+        check_weight(weight)
         if self._first:
             check_update(update, self.shapes)
         check_statistics(statistics or {}, {name: tuple(t.shape) for name, t in update.items()})
@@ -57,10 +56,14 @@ class Mean:
         """Fold one update in.
 
         Raises:
-            UpdateError: the weight is not positive and finite, names or shapes differ from the first
-                update's, or a mask does not fit its tensor. Nothing has been added then.
+            UpdateError: the weight is not a positive number of a reasonable size, names or shapes differ
+                from the first update's, or a mask does not fit its tensor. Nothing has been added then.
         """
         self.check(update, weight, statistics)
+        self.fold(update, weight, statistics)
+
+    def fold(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+        """Do what ``add`` does with what ``check`` has passed."""
         if not self._first:
             self._first = {name: tensor.detach() for name, tensor in update.items()}
         masks = (statistics or {}).get(TRAINED, {})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class RegMean:
         self.alpha, self.beta = alpha, beta
         self._mean = Mean()
         self._layers: dict[str, _Layer] = {}
-        self._grams: dict[str, _Gram] = {}
+        self._totals: dict[str, _Total] = {}
         self._partly: dict[str, Tensor] = {}
         self._lacking: set[str] = set()
         self._notes: dict[str, str] = {}
@@ -67,24 +68,44 @@ class RegMean:
             for name, gram in (statistics or {}).get(kind, {}).items()
             if name not in lacking
         }
-        firsts = _firsts({name: gram for name, (_, gram) in grams.items()})
-        self._check(grams, firsts, lacking)
-        self._mean.add(update, weight, statistics)
+        sharing = _sharing({name: gram for name, (_, gram) in grams.items()})
+        self._check(grams, sharing, lacking)
+        self._mean.fold(update, weight, statistics)
         self._lacking |= lacking
         for name, mask in masks.items():
             if name not in lacking and not bool(mask.all()):
                 before = self._partly.get(name)
                 self._partly[name] = mask if before is None else before & mask
-        shrunk: dict[str, Tensor] = {}
+        self._part(grams)
+        shrunk: dict[int, Tensor] = {}
+        added: set[str] = set()
         for name, (kind, gram) in grams.items():
-            first, matrix = firsts[name], _oriented(kind, update[name])
-            if first not in shrunk:
-                shrunk[first] = weight * self._shrunk(_as_blocks(gram).double())
-                self._grams.setdefault(first, _Gram()).add(shrunk[first], torch.finfo(gram.dtype).eps)
-            self._layers.setdefault(name, _Layer(kind, first, matrix)).add(matrix, shrunk[first])
+            if id(gram) not in shrunk:
+                shrunk[id(gram)] = weight * self._shrunk(_as_blocks(gram).double())
+            matrix = _oriented(kind, update[name])
+            if name not in self._layers:
+                # Who comes later has no part in the totals of those before.
+                total = name if self._lacking else sharing[name]
+                self._layers[name] = _Layer(kind, sharing[name], total, matrix)
+            layer = self._layers[name]
+            layer.add(matrix, shrunk[id(gram)])
+            if layer.total not in added:
+                added.add(layer.total)
+                self._totals.setdefault(layer.total, _Total()).add(shrunk[id(gram)], gram.dtype)
+
+    def _part(self, present: Collection[str]) -> None:
+        """Give layers that share a total totals of their own if only some of them get more now."""
+        groups: dict[str, list[str]] = {}
+        for name, layer in self._layers.items():
+            groups.setdefault(layer.total, []).append(name)
+        for key, names in groups.items():
+            if 0 < sum(name in present for name in names) < len(names):
+                for name in names:
+                    self._totals[name] = copy(self._totals[key])
+                    self._layers[name].total = name
 
     def _check(
-        self, grams: Mapping[str, tuple[str, Tensor]], firsts: Mapping[str, str], lacking: set[str]
+        self, grams: Mapping[str, tuple[str, Tensor]], sharing: Mapping[str, str], lacking: set[str]
     ) -> None:
         if not grams:
             raise UpdateError(
@@ -92,19 +113,21 @@ class RegMean:
             )
         if not self._layers:
             return
+        common = sorted(grams.keys() & self._layers.keys())
+        ours = {name: self._layers[name].shared for name in common}
         odd = sorted(
             (self._layers.keys() - grams.keys() - lacking)
             | (grams.keys() - self._layers.keys() - self._lacking)
-            | {n for n in grams.keys() & self._layers.keys() if firsts[n] != self._layers[n].first}
+            | {n for n in common if _alike(n, ours) != _alike(n, {m: sharing[m] for m in common})}
         )
         if odd:
             raise UpdateError(
                 f"The Gram matrix of '{odd[0]}' is missing, extra, or shared with other layers than in "
                 "the first update. Collect statistics alike at every client."
             )
-        for name in grams.keys() & self._layers.keys():
+        for name in common:
             (kind, gram), layer = grams[name], self._layers[name]
-            if kind != layer.kind or _as_blocks(gram).shape != self._grams[layer.first].total.shape:
+            if kind != layer.kind or _as_blocks(gram).shape != self._totals[layer.total].gram.shape:
                 raise UpdateError(
                     f"The Gram matrix of '{name}' has another kind or form than in the first update. "
                     "Send one form from every client."
@@ -123,9 +146,12 @@ class RegMean:
         """
         merged = self._mean.result()
         self._notes = {}
-        inverses = {first: _Inverse(gram.total, gram.rounding) for first, gram in self._grams.items()}
+        inverses = {
+            key: _Inverse(self._totals[key].gram, self._totals[key].rounding)
+            for key in {layer.total for layer in self._layers.values()}
+        }
         for name, layer in self._layers.items():
-            inverse = inverses[layer.first]
+            inverse = inverses[layer.total]
             # In directions that nobody has seen, the mean; elsewhere, least squares.
             found = layer.reference + inverse.solved(layer.product)
             if inverse.unseen:
@@ -141,26 +167,29 @@ class RegMean:
         return merged
 
 
-class _Gram:
+class _Total:
     """The running sum of one input's Gram matrices, and the relative rounding of their entries."""
 
     def __init__(self) -> None:
-        self.total = torch.zeros((), dtype=torch.float64)
+        self.gram = torch.zeros((), dtype=torch.float64)
         self.rounding = 0.0
 
-    def add(self, gram: Tensor, rounding: float) -> None:
-        self.total = self.total + gram
-        self.rounding = max(self.rounding, rounding)
+    def add(self, gram: Tensor, dtype: torch.dtype) -> None:
+        self.gram = self.gram + gram
+        # What bfloat16 rounded off cannot be told from what was never seen: it counts as seen.
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        self.rounding = max(self.rounding, torch.finfo(exact).eps)
 
 
 class _Layer:
     """The running sum of one layer's weights times Gram matrices.
 
     Weights are relative to the first update's, so that little is lost where they are alike.
+    ``shared`` names the layers that read one input, ``total`` the sum of their Gram matrices.
     """
 
-    def __init__(self, kind: str, first: str, reference: Tensor) -> None:
-        self.kind, self.first, self.reference = kind, first, reference
+    def __init__(self, kind: str, shared: str, total: str, reference: Tensor) -> None:
+        self.kind, self.shared, self.total, self.reference = kind, shared, total, reference
         self.product = torch.zeros((), dtype=torch.float64)
 
     def add(self, weight: Tensor, gram: Tensor) -> None:
@@ -173,10 +202,15 @@ def _oriented(kind: str, weight: Tensor) -> Tensor:
     return matrix if INPUT_AXIS[kind] == 1 else matrix.mT
 
 
-def _firsts(grams: Tensors) -> dict[str, str]:
+def _sharing(grams: Tensors) -> dict[str, str]:
     """Return, for every layer, the first by name that holds the same matrix."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(grams[name]), name) for name in sorted(grams)}
+
+
+def _alike(name: str, sharing: Mapping[str, str]) -> list[str]:
+    """Return the layers that share a matrix with the named one."""
+    return [other for other, key in sharing.items() if key == sharing[name]]
 
 
 def _as_blocks(gram: Tensor) -> Tensor:
@@ -200,26 +234,32 @@ class _Inverse:
 
     def __init__(self, blocks: Tensor, rounding: float) -> None:
         self.size = blocks.shape[0] * blocks.shape[1]
-        self.unseen = 0
         # Entries are rounded in proportion to their diagonals, so these are made equal.
         diagonal = blocks.diagonal(dim1=-2, dim2=-1)
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
         even = blocks * self._scale.unsqueeze(-1) * self._scale.unsqueeze(-2)
         smallest = (blocks.shape[-1] + 32) * rounding
+        # Units that were always zero stand alone: they need no decomposition.
+        dead = diagonal <= 0
+        even = even + torch.diag_embed(dead.to(even))
+        self.unseen = int(dead.sum())
         self._factor, failed = torch.linalg.cholesky_ex(even)
         pivots = self._factor.diagonal(dim1=-2, dim2=-1) ** 2
-        self._null: Tensor | None = None
-        if bool(failed.any()) or bool((pivots <= smallest).any()):
+        self._decomposed = bool(failed.any()) or bool((pivots <= smallest).any())
+        null = torch.diag_embed(dead.to(even))
+        if self._decomposed:
             values, vectors = torch.linalg.eigh(even)
             kept = values > smallest
-            self.unseen = int((~kept).sum())
+            self.unseen += int((~kept).sum())
             roots = torch.where(kept, values, 1.0).rsqrt() * kept
             self._factor = vectors * roots.unsqueeze(-2)
-            null = vectors * (~kept).unsqueeze(-2) * self._scale.unsqueeze(-1)
-            # An orthonormal basis of what the matrix maps to zero; kept directions are zero in it.
-            u, sizes, _ = torch.linalg.svd(null)
+            # An orthonormal basis of what the matrix maps to zero.
+            raw = vectors * (~kept).unsqueeze(-2) * self._scale.unsqueeze(-1)
+            u, sizes, _ = torch.linalg.svd(raw)
             count = (~kept).sum(-1, keepdim=True)
-            self._null = u * (torch.arange(sizes.shape[-1], device=u.device) < count).unsqueeze(-2)
+            basis = u * (torch.arange(sizes.shape[-1], device=u.device) < count).unsqueeze(-2)
+            null = null + basis @ basis.mT
+        self._null = null if self.unseen else None
 
     def solved(self, products: Tensor) -> Tensor:
         """Return ``products`` times the inverse, zero in unseen directions."""
@@ -227,14 +267,14 @@ class _Inverse:
             products = products - self.outside(products)
         blocks = products.unflatten(1, (len(self._factor), -1)).transpose(0, 1)
         blocks = blocks * self._scale.unsqueeze(-2)
-        if self._null is None:
-            blocks = torch.cholesky_solve(blocks.mT, self._factor).mT
-        else:
+        if self._decomposed:
             blocks = blocks @ self._factor @ self._factor.mT
+        else:
+            blocks = torch.cholesky_solve(blocks.mT, self._factor).mT
         found = (blocks * self._scale.unsqueeze(-2)).transpose(0, 1).flatten(1)
         return found if self._null is None else found - self.outside(found)
 
     def outside(self, matrix: Tensor) -> Tensor:
         """Return the part of ``[out, n]`` in unseen directions."""
         assert self._null is not None
-        return _times(matrix, self._null @ self._null.mT)
+        return _times(matrix, self._null)

@@ -25,6 +25,8 @@ FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
 TRAINED = "trained"
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
 #: Values above this could overflow when they are added up.
 _LARGEST = 1e30
 
@@ -55,6 +57,8 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
                 raise UpdateError(f"{where} belong to no tensor of the model.")
             if checked.get(id(value)) == shapes[name]:
                 continue
+            if kind in INPUT_AXIS and value.dtype not in _DTYPES:
+                raise UpdateError(f"{where} are {value.dtype}; send float32, float64 or bfloat16.")
             if kind != TRAINED and not value.is_floating_point():
                 raise UpdateError(f"{where} are {value.dtype}, not floating-point.")
             if kind != TRAINED and not bool((value.abs() <= _LARGEST).all()):

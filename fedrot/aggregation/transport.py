@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import Statistics, Tensors
-from fedrot.errors import FedrotError
+from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.blocks import compute_dtype, pairs
 from fedrot.symmetry.description import Group, Symmetry
 
@@ -73,12 +73,20 @@ class OptimalTransport:
         """Transport one update and fold it in.
 
         Raises:
-            UpdateError: as ``Mean.add``. Nothing has been added then.
+            UpdateError: as ``Mean.add``, or some rows of units that are mixed are marked as trained.
+                Nothing has been added then.
         """
         self._mean.check(update, weight, statistics)
+        moved = {slot.tensor for group in self._groups for slot in group.slots if slot.axis == 0}
+        for name, mask in (statistics or {}).get(TRAINED, {}).items():
+            if name in moved and bool(mask.any()) and not bool(mask.all()):
+                raise UpdateError(
+                    f"Some rows of '{name}' are marked as trained, but units are mixed there. Mark all "
+                    "of its rows or none."
+                )
         if self._anchor is None:
             self._anchor = dict(update)
-        self._mean.add(self.transported(update), weight, statistics)
+        self._mean.fold(self.transported(update), weight, statistics)
 
     def transported(self, update: Tensors) -> dict[str, Tensor]:
         """Return the update with its units in the anchor's places; the input is not changed."""

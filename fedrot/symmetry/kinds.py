@@ -155,8 +155,9 @@ class HeadRotation:
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return second @ first
 
-    def on_fisher(self, element: Tensor) -> None:
-        return None
+    def on_fisher(self, element: Tensor) -> Tensor | None:
+        ordered = ((element == 0) | (element.abs() == 1)).all()
+        return element.abs() if bool(ordered) else None
 
     def moved(self, element: Tensor) -> int:
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)

@@ -52,39 +52,38 @@ class Fisher:
             UpdateError: as ``Mean.add``; or there is no Fisher information, or it is of other tensors
                 than the first update's. Nothing has been added then.
         """
-        fisher = (statistics or {}).get(FISHER, {})
+        self._mean.check(update, weight, statistics)
+        masks = (statistics or {}).get(TRAINED, {})
+        lacking = {name for name, mask in masks.items() if not bool(mask.any())}
+        given = (statistics or {}).get(FISHER, {})
+        fisher = {name: value for name, value in given.items() if name not in lacking}
         if not fisher:
             raise UpdateError(
                 "The update comes without Fisher information, which this average needs; see "
                 "fedrot.collect_fisher."
             )
-        self._mean.check(update, weight, statistics)
-        masks = (statistics or {}).get(TRAINED, {})
-        lacking = {name for name, mask in masks.items() if not bool(mask.any())}
-        fisher = {name: value for name, value in fisher.items() if name not in lacking}
         known = self._reference.keys()
         odd = sorted((known - fisher.keys() - lacking) | (fisher.keys() - known - self._lacking))
-        odd = odd if known else []
-        if odd:
+        if known and odd:
             raise UpdateError(
                 f"The Fisher information of '{odd[0]}' is missing or extra, compared with the first "
                 "update. Collect statistics alike at every client."
             )
         self._mean.fold(update, weight, statistics)
         self._lacking |= lacking
-        entries = sum(value.numel() for value in fisher.values())
-        mean = sum(float(value.double().sum()) for value in fisher.values()) / entries
-        self._size += weight * mean
+        total = entries = 0.0
         for name, value in fisher.items():
             theirs = update[name].detach().double()
             reference = self._reference.setdefault(name, theirs)
-            share = weight * value.detach().double().to(theirs.device)
-            if name in masks:
-                rows = masks[name].to(theirs).reshape(-1)
-                share = share * rows.reshape((-1, *[1] * (theirs.ndim - 1)) if theirs.ndim else ())
-            product = share * (theirs - reference)
-            self._products[name] = self._products.get(name, 0) + product
-            self._totals[name] = self._totals.get(name, 0) + share
+            rows = masks.get(name, torch.tensor(True)).to(theirs).reshape(-1)
+            trained = rows.reshape((-1, *[1] * (theirs.ndim - 1)) if theirs.ndim else ()).expand_as(
+                theirs
+            )
+            share = value.detach().double().to(theirs.device) * trained
+            total, entries = total + float(share.sum()), entries + float(trained.sum())
+            self._products[name] = self._products.get(name, 0) + weight * share * (theirs - reference)
+            self._totals[name] = self._totals.get(name, 0) + weight * share
+        self._size += weight * total / entries
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far; adding may go on afterwards.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy
 
 import torch
@@ -55,9 +55,8 @@ class RegMean:
         """Fold one update in, with its Gram matrices.
 
         Raises:
-            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they are of other layers,
-                in another form or shared by other layers than the first update's. Nothing has been
-                added then.
+            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they are of other layers
+                or in another form than the first update's. Nothing has been added then.
         """
         self._mean.check(update, weight, statistics)
         masks = (statistics or {}).get(TRAINED, {})
@@ -69,14 +68,14 @@ class RegMean:
             if name not in lacking
         }
         sharing = _sharing({name: gram for name, (_, gram) in grams.items()})
-        self._check(grams, sharing, lacking)
+        self._check(grams, lacking)
         self._mean.fold(update, weight, statistics)
         self._lacking |= lacking
         for name, mask in masks.items():
             if name not in lacking and not bool(mask.all()):
                 before = self._partly.get(name)
                 self._partly[name] = mask if before is None else before & mask
-        self._part(grams)
+        self._part(sharing)
         shrunk: dict[int, Tensor] = {}
         added: set[str] = set()
         for name, (kind, gram) in grams.items():
@@ -86,46 +85,41 @@ class RegMean:
             if name not in self._layers:
                 # Who comes later has no part in the totals of those before.
                 total = name if self._lacking else sharing[name]
-                self._layers[name] = _Layer(kind, sharing[name], total, matrix)
+                self._layers[name] = _Layer(kind, total, matrix)
             layer = self._layers[name]
             layer.add(matrix, shrunk[id(gram)])
             if layer.total not in added:
                 added.add(layer.total)
                 self._totals.setdefault(layer.total, _Total()).add(shrunk[id(gram)], gram.dtype)
 
-    def _part(self, present: Collection[str]) -> None:
-        """Give layers that share a total totals of their own if only some of them get more now."""
+    def _part(self, sharing: Mapping[str, str]) -> None:
+        """Give layers that share a total totals of their own, unless all of them get the same now."""
         groups: dict[str, list[str]] = {}
         for name, layer in self._layers.items():
             groups.setdefault(layer.total, []).append(name)
         for key, names in groups.items():
-            if 0 < sum(name in present for name in names) < len(names):
+            if len({sharing.get(name) for name in names}) > 1:
                 for name in names:
                     self._totals[name] = copy(self._totals[key])
                     self._layers[name].total = name
 
-    def _check(
-        self, grams: Mapping[str, tuple[str, Tensor]], sharing: Mapping[str, str], lacking: set[str]
-    ) -> None:
+    def _check(self, grams: Mapping[str, tuple[str, Tensor]], lacking: set[str]) -> None:
         if not grams:
             raise UpdateError(
                 "The update comes without Gram matrices, which RegMean needs; see fedrot.collect_gram."
             )
         if not self._layers:
             return
-        common = sorted(grams.keys() & self._layers.keys())
-        ours = {name: self._layers[name].shared for name in common}
         odd = sorted(
             (self._layers.keys() - grams.keys() - lacking)
             | (grams.keys() - self._layers.keys() - self._lacking)
-            | {n for n in common if _alike(n, ours) != _alike(n, {m: sharing[m] for m in common})}
         )
         if odd:
             raise UpdateError(
-                f"The Gram matrix of '{odd[0]}' is missing, extra, or shared with other layers than in "
-                "the first update. Collect statistics alike at every client."
+                f"The Gram matrix of '{odd[0]}' is missing or extra, compared with the first update. "
+                "Collect statistics alike at every client."
             )
-        for name in common:
+        for name in grams.keys() & self._layers.keys():
             (kind, gram), layer = grams[name], self._layers[name]
             if kind != layer.kind or _as_blocks(gram).shape != self._totals[layer.total].gram.shape:
                 raise UpdateError(
@@ -185,11 +179,11 @@ class _Layer:
     """The running sum of one layer's weights times Gram matrices.
 
     Weights are relative to the first update's, so that little is lost where they are alike.
-    ``shared`` names the layers that read one input, ``total`` the sum of their Gram matrices.
+    ``total`` names the sum of its Gram matrices, which layers that read one input share.
     """
 
-    def __init__(self, kind: str, shared: str, total: str, reference: Tensor) -> None:
-        self.kind, self.shared, self.total, self.reference = kind, shared, total, reference
+    def __init__(self, kind: str, total: str, reference: Tensor) -> None:
+        self.kind, self.total, self.reference = kind, total, reference
         self.product = torch.zeros((), dtype=torch.float64)
 
     def add(self, weight: Tensor, gram: Tensor) -> None:
@@ -206,11 +200,6 @@ def _sharing(grams: Tensors) -> dict[str, str]:
     """Return, for every layer, the first by name that holds the same matrix."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(grams[name]), name) for name in sorted(grams)}
-
-
-def _alike(name: str, sharing: Mapping[str, str]) -> list[str]:
-    """Return the layers that share a matrix with the named one."""
-    return [other for other, key in sharing.items() if key == sharing[name]]
 
 
 def _as_blocks(gram: Tensor) -> Tensor:

@@ -631,16 +631,19 @@ def test_a_bad_weight_leaves_the_aggregator_as_it_was(weight: float) -> None:
     assert largest_difference(regmean.result(), _merged([first, second], 0.9)) == 0
 
 
-def test_matrices_shared_otherwise_than_before_are_refused() -> None:
+def test_copies_of_a_shared_matrix_count_like_the_matrix() -> None:
     rng = np.random.default_rng(13)
     names = ["query.weight", "key.weight"]
-    update = {name: torch.tensor(rng.normal(size=(OUT, IN))) for name in names}
-    gram = torch.eye(IN).double()
-    regmean = RegMean()
-    regmean.add(update, 1.0, {"gram": dict.fromkeys(names, gram)})
-    with pytest.raises(fedrot.UpdateError, match=r"(key|query)\.weight.*shared"):
-        regmean.add(update, 1.0, {"gram": {name: gram.clone() for name in names}})
-    assert largest_difference(regmean.result(), update) <= 1e-12
+    updates = [{name: torch.tensor(rng.normal(size=(OUT, IN))) for name in names} for _ in range(3)]
+    grams = [torch.tensor(x.T @ x) for x in rng.normal(size=(3, 9, IN))]
+    results = []
+    for copied in (set(), {0}, {1}, {0, 1, 2}):
+        regmean = RegMean()
+        for index, (update, gram) in enumerate(zip(updates, grams, strict=True)):
+            own = {name: gram.clone() if index in copied else gram for name in names}
+            regmean.add(update, 1.0 + index, {"gram": own})
+        results.append(regmean.result())
+    assert all(largest_difference(results[0], other) <= 1e-12 for other in results[1:])
 
 
 # With alignment

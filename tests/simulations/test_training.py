@@ -76,3 +76,10 @@ def test_epochs_of_the_configuration_are_the_default(task: Task, seen: Seen) -> 
     assert half.config.epochs(1) == half.config.epochs(2) == 0.5
     assert seen(None, 3, half) == seen(0.5, 3)
     assert seen(None, 3) == seen(1, 3)
+
+
+def test_a_tenth_of_ten_steps_is_one_step(task: Task, seen: Seen) -> None:
+    """1.1 times 10 is more than 11 in floating-point numbers."""
+    tens = replace(task, config=task.config.model_copy(update={"batch_size": 7}))
+    for epochs, steps in ((1.0, 10), (1.1, 11), (0.7, 7), (1.11, 12)):
+        assert len(seen(epochs, 0, tens)) == steps

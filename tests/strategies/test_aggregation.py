@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,30 @@ from fedrot.aggregation import Fisher, GreedySoup, Mean, OptimalTransport, RegMe
 from fedrot.aggregation.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.records import STATISTICS, statistics_bytes
-from tests.models import DIM, HEADS, VOCABULARY, WIDTH, State, config_of, near
-from tests.models import largest_difference as difference
+from tests.models import DIM, HEADS, WIDTH, State, config_of, near
+from tests.strategies.aggregating import (
+    ANCHOR,
+    DOWN,
+    HEAD,
+    OUTPUT,
+    PERMUTATIONS,
+    QUERY,
+    UP,
+    Client,
+    Statistics,
+    answer,
+    apart,
+    ask,
+    batches,
+    fishers,
+    grams,
+    honest,
+    loaded,
+    mean,
+    merged,
+    play,
+    scrambled,
+)
 from tests.strategies.classifier import NAME, SYMMETRY, build, error, state
 from tests.strategies.fakes import (
     FakeGrid,
@@ -34,122 +56,6 @@ from tests.strategies.fakes import (
     reply,
     tensors_of,
 )
-
-Statistics = Mapping[str, Mapping[str, Tensor]]
-QUERY = "bert.encoder.layer.0.attention.self.query.weight"
-OUTPUT = "bert.encoder.layer.0.attention.output.dense.weight"
-UP, DOWN = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.output.dense.weight"
-HEAD = ("classifier.weight", "classifier.bias")
-PERMUTATIONS = fedrot.AlignmentOptions(parts=("heads", "ffn"))
-ANCHOR = pytest.mark.parametrize("anchor", ["global", "running", "consensus"])
-
-
-@dataclass(frozen=True)
-class Client:
-    """What one client sends."""
-
-    update: State
-    weight: float
-    statistics: Statistics
-
-
-def batches(seed: int, rows: int = 16, length: int = 12) -> list[dict[str, Tensor]]:
-    """Return a client's data."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, VOCABULARY, (rows, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[::2, -3:] = 0
-    return [{"input_ids": ids, "attention_mask": mask}]
-
-
-def loaded(tensors: State) -> Any:
-    model = build()
-    model.load_state_dict(tensors)
-    return model
-
-
-def grams(tensors: State, seed: int = 0, **options: Any) -> Statistics:
-    return fedrot.collect_gram(loaded(tensors), batches(seed), **options)
-
-
-def fishers(tensors: State, seed: int = 0) -> Statistics:
-    return fedrot.collect_fisher(loaded(tensors), batches(seed, rows=6))
-
-
-@cache
-def _honest(collect: Callable[..., Statistics]) -> tuple[Client, ...]:
-    updates = [near(state(), 0.05, seed) for seed in range(3)]
-    return tuple(
-        Client(update, weight, collect(update, seed))
-        for seed, (update, weight) in enumerate(zip(updates, (3.0, 10.0, 5.0), strict=True))
-    )
-
-
-def honest(collect: Callable[..., Statistics] = grams) -> list[Client]:
-    """Return three clients that trained from the broadcast model, each on data of its own."""
-    return [
-        replace(client, update={name: tensor.clone() for name, tensor in client.update.items()})
-        for client in _honest(collect)
-    ]
-
-
-def scrambled(
-    clients: Iterable[Client],
-    collect: Callable[..., Statistics] = grams,
-    parts: tuple[str, ...] = fedrot.AlignmentOptions().parts,
-) -> list[Client]:
-    """Return the same functions in other coordinates, with statistics of those."""
-    found = []
-    for seed, client in enumerate(clients):
-        update = fedrot.random_equivalent(client.update, SYMMETRY, seed + 10, parts)
-        found.append(Client(update, client.weight, collect(update, seed)))
-    return found
-
-
-def ask(strategy: FedAvg, base: State, clients: int, server_round: int = 1) -> list[Message]:
-    grid = FakeGrid({100 + i: failure for i in range(clients)})
-    arrays = ArrayRecord(dict(base))
-    return list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
-
-
-def answer(
-    to: Message, client: Client, index: int, dtype: torch.dtype = torch.float32, **metrics: Any
-) -> Message:
-    message = reply(to, client.update, client.weight, index, **metrics)
-    if client.statistics:
-        message.content[STATISTICS] = statistics_record(client.statistics, dtype)
-    return message
-
-
-def play(
-    strategy: FedAvg,
-    clients: Sequence[Client],
-    server_round: int = 1,
-    base: State | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round and return the new model and the metrics."""
-    messages = ask(strategy, base or state(), len(clients), server_round)
-    replies = [answer(m, c, i, dtype) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
-    arrays, metrics = strategy.aggregate_train(server_round, replies)
-    assert arrays is not None
-    return arrays, metrics or MetricRecord()
-
-
-def merged(aggregator: Any, clients: Iterable[Client]) -> State:
-    for client in clients:
-        aggregator.add(client.update, client.weight, client.statistics)
-    result: State = aggregator.result()
-    return result
-
-
-def mean(clients: Iterable[Client]) -> State:
-    return merged(Mean(), [replace(client, statistics={}) for client in clients])
-
-
-def apart(result: ArrayRecord, expected: State) -> float:
-    return difference(tensors_of(result), expected)
-
 
 # --- RegMean -----------------------------------------------------------------------------------------
 
@@ -193,6 +99,13 @@ def test_scrambled_clients_give_the_unscrambled_regmean(anchor: str, form: Any) 
     assert largest_difference(result, expected) <= 1e-4
     unaligned = FedRot(config_of(NAME), align=False, aggregation=RegMean)
     assert largest_difference(play(unaligned, scrambled(clients, collect))[0], expected) > 0.1
+
+
+def test_forms_of_heads_follow_the_rotations() -> None:
+    """Ten times fewer numbers, and still the unscrambled result; see the parametrised test."""
+    small = fedrot.compressed(honest()[0].statistics, "heads", SYMMETRY)["gram"]
+    assert small[OUTPUT].shape == (HEADS, DIM, DIM)
+    assert small[DOWN].shape == (48,)
 
 
 def test_weights_count() -> None:
@@ -421,12 +334,6 @@ def fewer(client: Client) -> Client:
     return replace(client, statistics={"gram": left})
 
 
-def unshared(client: Client) -> Client:
-    return replace(
-        client, statistics={"gram": {n: g.clone() for n, g in client.statistics["gram"].items()}}
-    )
-
-
 #: What a client may get wrong, and what the warning says.
 BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
     "none": (without, "without the statistics 'gram'"),
@@ -459,8 +366,7 @@ BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
     ),
     "heads": (lambda c: other_form(c, "heads"), "has another kind or form"),
     "diagonal": (lambda c: other_form(c, "diagonal"), ""),
-    "fewer layers": (fewer, "is missing, extra, or shared"),
-    "not shared": (unshared, "is missing, extra, or shared"),
+    "fewer layers": (fewer, "is missing or extra"),
     "negative fisher": (added("fisher", **{HEAD[0]: -torch.ones(3, WIDTH)}), "are negative"),
     "complex fisher": (
         added("fisher", **{HEAD[0]: torch.ones(3, WIDTH, dtype=torch.complex64)}),
@@ -785,133 +691,3 @@ def test_optimal_transport_without_regularisation_permutes(align: bool) -> None:
     assert largest_difference(result, expected) <= 1e-5
     plain, _ = play(FedRot(config_of(NAME), align=False), moved)
     assert largest_difference(plain, expected) > 0.1
-
-
-# --- heads -------------------------------------------------------------------------------------------
-
-
-def headless(client: Client, rows: Iterable[int] | None) -> Client:
-    """Return a client that trained some rows of the head, or has none."""
-    if rows is None:
-        update = {name: tensor for name, tensor in client.update.items() if name not in HEAD}
-        full, marked = fedrot.completed(update, state())
-    else:
-        full, marked = fedrot.completed(client.update, state(), dict.fromkeys(HEAD, rows))
-    return Client(full, client.weight, {**client.statistics, **marked})
-
-
-#: The rows of the head that each of three clients has trained; nobody has trained row 2.
-ROWS: tuple[tuple[int, ...] | None, ...] = ((0, 1), None, (1,))
-
-
-def expected_head(clients: Sequence[Client], name: str) -> Tensor:
-    """Return the head's rows over the clients that trained them, row by row."""
-    found = []
-    for row in range(3):
-        trained = [c for c, rows in zip(clients, ROWS, strict=True) if rows and row in rows]
-        some = trained or clients
-        total = sum(c.weight for c in some)
-        found.append(sum(c.weight * c.update[name][row].double() for c in some) / total)
-    return torch.stack([torch.as_tensor(row) for row in found])
-
-
-@pytest.mark.parametrize("align", [True, False])
-@pytest.mark.parametrize("aggregation", [None, RegMean])
-def test_rows_of_the_head_are_averaged_over_whoever_trained_them(aggregation: Any, align: bool) -> None:
-    # The heads' norms differ enough for a wrong average to show.
-    clients = [
-        headless(
-            replace(
-                client,
-                update={n: t * (1 + i) if n in HEAD else t for n, t in client.update.items()},
-                statistics=client.statistics if aggregation else {},
-            ),
-            rows,
-        )
-        for i, (client, rows) in enumerate(zip(honest(), ROWS, strict=True))
-    ]
-    strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=aggregation)
-    result, metrics = play(strategy, clients)
-    assert metrics.get("fedrot-replies-set-aside", 0) == 0
-    found = tensors_of(result)
-    bias = expected_head(clients, HEAD[1])
-    torch.testing.assert_close(found[HEAD[1]].double(), bias, atol=1e-5, rtol=0)
-    # Nobody has trained row 2: it is what everybody received.
-    torch.testing.assert_close(found[HEAD[0]][2], state()[HEAD[0]][2], atol=1e-5, rtol=0)
-    # Row 0 is the first client's alone, by least squares or otherwise.
-    torch.testing.assert_close(found[HEAD[0]][0], clients[0].update[HEAD[0]][0], atol=1e-5, rtol=0)
-    if aggregation is None:
-        weight = expected_head(clients, HEAD[0])
-        torch.testing.assert_close(found[HEAD[0]].double(), weight, atol=1e-5, rtol=0)
-    whole = [
-        Client(c.update, c.weight, {k: v for k, v in c.statistics.items() if k != TRAINED})
-        for c in clients
-    ]
-    others, _ = play(strategy, whole)
-    for name, tensor in tensors_of(others).items():
-        if name not in HEAD:
-            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
-
-
-def test_a_client_without_a_head_has_no_inputs_of_it_either() -> None:
-    """Its Gram matrices are those of the layers that it has."""
-    bare = headless(honest()[1], None)
-    left = {name: gram for name, gram in bare.statistics["gram"].items() if name not in HEAD}
-    without_head = replace(bare, statistics={**bare.statistics, "gram": left})
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
-    _, metrics = play(strategy, [honest()[0], without_head, honest()[2]])
-    assert metrics["fedrot-replies-set-aside"] == 0
-
-
-def test_scrambled_clients_keep_their_marks() -> None:
-    clients = [headless(c, rows) for c, rows in zip(honest(), ROWS, strict=True)]
-    marks = [{TRAINED: c.statistics[TRAINED]} for c in clients]
-    bare = [replace(c, statistics=m) for c, m in zip(clients, marks, strict=True)]
-    moved = [
-        replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i)) for i, c in enumerate(bare)
-    ]
-    strategy = FedRot(config_of(NAME))
-    assert largest_difference(play(strategy, moved)[0], play(strategy, bare)[0]) <= 1e-5
-
-
-def test_what_is_completed_is_what_was_received() -> None:
-    base, update = state(), honest()[0].update
-    given = {name: tensor for name, tensor in update.items() if name not in HEAD}
-    full, marked = fedrot.completed(given, base)
-    assert list(full) == list(base)
-    assert all(torch.equal(full[name], base[name]) for name in HEAD)
-    assert all(full[name] is update[name] for name in given)
-    assert {name: bool(mask) for name, mask in marked[TRAINED].items()} == dict.fromkeys(HEAD, False)
-    full, marked = fedrot.completed(update, base, {HEAD[0]: [2, 0]})
-    assert marked[TRAINED][HEAD[0]].tolist() == [True, False, True]
-    assert torch.equal(full[HEAD[0]][1], base[HEAD[0]][1])
-    assert torch.equal(full[HEAD[0]][::2], update[HEAD[0]][::2])
-    assert fedrot.completed(update, base) == (full | update, {})
-
-
-def test_a_client_that_lacks_the_head_has_not_trained_its_rows() -> None:
-    given = {name: tensor for name, tensor in honest()[0].update.items() if name not in HEAD}
-    _, marked = fedrot.completed(given, state(), {HEAD[0]: []})
-    assert not marked[TRAINED][HEAD[0]].any()
-    with pytest.raises(fedrot.UpdateError):
-        fedrot.completed(given, state(), {HEAD[0]: [1]})
-
-
-def test_what_cannot_be_completed_is_refused() -> None:
-    base, update = state(), honest()[0].update
-    with pytest.raises(fedrot.UpdateError, match="'more' is not part of the received model"):
-        fedrot.completed({**update, "more": torch.ones(2)}, base)
-    with pytest.raises(fedrot.UpdateError, match="'nowhere' is not part of the received model"):
-        fedrot.completed(update, base, {"nowhere": [0]})
-    for rows in ([3], [-1], [0, 7]):
-        with pytest.raises(fedrot.UpdateError, match=r"'classifier\.bias' has 3 rows"):
-            fedrot.completed(update, base, {HEAD[1]: rows})
-    with pytest.raises(fedrot.UpdateError, match=r"classifier\.weight"):
-        fedrot.completed({**update, HEAD[0]: torch.ones(4, WIDTH)}, base, {HEAD[0]: [0]})
-
-
-def test_forms_of_heads_follow_the_rotations() -> None:
-    """Ten times fewer numbers, and still the unscrambled result; see the parametrised test."""
-    small = fedrot.compressed(honest()[0].statistics, "heads", SYMMETRY)["gram"]
-    assert small[OUTPUT].shape == (HEADS, DIM, DIM)
-    assert small[DOWN].shape == (48,)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from logging import INFO, WARNING
 from typing import Any
 
@@ -126,17 +126,32 @@ def _rotates(options: AlignmentOptions | None) -> bool:
 
 
 def _most_alike_first(updates: Sequence[Update]) -> list[Update]:
-    """Put first whoever sends statistics laid out like most: aggregators go by the first update."""
+    """Put first whoever sends statistics like most: aggregators go by the first update."""
+    shapes, lacking = [], []
+    votes: dict[tuple[str, str], Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for update in updates:
+        masks = update.statistics.get(TRAINED, {})
+        lacking.append({name for name, mask in masks.items() if not bool(mask.any())})
+        shapes.append(
+            {
+                (kind, name): tuple(value.shape)
+                for kind, by_name in update.statistics.items()
+                for name, value in by_name.items()
+                if kind != TRAINED and name not in lacking[-1]
+            }
+        )
+        for key, shape in shapes[-1].items():
+            votes[key][shape] += 1
+    able = {key: sum(key[1] not in names for names in lacking) for key in votes}
+    usual = {
+        key: counts.most_common(1)[0][0]
+        for key, counts in votes.items()
+        if 2 * counts.total() > able[key]
+    }
 
-    def layout(update: Update) -> Hashable:
-        found = []
-        for kind, by_name in sorted(update.statistics.items()):
-            first: dict[int, str] = {}
-            for name, value in sorted(by_name.items()) if kind != TRAINED else ():
-                found.append((kind, name, tuple(value.shape), first.setdefault(id(value), name)))
-        return tuple(found)
+    def oddity(index: int) -> int:
+        own = shapes[index]
+        odd = sum(usual.get(key) != shape for key, shape in own.items())
+        return odd + sum(key not in own and key[1] not in lacking[index] for key in usual)
 
-    layouts = [layout(update) for update in updates]
-    counts = Counter(layouts)
-    order = sorted(range(len(updates)), key=lambda i: -counts[layouts[i]])
-    return [updates[i] for i in order]
+    return [updates[index] for index in sorted(range(len(updates)), key=oddity)]

@@ -140,6 +140,25 @@ def test_masks_make_nobody_a_minority(turned: bool, align: bool, warnings: Calla
         assert largest_difference(arrays, expected) <= 1e-6
 
 
+def without(client: Client, name: str) -> Client:
+    """Return a client that has not trained a weight, and has no Gram matrix of its input."""
+    grams = {n: g for n, g in client.statistics["gram"].items() if n != name}
+    return replace(client, statistics={"gram": grams, TRAINED: {name: torch.tensor(False)}})
+
+
+def test_what_clients_lack_makes_nobody_a_minority(warnings: Callable[[], str]) -> None:
+    one, two, three = honest()
+    good = [without(one, HEAD[0]), without(two, POOLER), three]
+    strategy = FedRot(CONFIG, align=False, aggregation=RegMean)
+    expected, _ = play(strategy, good)
+    for ids in ((1, 2, 3, -8, -9), (1, 2, 3, 8, 9)):
+        others = [diagonal(c) for c in (one, two)]
+        arrays, metrics = finished(strategy, answers(strategy, [*good, *others], ids))
+        assert metrics["fedrot-replies-set-aside"] == 2
+        assert all(f"Reply of client {i} set aside" in warnings() for i in ids[3:])
+        assert largest_difference(arrays, expected) <= 1e-6
+
+
 # --- the order of a reply's tensors ------------------------------------------------------------------
 
 

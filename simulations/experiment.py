@@ -34,9 +34,9 @@ from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.runfolder import RunFolder
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.strategies import FedRot
-from fedrot.strategies.aligned import Merged, Round, Update
 from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.replies import client_id, own_id
+from fedrot.strategies.rounds import Merged, Round, Update
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]

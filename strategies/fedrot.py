@@ -16,10 +16,11 @@ from fedrot.aggregation import Aggregator, Mean
 from fedrot.aggregation.statistics import FISHER, TRAINED
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.aligned import Aligned, Merged, Round, Update
+from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.privacy import check_not_behind
 from fedrot.strategies.records import STATISTICS
+from fedrot.strategies.rounds import Merged, Round, Update
 from fedrot.validation import check_finite
 
 

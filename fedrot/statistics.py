@@ -7,7 +7,7 @@ Statistics are dictionaries by kind, then by tensor name (``Statistics``). They 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.activations import without_padding
+from fedrot.matching.activations import evaluating, without_padding
 from fedrot.matching.blocks import compute_dtype
 from fedrot.symmetry.description import Symmetry
 from fedrot.symmetry.kinds import HeadRotation
@@ -59,18 +59,6 @@ def _readers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     return found
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and every module back into its own afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def collect_gram(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -97,10 +85,10 @@ def collect_gram(
     Raises:
         FedrotError: no batch, no such layer, or an unknown form.
     """
+    _check_form(form, symmetry)
     readers = _readers(model)
     count: dict[str, int] = {}
     sums: dict[str, Tensor] = {}
-    _check_form(form, symmetry)
     same: dict[str, str] = {}
     inputs: dict[str, Tensor] = {}
     mask: Tensor | None = None

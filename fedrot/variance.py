@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedrot.alignment import Alignment
 from fedrot.errors import FedrotError
-from fedrot.matching.activations import without_padding
+from fedrot.matching.activations import evaluating, without_padding
 from fedrot.symmetry.description import Symmetry
 
 #: Deviations below this share of a module's largest are constants: their scale stays as it is.
@@ -144,16 +144,10 @@ def _measured(
         count[name] = count.get(name, 0) + len(rows)
         sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)] if name in sums else parts
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), _watched(model, sites, seen):
-            for batch in batches:
-                mask = batch.get("attention_mask")
-                model(**{k: v for k, v in batch.items() if k != "labels"})
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with torch.no_grad(), evaluating(model), _watched(model, sites, seen):
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            model(**{k: v for k, v in batch.items() if k != "labels"})
     if not sums:
         raise FedrotError("No units were seen: pass at least one batch and a model of this family.")
     mean = {name: first / count[name] for name, (first, _) in sums.items()}

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.aggregation.statistics import FISHER, TRAINED
+from fedrot.aggregation.statistics import FISHER, TRAINED, untrained
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import Aligned
@@ -131,8 +131,7 @@ def _most_alike_first(updates: Sequence[Update]) -> list[Update]:
     shapes, lacking = [], []
     votes: dict[tuple[str, str], Counter[tuple[int, ...]]] = defaultdict(Counter)
     for update in updates:
-        masks = update.statistics.get(TRAINED, {})
-        lacking.append({name for name, mask in masks.items() if not bool(mask.any())})
+        lacking.append(untrained(update.statistics))
         shapes.append(
             {
                 (kind, name): tuple(value.shape)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics, Tensors
+from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics, Tensors, untrained
 from fedrot.errors import FedrotError, UpdateError
 
 
@@ -54,7 +54,7 @@ class Fisher:
         """
         self._mean.check(update, weight, statistics)
         masks = (statistics or {}).get(TRAINED, {})
-        lacking = {name for name, mask in masks.items() if not bool(mask.any())}
+        lacking = untrained(statistics)
         given = (statistics or {}).get(FISHER, {})
         fisher = {name: value for name, value in given.items() if name not in lacking}
         if not fisher:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors
+from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors, untrained
 from fedrot.errors import FedrotError, UpdateError
 
 
@@ -60,7 +60,7 @@ class RegMean:
         """
         self._mean.check(update, weight, statistics)
         masks = (statistics or {}).get(TRAINED, {})
-        lacking = {name for name, mask in masks.items() if not bool(mask.any())}
+        lacking = untrained(statistics)
         grams = {
             name: (kind, gram)
             for kind in INPUT_AXIS

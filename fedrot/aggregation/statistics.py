@@ -40,6 +40,11 @@ def brings(statistics: Statistics, kind: str) -> bool:
     return any(statistics.get(one) for one in kinds)
 
 
+def untrained(statistics: Statistics | None) -> set[str]:
+    """Return the tensors of which the client trained no row."""
+    return {n for n, mask in (statistics or {}).get(TRAINED, {}).items() if not bool(mask.any())}
+
+
 def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
     """Check statistics against the shapes of the tensors they belong to.
 

@@ -146,6 +146,19 @@ def _recorded(model: nn.Module, sites: Iterable[_Site], seen: Callable[[_Site, T
         yield
 
 
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode, and every module back into its own afterwards."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
     """Return ``[..., units]`` as rows ``[tokens, units]``, those only that the attention mask shows."""
     if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
@@ -211,18 +224,12 @@ def collect_activations(
     if residual == "identity":
         sites = [site for site in sites if site.group.part != "residual"]
     moments: dict[str, dict[_Site, _Moments]] = {}
-    training = [(module, module.training) for m in (anchor, client) for module in m.modules()]
-    anchor.eval(), client.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                ours, theirs = _run(anchor, sites, batch), _run(client, sites, batch)
-                for site, a in ours.items():
-                    of_group = moments.setdefault(site.group.name, {})
-                    of_group.setdefault(site, _Moments()).add(a.float(), theirs[site].float())
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with torch.no_grad(), evaluating(anchor, client):
+        for batch in batches:
+            ours, theirs = _run(anchor, sites, batch), _run(client, sites, batch)
+            for site, a in ours.items():
+                of_group = moments.setdefault(site.group.name, {})
+                of_group.setdefault(site, _Moments()).add(a.float(), theirs[site].float())
     if not moments:
         raise FedrotError(
             "No activations were seen: pass at least one batch and a torch model of this family."

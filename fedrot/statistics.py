@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, TRAINED, Statistics
+from fedrot.aggregation.statistics import FISHER, GRAMS, INPUT_AXIS, TRAINED, Statistics, along_rows
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.activations import evaluating, without_padding
 from fedrot.matching.blocks import compute_dtype
@@ -382,8 +382,5 @@ def completed(
             raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
         mask[places] = True
         masks[name] = mask
-        inside = mask.to(received[name].device)
-        full[name] = torch.where(
-            inside.reshape(-1, *[1] * (full[name].ndim - 1)), full[name], received[name]
-        )
+        full[name] = torch.where(along_rows(mask, full[name]), full[name], received[name])
     return full, {TRAINED: masks} if masks else {}

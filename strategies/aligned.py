@@ -184,7 +184,7 @@ class Aligned(Strategy):
         )
         if merged is not None:
             arrays = merged.arrays
-        if arrays is not None and self.align:
+        if arrays is not None and (self.align or merged is not None):
             self._keep_dtypes(arrays)
         return arrays, self._report(this_round, metrics)
 

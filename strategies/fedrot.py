@@ -116,9 +116,7 @@ class FedRot(Aligned, FedAvg):
             log(WARNING, "The aggregation is not finite, the model stays as it was: %s", error)
             return Merged(None, accepted)
         this_round.note(aggregator.notes)
-        arrays = ArrayRecord(merged)
-        self._keep_dtypes(arrays)
-        return Merged(arrays, accepted)
+        return Merged(ArrayRecord(merged), accepted)
 
 
 def _rotates(options: AlignmentOptions | None) -> bool:

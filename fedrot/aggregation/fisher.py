@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics, Tensors, untrained
+from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics, Tensors, along_rows, untrained
 from fedrot.errors import FedrotError, UpdateError
 
 
@@ -75,10 +75,8 @@ class Fisher:
         for name, value in fisher.items():
             theirs = update[name].detach().double()
             reference = self._reference.setdefault(name, theirs)
-            rows = masks.get(name, torch.tensor(True)).to(theirs).reshape(-1)
-            trained = rows.reshape((-1, *[1] * (theirs.ndim - 1)) if theirs.ndim else ()).expand_as(
-                theirs
-            )
+            rows = along_rows(masks.get(name, torch.tensor(True)), theirs)
+            trained = rows.to(theirs.dtype).expand_as(theirs)
             share = value.detach().double().to(theirs.device) * trained
             total, entries = total + float(share.sum()), entries + float(trained.sum())
             self._products[name] = self._products.get(name, 0) + weight * share * (theirs - reference)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors, check_statistics
+from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors, along_rows, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.matching.blocks import compute_dtype
 from fedrot.validation import check_update, check_weight
@@ -80,9 +80,8 @@ class Mean:
         self._weight += weight
 
     def _add_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
-        rows = torch.ones(1) if mask is None else mask.reshape(-1)
-        shape = (-1, *[1] * (value.ndim - 1)) if value.ndim else ()
-        share = weight * rows.to(value).reshape(shape)
+        rows = along_rows(torch.tensor(True) if mask is None else mask, value)
+        share = weight * rows.to(value.dtype)
         if name not in self._trained:
             # Whoever came before without a mask trained all rows.
             before = self._sums[name].clone() if name in self._sums else torch.zeros_like(value)

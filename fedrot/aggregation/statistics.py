@@ -45,6 +45,11 @@ def untrained(statistics: Statistics | None) -> set[str]:
     return {n for n, mask in (statistics or {}).get(TRAINED, {}).items() if not bool(mask.any())}
 
 
+def along_rows(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask ``[rows]`` or ``[]`` in a shape that multiplies a tensor row by row."""
+    return mask.to(like.device).reshape((-1, *[1] * (like.ndim - 1)) if like.ndim else ())
+
+
 def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
     """Check statistics against the shapes of the tensors they belong to.
 

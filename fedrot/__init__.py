@@ -11,12 +11,13 @@ from fedrot.anchors import ANCHORS, AlignedUpdate, align_round, base_cosine
 from fedrot.contract import check_function
 from fedrot.diagnostics import Barrier, interpolate, loss_barrier
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.fisher import collect_fisher
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import Activations, collect_activations, probing, random_text
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.statistics import collect_fisher, collect_gram, completed, compressed
+from fedrot.statistics import collect_gram, completed, compressed
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
 from fedrot.variance import (
     UnitStatistics,

@@ -15,12 +15,13 @@ from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMe
 from fedrot.alignment import Alignment
 from fedrot.anchors import SAME_BASE
 from fedrot.errors import FedrotError
+from fedrot.fisher import collect_fisher
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.diskmodels import Checkpoint, check_alike, open_checkpoint
 from fedrot.simulations.merge_inputs import Batches, Input, Tensors, aligned, batches_of, reported
 from fedrot.simulations.merge_report import InputReport, MergeReport
 from fedrot.simulations.modelfiles import about, refuse_filled, write_model
-from fedrot.statistics import collect_fisher, collect_gram
+from fedrot.statistics import collect_gram
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 
 #: (a model to load tensors into, a model's own tensors, its alignment, batches) to its statistics.

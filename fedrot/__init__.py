@@ -13,7 +13,7 @@ from fedrot.diagnostics import Barrier, interpolate, loss_barrier
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.fisher import collect_fisher
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.matching.activations import Activations, collect_activations, probing, random_text
+from fedrot.matching.activations import Activations, collect_activations, probing, random_inputs
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
@@ -64,7 +64,7 @@ __all__ = [
     "loss_of",
     "probing",
     "random_equivalent",
-    "random_text",
+    "random_inputs",
     "repair",
     "supported",
     "symmetry_of",

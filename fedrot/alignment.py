@@ -13,13 +13,11 @@ from fedrot.errors import UpdateError
 from fedrot.matching.activations import Activations
 from fedrot.matching.blocks import squared_distance
 from fedrot.matching.match import Anchor, Problem
-from fedrot.matching.rotation import mean_angle
 from fedrot.matching.solve import solve
 from fedrot.moves import Move, apply_moves, transport_statistics
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
-from fedrot.symmetry.kinds import HeadRotation
 from fedrot.validation import check_update
 
 Tensors = Mapping[str, Tensor]
@@ -80,8 +78,7 @@ def alignment_of(
         distance = squared_distance(current.pairs(group))
         current = current.moved([move])
         after = squared_distance(current.pairs(group))
-        angle = mean_angle(move.element) if isinstance(kind, HeadRotation) else 0.0
-        moved = kind.moved(move.element)
+        moved, angle = kind.moved(move.element), kind.angle(move.element)
         rows.append(
             GroupReport(group.name, group.layer, group.part, distance, after, moved, kind.units, angle)
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedrot.errors import SymmetryError
-from fedrot.matching.activations import random_text
+from fedrot.matching.activations import random_inputs
 from fedrot.moves import Move, apply_moves
 from fedrot.symmetry.description import WHOLE_MODEL, Group, Symmetry
 from fedrot.symmetry.resolve import settings_of
@@ -23,6 +24,59 @@ _NOISE = 0.05
 
 #: How often an element is drawn again that happens to move nothing.
 _DRAWS = 64
+
+
+#: Outputs in coordinates of the model's own, where what it computes is not: caches of keys and values,
+#: and what an encoder hands to its decoder.
+_INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
+
+#: Which groups are moved.
+Selection = Callable[[Group], bool]
+
+
+def output_change(
+    model: nn.Module,
+    config: Mapping[str, Any] | object,
+    symmetry: Symmetry,
+    parts: Sequence[str] = WHOLE_MODEL,
+    seed: int = 0,
+    batch: Mapping[str, Tensor] | None = None,
+) -> Callable[[Selection], float]:
+    """Draw an element of every group, and return what measures how moving some changes the outputs.
+
+    Outputs are the tensors that the model returns: those inside nested outputs (each tower of CLIP
+    returns its own) are hidden states that it goes on computing with, in coordinates that may move,
+    and so are caches and the hidden states of an encoder that a decoder reads.
+
+    Args: those of ``check_function``.
+
+    Returns a function from a selection of groups to the largest change of an output relative to that
+    output's largest entry, NaN if an output is. The same elements are applied every time.
+
+    Raises:
+        SymmetryError: a part cannot be moved; or the model does not run on random inputs, or returns
+            no tensor.
+    """
+    settings = settings_of(config)
+    model = copy.deepcopy(model).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    given = _prepared(model, _drawn_batch(settings, seed) if batch is None else batch)
+    before = _outputs(model, given)
+    moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
+
+    def change(selected: Selection) -> float:
+        model.load_state_dict(apply_moves(state, (m for m in moves if selected(m.group))))
+        changes = [
+            (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+            for a, b in zip(_outputs(model, given), before, strict=True)
+        ]
+        return float(torch.stack(changes).max())
+
+    return change
 
 
 def check_function(
@@ -43,44 +97,42 @@ def check_function(
         config: its transformers configuration, object or dictionary.
         symmetry: of this model.
         parts: what is moved.
-        seed: of noise, element and tokens.
-        batch: keyword arguments of the model's forward; random tokens if None.
+        seed: of noise, element and inputs.
+        batch: keyword arguments of the model's forward; ``random_inputs`` if None.
 
-    Returns the largest change of an output relative to the largest output.
+    Returns the largest change of an output relative to the largest output; see ``output_change``.
 
     Raises:
         SymmetryError: the change exceeds ``TOLERANCE``, and the message says which part does it; or
-            the model does not run on random tokens.
+            the model does not run on random inputs.
     """
-    model = copy.deepcopy(model).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batch = next(random_text(settings_of(config), rows=4, seed=seed)) if batch is None else batch
-    before = _outputs(model, batch)
-    moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
-
-    def change(moved: Iterable[Move]) -> float:
-        model.load_state_dict(apply_moves(state, moved))
-        changes = [
-            (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
-            for a, b in zip(_outputs(model, batch), before, strict=True)
-        ]
-        return float(torch.stack(changes).max())
-
-    largest = change(moves)
+    change = output_change(model, config, symmetry, parts, seed, batch)
+    largest = change(lambda group: True)
     if not largest <= TOLERANCE:
-        guilty = [
-            part for part in parts if not change(m for m in moves if m.group.part == part) <= TOLERANCE
-        ]
+        guilty = [p for p in parts if not change(lambda group, part=p: group.part == part) <= TOLERANCE]
         raise SymmetryError(
             f"Moving {' and '.join(guilty) or 'all parts together'} changes this model's outputs by "
             f"{largest:.2g} of their size: it does something with these tensors that family "
             f"'{symmetry.family}' does not know. Align other parts only."
         )
     return largest
+
+
+def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:
+    # Classifiers on decoders take one text at a time if the configuration names no padding.
+    alone = settings.get("pad_token_id", 0) is None
+    return next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
+
+
+def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a batch for a model in float64 that need not keep a cache."""
+    found: dict[str, Any] = {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        found.setdefault("use_cache", False)
+    return found
 
 
 def _drawn(group: Group, generator: torch.Generator) -> Tensor:
@@ -93,14 +145,24 @@ def _drawn(group: Group, generator: torch.Generator) -> Tensor:
     return element
 
 
-def _outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
     try:
         with torch.no_grad():
             out = model(**batch)
     except Exception as error:
         raise SymmetryError(
             f"The model does not run on its inputs ({error}), so that its symmetry cannot be checked. "
-            "If it takes other inputs than rows of tokens, call check_function with a batch of yours."
+            "If it takes other inputs than rows of tokens or images, call check_function with a batch "
+            "of yours."
         ) from error
-    values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
-    return [value for value in values if isinstance(value, Tensor)]
+    if isinstance(out, Mapping):
+        values = [value for name, value in out.items() if name not in _INSIDE]
+    else:
+        values = list(out) if isinstance(out, tuple) else [out]
+    found = [value for value in values if isinstance(value, Tensor)]
+    if not found:
+        raise SymmetryError(
+            f"The model returns a {type(out).__name__} without a tensor of its own, so that its "
+            "symmetry cannot be checked. Wrap it in a module that returns the tensors to compare."
+        )
+    return found

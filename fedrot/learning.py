@@ -21,7 +21,7 @@ from fedrot.errors import FedrotError
 from fedrot.matching.solve import compact
 from fedrot.moves import Move
 from fedrot.symmetry.description import Group, Slot, Symmetry
-from fedrot.symmetry.kinds import HeadLinear, HeadRotation
+from fedrot.symmetry.kinds import HeadLinear, HeadRotation, RotaryPhases, RotarySigns, SignedPermutation
 
 Tensors = Mapping[str, Tensor]
 
@@ -120,10 +120,13 @@ def learn_alignment(
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
-    groups = [_learnable(group, options) for group in chosen]
+    # Signs have no gradient: they stay as they were found.
+    continuous = [group for group in chosen if not isinstance(group.kind, RotarySigns)]
+    groups = [_learnable(group, options) for group in continuous]
     parameters = [_initial(group) for group in groups]
-    heads = [p for p in parameters if p.ndim == 3]
-    orders = [p for p in parameters if p.ndim == 2]
+    inside = [isinstance(group.kind, HeadRotation | RotaryPhases) for group in groups]
+    heads = [p for p, is_inside in zip(parameters, inside, strict=True) if is_inside]
+    orders = [p for p, is_inside in zip(parameters, inside, strict=True) if not is_inside]
     optimizer = torch.optim.Adam(
         [{"params": heads, "lr": options.lr}, {"params": orders, "lr": options.permutation_lr}]
     )
@@ -170,6 +173,8 @@ def _learnable(group: Group, options: LearningOptions) -> Group:
 def _initial(group: Group) -> Tensor:
     if isinstance(group.kind, HeadRotation):
         return torch.zeros(group.kind.heads, group.kind.dim, group.kind.dim, requires_grad=True)
+    if isinstance(group.kind, RotaryPhases):
+        return torch.zeros(group.kind.heads, group.kind.dim // 2, requires_grad=True)
     return torch.eye(group.kind.units, requires_grad=True)
 
 
@@ -186,9 +191,11 @@ def _order(parameter: Tensor) -> Tensor:
 
 
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
-    """Return the element as a matrix that gradients pass through."""
+    """Return the element, permutations as a matrix, so that gradients pass through."""
     if isinstance(group.kind, HeadRotation):
         return _head_matrix(group, parameter)
+    if isinstance(group.kind, RotaryPhases):
+        return parameter
     soft = parameter / options.temperature
     for _ in range(_SINKHORN_STEPS):
         soft = soft - soft.logsumexp(1, keepdim=True)
@@ -199,18 +206,21 @@ def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor
 
 
 def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Tensor:
-    """Return the tensor with one slot moved by a matrix, differentiably."""
+    """Return the tensor with one slot moved by an element from ``_matrix``, differentiably."""
     stretch = slot.of(tensor)
-    if isinstance(group.kind, HeadRotation):
+    if isinstance(group.kind, HeadRotation | RotaryPhases):
         moved = group.kind.act(matrix, stretch, slot.axis, slot.contravariant)
     else:
         moved = torch.tensordot(matrix.to(stretch), stretch, ([1], [slot.axis])).movedim(0, slot.axis)
-    before = tensor.narrow(slot.axis, 0, slot.start)
-    after = tensor.narrow(slot.axis, slot.stop, tensor.shape[slot.axis] - slot.stop)
-    return torch.cat([before, moved, after], slot.axis)
+    out = tensor.clone()
+    slot.stretch.write(out, slot.axis, moved)
+    return out
 
 
 def _element(group: Group, parameter: Tensor) -> Tensor:
     if isinstance(group.kind, HeadRotation):
         return _head_matrix(group, parameter.double())
-    return _order(parameter)
+    if isinstance(group.kind, RotaryPhases):
+        return parameter.detach().double()
+    order = _order(parameter)
+    return order + 1 if isinstance(group.kind, SignedPermutation) else order

@@ -30,13 +30,14 @@ class Move:
     def on(self, tensor: Tensor, slot: Slot) -> Tensor:
         """Return ``tensor`` with one slot moved, same dtype, contiguous; the input is unchanged."""
         stretch = slot.of(tensor.detach())
+        element = self.element.abs() if slot.unsigned else self.element
         moved = self.group.kind.act(
-            self.element, stretch.to(compute_dtype(tensor)), slot.axis, slot.contravariant
+            element, stretch.to(compute_dtype(tensor)), slot.axis, slot.contravariant
         ).to(tensor.dtype)
-        if stretch.shape == tensor.shape:
+        if slot.size == tensor.shape[slot.axis]:
             return moved.contiguous()
-        out = tensor.detach().clone()
-        slot.of(out).copy_(moved)
+        out = tensor.detach().clone(memory_format=torch.contiguous_format)
+        slot.stretch.write(out, slot.axis, moved)
         return out
 
 
@@ -77,7 +78,7 @@ def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:
     """Refuse to move blocks by what leads out of them."""
     kind, (blocks, size, _) = move.group.kind, value.shape
     inside = isinstance(kind, HeadRotation) and kind.dim == size
-    whole = not isinstance(kind, HeadRotation) and kind.units == blocks
+    whole = not isinstance(kind, HeadRotation) and blocks % kind.units == 0
     if not (inside or whole):
         raise FedrotError(
             f"The {blocks} blocks of the Gram matrix of '{slot.tensor}' cannot follow "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, along_rows
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.activations import evaluating, without_padding
+from fedrot.matching.activations import evaluating, input_axis, without_padding
 from fedrot.symmetry.description import Symmetry
 from fedrot.symmetry.kinds import HeadRotation
 from fedrot.validation import check_update
@@ -25,14 +25,6 @@ Batch = Mapping[str, Tensor]
 
 GramForm = Literal["full", "heads", "diagonal"]
 GRAM_FORMS = ("full", "heads", "diagonal")
-
-
-def _input_axis(module: nn.Module) -> int | None:
-    """Return the axis of a module's weight that its input is contracted with, None if there is none."""
-    if isinstance(module, nn.Linear):
-        return 1
-    # transformers' Conv1D, which this package does not import.
-    return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def _readers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
@@ -48,7 +40,7 @@ def _readers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     found = {}
     for name, module in model.named_modules():
-        axis = _input_axis(module)
+        axis = input_axis(module)
         weight: Any = module.weight if axis is not None else None
         if axis is not None and uses[id(weight)] == 1:
             found[f"{name}.weight"] = (module, axis)

@@ -38,9 +38,8 @@ class UnitStatistics:
             for slot in move.group.slots:
                 module = slot.tensor.removesuffix(".bias")
                 if slot.tensor.endswith(".bias") and module in mean:
-                    kind, element = move.group.kind, move.element
-                    mean[module] = kind.act(element, mean[module], 0, slot.contravariant)
-                    std[module] = kind.act(element, std[module], 0, slot.contravariant).abs()
+                    mean[module] = move.on(mean[module], slot)
+                    std[module] = move.on(std[module], slot).abs()
         return UnitStatistics(mean, std)
 
 

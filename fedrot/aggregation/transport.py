@@ -13,6 +13,7 @@ from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.blocks import compute_dtype, pairs
 from fedrot.symmetry.description import Group, Symmetry
+from fedrot.symmetry.kinds import Permutation
 
 #: Parts whose units are alike and can be mixed.
 MIXED = ("heads", "ffn")
@@ -59,7 +60,8 @@ class OptimalTransport:
             raise FedrotError(f"regularisation is {regularisation}; it must not be negative.")
         _pot()
         self.regularisation = regularisation
-        self._groups = symmetry.select(parts)
+        # Query heads are mixed with their key heads, not among themselves.
+        self._groups = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
         self._anchor = anchor
         self._mean = Mean()
         self._notes: dict[str, str] = {}
@@ -95,8 +97,7 @@ class OptimalTransport:
             plan = self._plan(group, moved)
             for slot in group.slots:
                 tensor = moved[slot.tensor].detach().clone()
-                stretch = slot.of(tensor)
-                stretch.copy_(_mixed(plan, stretch, slot.axis))
+                slot.stretch.write(tensor, slot.axis, _mixed(plan, slot.of(tensor), slot.axis))
                 moved[slot.tensor] = tensor
         return moved
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +29,33 @@ def pair(slot: Slot, anchor: Mapping[str, Tensor], client: Mapping[str, Tensor])
 def pairs(group: Group, anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> list[Pair]:
     """Return the pairs of all slots of a group."""
     return [pair(slot, anchor, client) for slot in group.slots]
+
+
+def distance_once(
+    slots: Iterable[Slot], anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]
+) -> float:
+    """Return the squared distance of all entries on the slots, however many slots they lie on."""
+    masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for slot in slots:
+        length = client[slot.tensor].shape[slot.axis]
+        mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
+        mask |= slot.stretch.mask(length)
+    total = 0.0
+    for name, by_axis in masks.items():
+        c = client[name].detach()
+        a, c = (t.to(compute_dtype(c)) for t in (anchor[name].detach(), c))
+        if not any(bool(mask.all()) for mask in by_axis.values()):
+            for axis, mask in by_axis.items():
+                seen = mask.to(c.device)
+                total += squared_distance([(_where(a, seen, axis), _where(c, seen, axis))])
+                a, c = _where(a, ~seen, axis), _where(c, ~seen, axis)
+            continue
+        total += squared_distance([(a, c)])
+    return total
+
+
+def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
+    return tensor.index_select(axis, mask.nonzero()[:, 0])
 
 
 def squared_distance(blocks: Sequence[Pair]) -> float:

@@ -1,49 +1,166 @@
-"""Two-stage head matching: nuclear-norm cost, then one assignment (Verma & Elbayad 2024, Alg. 1).
+"""What lies inside heads, solved; and which head belongs where (Verma & Elbayad 2024, Alg. 1).
 
-The score of client head ``j`` at anchor slot ``i`` is what the best rotation of that pair is worth:
-the nuclear norm of its cross matrix. All slots of a layer share one permutation.
+The score of client head ``j`` at anchor slot ``i`` is what the best rotation of that pair is worth.
+Where query heads share a key head, the rotation is found from keys and values, which each group has
+once; then the query heads of the pair of groups are assigned to each other.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedrot.matching import rotary, rotation
 from fedrot.matching.blocks import Pair
+from fedrot.options import AlignmentOptions
+from fedrot.symmetry.kinds import HeadRotation, RotaryPhases, RotarySigns
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Closed forms for one kind of group inside heads.
+
+    ``similarity`` of blocks and ``of_cross`` of cross matrices ``[..., d, d]`` give the evidence
+    ``[heads, ...]`` or ``[..., ...]``; ``best`` the element it asks for; ``value``, ``still`` and
+    ``worth`` what an element, the identity and the best element are worth, ``<R, M>``.
+    """
+
+    similarity: Callable[[Any, Sequence[Pair]], Tensor]
+    of_cross: Callable[[Any, Tensor], Tensor]
+    best: Callable[[Any, Tensor, AlignmentOptions, bool], Tensor]
+    value: Callable[[Any, Tensor, Tensor], Tensor]
+    still: Callable[[Any, Tensor], Tensor]
+    worth: Callable[[Any, Tensor, AlignmentOptions], Tensor]
+
+
+def _solver(module: Any) -> Solver:
+    return Solver(
+        module.similarity, module.of_cross, module.best, module.value, module.still, module.worth
+    )
+
+
+#: How each kind of group inside heads is solved.
+SOLVERS: Mapping[type, Solver] = {
+    HeadRotation: _solver(rotation),
+    RotaryPhases: _solver(rotary),
+    RotarySigns: _solver(rotary),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """A group inside heads as it looks to whoever orders the heads.
+
+    ``extra`` are cross matrices ``[heads * dim, heads * dim]`` beside those of the blocks, whose own
+    count ``factor`` times.
+    """
+
+    kind: HeadRotation | RotaryPhases | RotarySigns
+    blocks: Sequence[Pair]
+    factor: float = 1.0
+    extra: Tensor | None = None
+
+    @property
+    def solver(self) -> Solver:
+        return SOLVERS[type(self.kind)]
+
+    def own(self) -> Sequence[Pair]:
+        """Return the blocks that key heads have once."""
+        return [pair for pair in self.blocks if len(pair[0]) == self.kind.heads * self.kind.dim]
+
+    def shared(self) -> Sequence[Pair]:
+        """Return the blocks in which several query heads share a key head."""
+        return [pair for pair in self.blocks if len(pair[0]) > self.kind.heads * self.kind.dim]
+
+
+def every_pair(inside: Inside) -> Tensor:
+    """Return the evidence for every pair of key heads, ``[heads (anchor), heads (client), ...]``."""
+    heads = inside.kind.heads
+    cross = torch.zeros((), dtype=torch.float64)
+    for a, c in inside.own():
+        product = inside.factor * by_head((a @ c.mT).double(), heads)
+        cross = cross.to(product.device) + product
+    if inside.extra is not None:
+        cross = cross + by_head(inside.extra, heads)
+    return inside.solver.of_cross(inside.kind, cross)
+
+
+def own_pair(inside: Inside) -> Tensor:
+    """Return the evidence for key heads in their own places, ``[heads, ...]``."""
+    kind = inside.kind
+    cross = torch.zeros((), dtype=torch.float64)
+    for pair in inside.own():
+        a, c = (x.unflatten(0, (kind.heads, kind.dim)) for x in pair)
+        product = inside.factor * torch.bmm(a, c.mT).double()
+        cross = cross.to(product.device) + product
+    if inside.extra is not None:
+        cross = cross + torch.diagonal(by_head(inside.extra, kind.heads)).movedim(-1, 0)
+    return inside.solver.of_cross(kind, cross)
 
 
 def head_scores(
-    heads: int,
-    slots: Iterable[tuple[Pair, Hashable]],
-    value: Callable[[Tensor], Tensor],
-    factor: float = 1.0,
-    extra: Mapping[str, Tensor] | None = None,
+    inside: Sequence[Inside], alone: Sequence[Pair], heads: int, options: AlignmentOptions
 ) -> Tensor:
-    """Return the score of every pair of heads, float64 ``[heads (anchor), heads (client)]``.
+    """Return the score of every pair of key heads, float64 ``[heads (anchor), heads (client)]``.
 
     Args:
-        heads: the number of heads.
-        slots: each pair with the name of the rotation that also moves it, or None when no rotation
-            follows; the cross matrices of one rotation are added before its value is taken.
-        value: ``[..., d, d]`` to ``[...]``, what the rotation that follows will be worth.
-        factor: of the weights' cross matrices.
-        extra: further cross matrices ``[n, n]`` by rotation.
+        inside: the groups that follow the heads' order.
+        alone: blocks that no such group moves.
+        heads: the number of key heads.
+        options: of what follows.
     """
-    cross: dict[Hashable, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-    for (a, c), rotation in slots:
-        blocks = factor * _by_head((a @ c.mT).double(), heads)
-        cross[rotation] = cross[rotation].to(blocks.device) + (
-            torch.diagonal(blocks, dim1=-2, dim2=-1).sum(-1) if rotation is None else blocks
-        )
-    for rotation, matrix in (extra or {}).items():
-        cross[rotation] = cross[rotation] + _by_head(matrix, heads)
-    scores = [m if rotation is None else value(m) for rotation, m in cross.items()]
-    return torch.stack(scores).sum(0)
+    scores = torch.zeros(heads, heads, dtype=torch.float64)
+    for a, c in alone:
+        traces = torch.diagonal(by_head((a @ c.mT).double(), heads), dim1=-2, dim2=-1).sum(-1)
+        scores = scores.to(traces.device) + traces
+    elements = {}
+    for group in inside:
+        evidence = every_pair(group)
+        if group.shared():
+            elements[group] = group.solver.best(group.kind, evidence, options, True)
+            worth = group.solver.value(group.kind, elements[group], evidence)
+        else:
+            worth = group.solver.worth(group.kind, evidence, options)
+        scores = scores.to(worth.device) + worth
+    if elements:
+        for i in range(heads):
+            for j in range(heads):
+                queries = sum(_of_queries(g, element[i, j], i, j) for g, element in elements.items())
+                scores[i, j] += _best_sum(torch.as_tensor(queries))
+    return scores
 
 
-def _by_head(matrix: Tensor, heads: int) -> Tensor:
+def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:
+    """Return the score of every pair of query heads of the same group, ``[groups, n, n]``."""
+    elements = [(g, g.solver.best(g.kind, own_pair(g), options, True)) for g in inside]
+    return torch.stack(
+        [sum((_of_queries(g, element[i], i, i) for g, element in elements)) for i in range(groups)]  # type: ignore[misc]
+    )
+
+
+def _of_queries(inside: Inside, element: Tensor, i: int, j: int) -> Tensor:
+    """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client group ``j``."""
+    one = replace(inside.kind, heads=1)
+    total = torch.zeros((), dtype=torch.float64)
+    for a, c in inside.shared():
+        ours = a.unflatten(0, (inside.kind.heads, -1))[i].double()
+        theirs = one.act(element[None], c.unflatten(0, (inside.kind.heads, -1))[j].double(), 0)
+        n = len(ours) // inside.kind.dim
+        total = total + inside.factor * (ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).cpu()
+    return total
+
+
+def _best_sum(score: Tensor) -> float:
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
+    return float(score[rows, columns].sum())
+
+
+def by_head(matrix: Tensor, heads: int) -> Tensor:
     """Return ``[heads, heads, d, d]`` of a matrix ``[heads * d, heads * d]``."""
     return matrix.unflatten(1, (heads, -1)).unflatten(0, (heads, -1)).transpose(1, 2)

@@ -11,24 +11,33 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.matching import permutation, rotation
+from fedrot.matching import permutation
 from fedrot.matching.activations import Activations
-from fedrot.matching.blocks import Pair, pair, pairs, squared_distance
-from fedrot.matching.heads import head_scores
+from fedrot.matching.blocks import Pair, distance_once, pairs, squared_distance
+from fedrot.matching.heads import SOLVERS, Inside, Solver, by_head, head_scores, query_scores
 from fedrot.matching.rescale import best_scale, head_products
 from fedrot.moves import Move, apply_moves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.description import Group, Symmetry
-from fedrot.symmetry.kinds import HeadPermutation, HeadRotation, Rescale, SignedPermutation
+from fedrot.symmetry.kinds import (
+    HeadPermutation,
+    HeadRotation,
+    Kind,
+    QueryPermutation,
+    Rescale,
+    SignedPermutation,
+)
 from fedrot.validation import check_finite
 
 Tensors = Mapping[str, Tensor]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,7 +52,7 @@ class Anchor:
         key = (group.name, columns)
         if key not in self._separation:
             blocks = [a for a, _ in pairs(group, self.tensors, self.tensors)]
-            self._separation[key] = permutation.separation(blocks, columns)
+            self._separation[key] = permutation.separation(*by_sign(group, blocks), columns)
         return self._separation[key]
 
 
@@ -115,13 +124,9 @@ class Problem:
         return 1.0, weight / (1 - weight) * size * cross
 
     def total(self, groups: Sequence[Group]) -> float:
-        """Return the squared distance of all stretches that the groups act on, each counted once."""
-        slots = {replace(slot, contravariant=False) for group in groups for slot in group.slots}
-        shapes = self.symmetry.shapes
-        whole = {s.tensor: s for s in slots if s.stop - s.start == shapes[s.tensor][s.axis]}
-        parts = [slot for slot in slots if slot.tensor not in whole]
-        blocks = [pair(slot, self.anchor.tensors, self.client) for slot in (*whole.values(), *parts)]
-        return squared_distance(blocks)
+        """Return the squared distance of all entries that the groups act on, each counted once."""
+        slots = dict.fromkeys(slot for group in groups for slot in group.slots)
+        return distance_once(slots, self.anchor.tensors, self.client)
 
     def objective(self, groups: Sequence[Group]) -> float:
         """Return what the matchers together minimise: squared distance, less activations' traces."""
@@ -139,15 +144,38 @@ class Problem:
 
 Matcher = Callable[[tuple[Group, ...], Problem], list[Match]]
 
+#: What lies inside heads must gain more than this share of ``|trace|``: what is below is rounding.
+MINIMUM_GAIN = 1e-12
+
 
 def _product(blocks: Sequence[Pair]) -> Tensor:
-    """Return the similarity of the weights, ``sum of A C^T`` over the blocks, ``[n, n]``."""
+    """Return the similarity of the weights, ``sum of A C^T`` over the blocks, ``[n, n]``; 0 if none."""
     total: Tensor | None = None
     for a, c in blocks:
         total = a @ c.mT if total is None else torch.addmm(total, a, c.mT)
-    if total is None:
-        raise ValueError("a group needs at least one slot")
-    return total
+    return torch.zeros(()) if total is None else total
+
+
+def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Return what belongs to slots whose signs stay, and to those whose signs the group may change."""
+    signed = isinstance(group.kind, SignedPermutation)
+    sides: tuple[list[T], list[T]] = ([], [])
+    for slot, block in zip(group.slots, blocks, strict=True):
+        sides[signed and not slot.unsigned].append(block)
+    return sides
+
+
+def _unit_scores(
+    group: Group, blocks: Sequence[Pair], factor: float, extra: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of units without and, where signs are free, with a sign."""
+    plain, turned = (
+        factor * _product(side) if factor else torch.zeros(()) for side in by_sign(group, blocks)
+    )
+    signed = isinstance(group.kind, SignedPermutation)
+    if extra is not None:
+        plain, turned = (plain, turned + extra) if signed else (plain + extra, turned)
+    return plain, turned if signed else None
 
 
 def match_units(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
@@ -162,10 +190,8 @@ def match_units(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
         blocks = problem.pairs(group)
         before = problem.finite(problem.total([group]), group)
         factor, addition = problem.evidence(group, blocks)
-        score = factor * _product(blocks).double() if factor else torch.zeros(()).double()
-        score = score if addition is None else score + addition
-        signed = isinstance(group.kind, SignedPermutation)
-        element, gain = permutation.best_assignment(score, signed=signed)
+        scores = _unit_scores(group, blocks, factor, addition)
+        element, gain = permutation.best_assignment(*scores)
         if element is not None:
             moved = problem.moved([Move(group, element)])
             if max(Counter(slot.tensor for slot in group.slots).values()) > 1:
@@ -184,27 +210,24 @@ def _distance_after(group: Group, element: Tensor, problem: Problem) -> float:
     return problem.distance(group, pairs(group, problem.anchor.tensors, moved))
 
 
+def _alone(group: Group, inside: Sequence[Group], blocks: Sequence[Pair]) -> list[Pair]:
+    """Return the blocks of a group on axes that nothing inside the heads moves."""
+    moved = {(slot.tensor, slot.axis) for g in inside for slot in g.slots}
+    return [
+        b for slot, b in zip(group.slots, blocks, strict=True) if (slot.tensor, slot.axis) not in moved
+    ]
+
+
 def match_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
-    """Assign heads by the cost that remains after their rotation, if rotations are to follow."""
+    """Assign heads by the cost that remains after what follows inside them."""
     matches = []
     for group in groups:
-        inner = [
-            g
-            for g in problem.symmetry.select(problem.options.parts, (group.layer,))
-            if g.within == group.name and isinstance(g.kind, HeadRotation)
-        ]
-        rotated = {slot: g.name for g in inner for slot in g.slots}
+        following = _following(group.name, problem)
         blocks = problem.pairs(group)
         before = after = problem.distance(group, blocks)
-        slots = list(zip(blocks, (rotated.get(slot) for slot in group.slots), strict=True))
-        extra = {}
-        factor = 1.0
-        for g in inner:
-            factor, addition = problem.evidence(g, [b for b, name in slots if name == g.name])
-            if addition is not None:
-                extra[g.name] = addition
         heads = cast(HeadPermutation, group.kind).n
-        scores = head_scores(heads, slots, partial(_value_within_heads, problem.options), factor, extra)
+        inside = [_seen(g, problem) for g in following]
+        scores = head_scores(inside, _alone(group, following, blocks), heads, problem.options)
         element, gain = permutation.best_assignment(scores)
         if element is not None:
             after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
@@ -212,41 +235,73 @@ def match_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     return matches
 
 
-def _within_heads(cross: Tensor, options: AlignmentOptions, precise: bool) -> Tensor:
-    if options.within_heads == "permutation":
-        return rotation.best_orders(cross)
-    return rotation.polar(cross, options.ridge, precise=precise)
+def match_queries(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+    """Assign the query heads that share a key head, group by group."""
+    matches = []
+    for group in groups:
+        following = _following(group.within, problem)
+        blocks = problem.pairs(group)
+        before = after = problem.distance(group, blocks)
+        kind = cast(QueryPermutation, group.kind)
+        scores = torch.zeros(kind.groups, kind.n, kind.n, dtype=torch.float64)
+        for a, c in _alone(group, following, blocks):
+            ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in (a, c))
+            scores += (ours @ theirs.mT).cpu()
+        if following:
+            scores += query_scores([_seen(g, problem) for g in following], kind.groups, problem.options)
+        found = [permutation.best_assignment(score) for score in scores]
+        gain = sum(g for _, g in found)
+        element = None
+        if any(order is not None for order, _ in found):
+            still = torch.arange(kind.n)
+            element = torch.stack([still if order is None else order for order, _ in found])
+            after = squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks])
+        matches.append(Match(element, before, after, gain))
+    return matches
 
 
-def _value_within_heads(options: AlignmentOptions, cross: Tensor) -> Tensor:
-    """Return ``<R, M>`` for the element ``R`` that would be chosen, for every pair of heads."""
-    if options.within_heads == "rotation" and options.ridge == 0:
-        return torch.linalg.svdvals(cross).sum(-1)
-    return (_within_heads(cross, options, precise=True) * cross).sum((-1, -2))
+def _following(heads: str, problem: Problem) -> list[Group]:
+    """Return the groups that will move inside the heads which the group ``heads`` orders."""
+    asked = "attention" in problem.options.parts
+    return [g for g in problem.symmetry.groups if asked and g.part == "attention" and g.within == heads]
 
 
-def match_rotations(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
-    """Solve Procrustes for all heads of all layers of one shape in one batch."""
-    batches: dict[HeadRotation, list[int]] = defaultdict(list)
+def _seen(group: Group, problem: Problem) -> Inside:
+    blocks = problem.pairs(group)
+    return Inside(cast(HeadRotation, group.kind), blocks, *problem.evidence(group, blocks))
+
+
+def match_inside_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+    """Solve for all heads of all layers of one kind in one batch."""
+    batches: dict[Kind, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
-        batches[cast(HeadRotation, group.kind)].append(index)
+        batches[group.kind].append(index)
     matches: dict[int, Match] = {}
     for kind, indices in batches.items():
+        solver = SOLVERS[type(kind)]
         crosses, weights, before = [], [], []
         for index in indices:
             blocks = problem.pairs(groups[index])
             before.append(problem.distance(groups[index], blocks))
             factor, addition = problem.evidence(groups[index], blocks)
-            weights.append(rotation.similarity(kind, blocks))
+            weights.append(solver.similarity(kind, blocks))
             crosses.append(factor * weights[-1])
             if addition is not None:
-                crosses[-1] = crosses[-1] + rotation.own_blocks(kind, addition)
+                own = torch.diagonal(by_head(addition, kind.units)).movedim(-1, 0)
+                crosses[-1] = crosses[-1] + solver.of_cross(kind, own)
         cross, weight = torch.stack(crosses), torch.stack(weights)
         precise = blocks[0][1].dtype == torch.float64
-        best = _within_heads(cross, problem.options, precise)
-        gains, removed = rotation.gain(best, cross), rotation.gain(best, weight)
+        best = solver.best(kind, cross, problem.options, precise)
+
+        def gain(
+            evidence: Tensor, solver: Solver = solver, kind: Kind = kind, best: Tensor = best
+        ) -> Tensor:
+            return 2 * (solver.value(kind, best, evidence) - solver.still(kind, evidence)).sum(1)
+
+        gains, removed = gain(cross).tolist(), gain(weight).tolist()
+        trace = solver.still(kind, cross).sum(1).abs().tolist()
         for i, index in enumerate(indices):
-            if gains[i] <= rotation.MINIMUM_GAIN * float(rotation.trace(cross[i]).abs()):
+            if gains[i] <= MINIMUM_GAIN * trace[i]:
                 matches[index] = Match(None, before[i], before[i])
             else:
                 after = max(before[i] - removed[i], 0.0)
@@ -278,24 +333,29 @@ def match_neurons(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
         before = problem.finite(float(distances.sum()), group)
         factor, addition = problem.evidence(group, blocks)
         if addition is not None:
-            score = addition + (factor * _product(blocks).double() if factor else 0.0)
-            element, gain = permutation.best_assignment(score)
+            element, gain = permutation.best_assignment(*_unit_scores(group, blocks, factor, addition))
             after = before if element is None else _distance_after(group, element, problem)
             matches.append(Match(element, before, after, gain))
         elif permutation.identity_certified(distances, partial(problem.anchor.separation, group)):
             matches.append(Match(None, before, before, certified=True))
         else:
-            element, gain = permutation.assignment(_product(blocks))
+            element, gain = permutation.assignment(*_unit_scores(group, blocks, 1.0, None))
             matches.append(Match(element, before, max(before - gain, 0.0), gain))
     return matches
 
 
-#: The matcher of each part, in the order in which the stages run.
+#: The matcher of each stage, in the order in which they run.
 STAGES: dict[str, Matcher] = {
     "residual": match_units,
     "output": match_units,
     "heads": match_heads,
-    "attention": match_rotations,
+    "queries": match_queries,
+    "attention": match_inside_heads,
     "rescale": match_scales,
     "ffn": match_neurons,
 }
+
+
+def stage_of(group: Group) -> str:
+    """Return the stage in which a group is matched."""
+    return "queries" if isinstance(group.kind, QueryPermutation) else group.part

@@ -9,6 +9,7 @@ computed once; the client's costs one pass over its parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,34 +33,59 @@ def row_distances(blocks: Sequence[Pair]) -> Tensor:
     return sum(((c - a).square_().sum(1).double() for a, c in blocks), start=torch.zeros(())).double()
 
 
-def separation(anchor: Sequence[Tensor], columns: int | None = None) -> Tensor:
+def separation(
+    plain: Sequence[Tensor], signed: Sequence[Tensor] = (), columns: int | None = None
+) -> Tensor:
     """Return a lower bound on ``min_j |a_i - a_j|``, shape ``[n]``, float64.
 
     Args:
-        anchor: the slots of the anchor, each ``[n, rest]``.
+        plain: the slots of the anchor, each ``[n, rest]``.
+        signed: slots whose rows may change their sign together; the bound then holds for ``j`` with
+            either sign, and for ``-a_i``.
         columns: look only at that many columns of the widest slot; dropping coordinates can only
             shorten distances, so the bound stays valid. None uses everything.
 
-    The rounding error of the Gram matrix is subtracted, so the bound is never too large.
+    The rounding error of the Gram matrices is subtracted, so the bound is never too large.
     """
     if columns is not None:
-        anchor = [max(anchor, key=lambda block: block.shape[1])[:, :columns]]
-    features = torch.cat(tuple(anchor), dim=1)
-    transposed = features.mT.contiguous()
-    norms = features.square().sum(1)
+        widest = max((*plain, *signed), key=lambda block: block.shape[1])
+        sides = [[block[:, :columns] for block in side if block is widest] for side in (plain, signed)]
+    else:
+        sides = [list(plain), list(signed)]
+    features = [torch.cat(side, dim=1) if side else None for side in sides]
+    norms = sum((f.square().sum(1) for f in features if f is not None), start=torch.zeros(()))
+    transposed = [None if f is None else f.mT.contiguous() for f in features]
     n, half = len(norms), norms / 2
     # max_j of <a_i, a_j> - |a_j|^2 / 2, block row by block row of the Gram matrix's upper triangle.
     nearest = torch.full_like(norms, -torch.inf)
     for start in range(0, n, _ROWS):
         stop = min(start + _ROWS, n)
-        gram = features[start:stop] @ transposed[:, start:]
+        gram = _gram(features, transposed, start, stop)
         gram.diagonal().fill_(-torch.inf)
         below = (gram[:, stop - start :] - half[start:stop, None]).amax(0) if stop < n else half[:0]
         nearest[stop:] = torch.maximum(nearest[stop:], below)
         row = gram.sub_(half[start:]).amax(1)
         nearest[start:stop] = torch.maximum(nearest[start:stop], row)
-    rounding = features.shape[1] * torch.finfo(norms.dtype).eps * (norms + norms.amax())
-    return (norms - 2 * nearest - rounding).double().clamp_min(0).sqrt()
+    width = sum(f.shape[1] for f in features if f is not None)
+    rounding = width * torch.finfo(norms.dtype).eps * (norms + norms.amax())
+    squares = norms - 2 * nearest - rounding
+    if features[1] is not None:
+        flipped = 4 * features[1].square().sum(1)
+        squares = torch.minimum(squares, flipped - width * torch.finfo(norms.dtype).eps * flipped)
+    return squares.double().clamp_min(0).sqrt()
+
+
+def _gram(
+    features: Sequence[Tensor | None], transposed: Sequence[Tensor | None], start: int, stop: int
+) -> Tensor:
+    """Return rows ``start`` to ``stop`` of the Gram matrix from column ``start``, best signs taken."""
+    plain, signed = (
+        None if f is None or t is None else f[start:stop] @ t[:, start:]
+        for f, t in zip(features, transposed, strict=True)
+    )
+    if plain is None or signed is None:
+        return plain if plain is not None else cast(Tensor, signed).abs_()
+    return plain.add_(signed.abs_())
 
 
 def certified(distances: Tensor, bound: Tensor) -> bool:
@@ -79,38 +105,46 @@ def identity_certified(distances: Tensor, separation: Callable[[int | None], Ten
     return within_reach and certified(distances, separation(None))
 
 
-def assignment(score: Tensor) -> tuple[Tensor | None, float]:
-    """Return the best permutation ``[n]`` and by how much it lowers the squared distance.
+def assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:
+    """Return the best element and by how much it lowers the squared distance; see ``best_assignment``.
 
-    None when the identity is optimal or within ``MINIMUM_GAIN`` of the optimum. The identity is
-    recognised without solving when ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
+    The identity is recognised without solving when ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
     """
-    half = score.diagonal().clone() / 2
+    if signed is None:
+        total, diagonal = score, score.diagonal()
+    else:
+        total, diagonal = score + signed.abs(), (score + signed).diagonal()
+    half = diagonal.clone() / 2
     if all(
         bool((part <= half[i : i + _ROWS, None] + half).all())
-        for i, part in zip(range(0, len(half), _ROWS), score.split(_ROWS), strict=True)
+        for i, part in zip(range(0, len(half), _ROWS), total.split(_ROWS), strict=True)
     ):
         return None, 0.0
-    return best_assignment(score)
+    return best_assignment(score, signed)
 
 
-def best_assignment(score: Tensor, signed: bool = False) -> tuple[Tensor | None, float]:
+def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:
     """Maximise ``sum_i score[i, e(i)]``; return ``(e, distance gain)`` or ``(None, 0)``.
 
-    With ``signed`` every unit may also change its sign, and ``e`` is an element of a
-    ``SignedPermutation``.
+    None when the identity is optimal or within ``MINIMUM_GAIN`` of the optimum.
+
+    Args:
+        score: similarities ``[n, n]`` without signs, or a scalar 0.
+        signed: similarities ``[n, n]`` of what may change its sign; every unit then takes the sign
+            that is worth more, and ``e`` is an element of a ``SignedPermutation``.
     """
     # Importing scipy.optimize takes a third of the time of importing torch, and is rarely needed.
     from scipy.optimize import linear_sum_assignment
 
-    _, column = linear_sum_assignment((score.abs() if signed else score).cpu().numpy(), maximize=True)
+    total = score if signed is None else score + signed.abs()
+    _, column = linear_sum_assignment(total.cpu().numpy(), maximize=True)
     index = torch.from_numpy(column)
-    chosen = score.double().cpu().gather(1, index[:, None])[:, 0]
-    best = chosen.abs().sum() if signed else chosen.sum()
-    trace = score.diagonal().double().sum().cpu()
-    improvement = float(best - trace)
+    chosen = total.double().cpu().gather(1, index[:, None]).sum()
+    trace = (score if signed is None else score + signed).diagonal().double().sum().cpu()
+    improvement = float(chosen - trace)
     if improvement <= MINIMUM_GAIN * abs(float(trace)):
         return None, 0.0
-    if signed:
-        index = (index + 1) * torch.where(chosen < 0, -1, 1)
+    if signed is not None:
+        turned = signed.cpu().gather(1, index[:, None])[:, 0] < 0
+        index = (index + 1) * torch.where(turned, -1, 1)
     return index, 2 * improvement

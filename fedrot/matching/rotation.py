@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.blocks import Pair
+from fedrot.options import AlignmentOptions
 from fedrot.symmetry.kinds import HeadRotation
-
-#: A rotation must gain more than this share of ``|trace|``: what is below is rounding.
-MINIMUM_GAIN = 1e-12
 
 #: Accepted ``max |R^T R - I|`` of an iterated rotation; polishing squares it.
 RESIDUAL = 1e-4
@@ -23,10 +21,10 @@ NEWTON_SCHULZ_STEPS = 24
 
 def similarity(kind: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
     """Return ``M_h = sum over slots of A_h C_h^T`` as float64 ``[heads, dim, dim]``."""
-    total = None
-    for a, c in blocks:
-        shape = (kind.heads, kind.dim)
-        m = torch.bmm(a.unflatten(0, shape), c.unflatten(0, shape).mT)
+    total: Tensor | None = None
+    for pair in blocks:
+        a, c = (_by_key_head(kind, x) for x in pair)
+        m = torch.bmm(a, c.mT)
         total = m if total is None else total.add_(m)
     if total is None:
         raise ValueError("a rotation group needs at least one slot")
@@ -35,6 +33,35 @@ def similarity(kind: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
     return total.double() + noise[:, None, None] * torch.eye(kind.dim, dtype=torch.float64).to(
         total.device
     )
+
+
+def _by_key_head(kind: HeadRotation, rows: Tensor) -> Tensor:
+    """Return ``[heads, dim, rest]``: heads that share a rotation lie side by side in ``rest``."""
+    if len(rows) == kind.heads * kind.dim:
+        return rows.unflatten(0, (kind.heads, kind.dim))
+    return rows.unflatten(0, (kind.heads, -1, kind.dim)).transpose(1, 2).flatten(2)
+
+
+def of_cross(kind: HeadRotation, cross: Tensor) -> Tensor:
+    """Return what a rotation is found from, of cross matrices ``A C^T``: themselves."""
+    return cross
+
+
+def best(kind: HeadRotation, m: Tensor, options: AlignmentOptions, precise: bool = True) -> Tensor:
+    """Return the best rotations, or orders, ``[..., dim, dim]``."""
+    if options.within_heads == "permutation":
+        return best_orders(m)
+    return polar(m, options.ridge, precise=precise)
+
+
+def value(kind: HeadRotation, rotation: Tensor, m: Tensor) -> Tensor:
+    """Return ``<R, M>`` of rotations, ``[..., dim, dim]`` to ``[...]``."""
+    return (rotation * m).sum((-1, -2))
+
+
+def still(kind: HeadRotation, m: Tensor) -> Tensor:
+    """Return ``<I, M>``, of the identity."""
+    return torch.diagonal(m, dim1=-2, dim2=-1).sum(-1)
 
 
 def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
@@ -107,26 +134,8 @@ def _robust_svd(m: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(u).to(m), torch.from_numpy(vh).to(m)
 
 
-def own_blocks(kind: HeadRotation, cross: Tensor) -> Tensor:
-    """Return the blocks of head with same head, ``[heads, dim, dim]``, of a ``[n, n]`` matrix."""
-    blocks = cross.unflatten(1, (kind.heads, kind.dim)).unflatten(0, (kind.heads, kind.dim))
-    return torch.diagonal(blocks, dim1=0, dim2=2).movedim(-1, 0)
-
-
-def trace(m: Tensor) -> Tensor:
-    """Return the sum of all heads' traces, of ``[..., heads, d, d]``."""
-    return torch.diagonal(m, dim1=-2, dim2=-1).sum((-2, -1))
-
-
-def gain(rotation: Tensor, m: Tensor) -> list[float]:
-    """Return by how much the rotations lower the squared distance, ``2 (<R, M> - tr M)``, per group.
-
-    ``rotation`` and ``m`` are ``[groups, heads, d, d]``.
-    """
-    return (2 * ((rotation * m).sum((-3, -2, -1)) - trace(m))).tolist()
-
-
-def mean_angle(rotation: Tensor) -> float:
-    """Return ``arccos(tr R / d)`` in degrees, averaged over the heads."""
-    cosine = torch.diagonal(rotation, dim1=-2, dim2=-1).mean(-1).clamp(-1, 1)
-    return float(torch.rad2deg(torch.arccos(cosine)).mean())
+def worth(kind: HeadRotation, m: Tensor, options: AlignmentOptions) -> Tensor:
+    """Return ``<R, M>`` of the best rotation, ``[..., dim, dim]`` to ``[...]``."""
+    if options.within_heads == "rotation" and options.ridge == 0:
+        return torch.linalg.svdvals(m).sum(-1)
+    return value(kind, best(kind, m, options), m)

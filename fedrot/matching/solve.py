@@ -13,12 +13,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from fedrot.matching.match import STAGES, Match, Problem
-from fedrot.matching.rotation import mean_angle
+from fedrot.matching.blocks import distance_once
+from fedrot.matching.match import STAGES, Match, Problem, stage_of
 from fedrot.moves import Move
 from fedrot.report import GroupReport
-from fedrot.symmetry.description import Group
-from fedrot.symmetry.kinds import HeadPermutation, HeadRotation
+from fedrot.symmetry.description import Group, Slot
+from fedrot.symmetry.kinds import HeadPermutation
 
 #: Parts that share tensors with others: the best element of one depends on the others.
 COUPLED = ("residual", "output")
@@ -55,13 +55,13 @@ class _Descent:
     def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
         self.problem = problem
         self.groups = groups
-        self.stages = {part: tuple(g for g in groups if g.part == part) for part in STAGES}
+        self.stages = {stage: tuple(g for g in groups if stage_of(g) == stage) for stage in STAGES}
         self.coupled = any(group.part in COUPLED for group in groups)
         self.moves: list[Move] = []
         self.rows: dict[str, GroupReport] = {}
         self.objective = float("inf")
         self.first_seen = 0.0
-        self._seen = set[str]()
+        self._seen = dict[tuple[str, int], Tensor]()
 
     def run(self, start: int) -> _Descent:
         """Sweep until the objective falls by less than the tolerance."""
@@ -146,13 +146,26 @@ class _Descent:
     ) -> None:
         row = self.rows.get(group.name)
         if row is None:
-            names = _tensors([group])
-            self.first_seen += 0.0 if names <= self._seen else before
-            self._seen |= names
+            self.first_seen += self._unseen(group, before)
             row = GroupReport(group.name, group.layer, group.part, before, before, 0, group.kind.units)
         self.rows[group.name] = replace(
             row, after=row.after - (before - after), certified=certified, skipped=skipped
         )
+
+    def _unseen(self, group: Group, before: float) -> float:
+        """Return the squared distance of the entries that no group before this one acts on."""
+        new: list[Slot] = []
+        for slot in group.slots:
+            shape = self.problem.symmetry.shapes[slot.tensor]
+            mask = slot.stretch.mask(shape[slot.axis])
+            seen = self._seen.setdefault((slot.tensor, slot.axis), torch.zeros_like(mask))
+            if bool((seen & mask).any()):
+                continue
+            new.append(slot)
+            seen |= mask
+        if len(new) == len(group.slots) or not new:
+            return before if new else 0.0
+        return distance_once(new, self.problem.anchor.tensors, self.problem.client)
 
     def solution(self, before: float, after: float) -> Solution:
         """Return what was found, with the distances before and after."""
@@ -162,8 +175,7 @@ class _Descent:
         for group in self.groups:
             row, element = self.rows[group.name], elements.get(group.name)
             if element is not None:
-                angle = mean_angle(element) if isinstance(group.kind, HeadRotation) else 0.0
-                moved = group.kind.moved(element)
+                moved, angle = group.kind.moved(element), group.kind.angle(element)
                 row = replace(row, moved=moved, angle=angle, skipped=False)
             rows.append(row)
         return Solution(moves, tuple(rows), before, after)

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry import bert, distilbert
+from fedrot.symmetry import (
+    albert,
+    bart,
+    bert,
+    clip,
+    deberta,
+    distilbert,
+    gpt2,
+    gpt_neox,
+    llama,
+    modernbert,
+    mpnet,
+    phi3,
+    qwen3,
+    t5,
+    vit,
+)
 from fedrot.symmetry.description import (
     DEFAULT_PARTS,
     NO_LAYER,
@@ -30,7 +46,24 @@ __all__ = [
     "symmetry_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (bert.FAMILY, distilbert.FAMILY)
+#: Every supported family; each passes the contract in the tests.
+FAMILIES: tuple[Family, ...] = (
+    bert.FAMILY,
+    distilbert.FAMILY,
+    mpnet.FAMILY,
+    albert.FAMILY,
+    deberta.FAMILY,
+    modernbert.FAMILY,
+    t5.FAMILY,
+    bart.FAMILY,
+    vit.FAMILY,
+    *clip.FAMILIES,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    llama.FAMILY,
+    qwen3.FAMILY,
+    phi3.FAMILY,
+)
 
 
 def supported() -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Which space of the model lies on which axis of which tensor, for spaces that cross layers.
 
 A space is a name: ``residual`` is the residual stream, others are hidden units between the last
-layer and the logits. A tensor's entry has one space, or None, per axis.
+layer and the logits. A tensor's entry has one space, or None, per axis; a space in bars,
+``|residual|``, is permuted there but keeps its signs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ def linear(module: str, out: str | None, into: str | None) -> Axes:
     return {f"{module}.weight": (out, into), f"{module}.bias": (out,)}
 
 
-def norm(module: str, space: str) -> Axes:
-    """Return the axes of a ``LayerNorm`` (or RMSNorm) module."""
-    return {f"{module}.weight": (space,), f"{module}.bias": (space,)}
+def norm(module: str, space: str = RESIDUAL) -> Axes:
+    """Return the axes of a ``LayerNorm`` or ``RMSNorm`` module; signs pass through its gain."""
+    return {f"{module}.weight": (f"|{space}|",), f"{module}.bias": (space,)}
 
 
-def embedding(module: str, space: str) -> Axes:
+def embedding(module: str, space: str = RESIDUAL) -> Axes:
     """Return the axes of an ``Embedding`` module."""
     return {f"{module}.weight": (None, space)}
 
@@ -33,9 +34,14 @@ def merged(*axes: Mapping[str, tuple[str | None, ...]]) -> Axes:
     return {name: spaces for part in axes for name, spaces in part.items()}
 
 
+def space_of(entry: str) -> str:
+    """Return the space of an entry, with bars or without."""
+    return entry.strip("|")
+
+
 def spaces_of(axes: Axes) -> set[str]:
     """Return the spaces that the axes name."""
-    return {space for spaces in axes.values() for space in spaces if space}
+    return {space_of(entry) for entries in axes.values() for entry in entries if entry}
 
 
 def read_to_the_end(axes: Mapping[str, tuple[str | None, ...]]) -> set[str]:

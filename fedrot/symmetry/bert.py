@@ -1,76 +1,63 @@
-"""BERT and the encoders that share its module names: RoBERTa, XLM-R, ELECTRA.
+"""BERT and the encoders that share its module names: RoBERTa, XLM-R, CamemBERT, ELECTRA.
 
 The claimed group is ``S_H ⋉ (O(d_h) x O(d_h) x R*^2)^H`` on the heads and ``S_{d_ff}`` on the neurons
 of every layer, ``S_d`` on the residual stream (LayerNorm allows no more), and (signed) permutations
 of the hidden units of the task heads. Left unused on purpose: the rest of ``GL(d_h)`` per head and
-the key-bias gauge, because moving along them changes what weight decay and Adam see.
+the key-bias and value-bias gauges, because moving along them changes what weight decay and Adam see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from fedrot.symmetry.axes import RESIDUAL, Axes, embedding, linear, merged, norm
-from fedrot.symmetry.blocks import attention, feed_forward
-from fedrot.symmetry.description import Group
-from fedrot.symmetry.family import Config, Family
+from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.family import Config, Family, Names
 from fedrot.symmetry.kinds import Permutation, SignedPermutation
 
 
-def _layer(config: Config, layer: int) -> tuple[Group, ...]:
-    prefix, heads = f"encoder.layer.{layer}.", config["num_attention_heads"]
-    return (
-        *attention(
+def _layer(config: Config, layer: int) -> Part:
+    p, heads = f"encoder.layer.{layer}.", config["num_attention_heads"]
+    return together(
+        attention(
+            p,
             layer,
-            prefix,
-            query="attention.self.query",
-            key="attention.self.key",
-            value="attention.self.value",
-            output="attention.output.dense",
-            heads=heads,
-            dim=config["hidden_size"] // heads,
+            Heads(heads, config["hidden_size"] // heads),
+            query=Units(f"{p}attention.self.query"),
+            key=Units(f"{p}attention.self.key"),
+            value=Units(f"{p}attention.self.value"),
+            output=Units(f"{p}attention.output.dense"),
         ),
-        *feed_forward(
+        norm(f"{p}attention.output.LayerNorm"),
+        feed_forward(
+            p,
             layer,
-            prefix,
-            up="intermediate.dense",
-            down="output.dense",
-            neurons=config["intermediate_size"],
+            config["intermediate_size"],
+            up=Units(f"{p}intermediate.dense"),
+            down=Units(f"{p}output.dense"),
         ),
+        norm(f"{p}output.LayerNorm"),
     )
 
 
-def _embedded(names: Collection[str]) -> str:
+def _embedded(names: Names) -> str:
     """ELECTRA may embed in fewer dimensions than its layers have."""
     return "embedding" if "embeddings_project.weight" in names else RESIDUAL
 
 
-def _body(config: Config, layers: int, names: Collection[str]) -> Axes:
+def _body(config: Config, names: Names) -> Part:
     embedded = _embedded(names)
-    inside = [
-        merged(
-            linear(f"encoder.layer.{layer}.attention.self.query", None, RESIDUAL),
-            linear(f"encoder.layer.{layer}.attention.self.key", None, RESIDUAL),
-            linear(f"encoder.layer.{layer}.attention.self.value", None, RESIDUAL),
-            linear(f"encoder.layer.{layer}.attention.output.dense", RESIDUAL, None),
-            norm(f"encoder.layer.{layer}.attention.output.LayerNorm", RESIDUAL),
-            linear(f"encoder.layer.{layer}.intermediate.dense", None, RESIDUAL),
-            linear(f"encoder.layer.{layer}.output.dense", RESIDUAL, None),
-            norm(f"encoder.layer.{layer}.output.LayerNorm", RESIDUAL),
-        )
-        for layer in range(layers)
-    ]
-    return merged(
+    return together(
         embedding("embeddings.word_embeddings", embedded),
         embedding("embeddings.position_embeddings", embedded),
         embedding("embeddings.token_type_embeddings", embedded),
         norm("embeddings.LayerNorm", embedded),
         linear("embeddings_project", RESIDUAL, embedded) if embedded != RESIDUAL else {},
-        *inside,
+        *(_layer(config, layer) for layer in range(config["num_hidden_layers"])),
     )
 
 
-def _heads(config: Config, names: Collection[str]) -> Axes:
+def _heads(config: Config, names: Names) -> Axes:
     embedded = _embedded(names)
     pooled = "pooler" if "pooler.dense.weight" in names else RESIDUAL
     # Language-model heads lead back to the embeddings' space, whose table they share with the decoder.
@@ -100,23 +87,16 @@ def _heads(config: Config, names: Collection[str]) -> Axes:
 
 def _spaces(config: Config) -> Mapping[str, type[Permutation]]:
     # tanh is odd; ELECTRA's classifier uses GELU.
-    tanh_classifier = config["model_type"] != "electra"
-    return {
-        "embedding": Permutation,
-        "pooler": SignedPermutation,
-        "classifier": SignedPermutation if tanh_classifier else Permutation,
-        "discriminator": Permutation,
-    }
+    signed = ("pooler",) if config["model_type"] == "electra" else ("pooler", "classifier")
+    return dict.fromkeys(signed, SignedPermutation)
 
 
 FAMILY = Family(
     name="bert",
-    model_types=("bert", "roberta", "xlm-roberta", "electra"),
-    layers_key="num_hidden_layers",
-    stack="encoder.layer",
-    encoder=("embeddings", "embeddings_project", "encoder", "pooler"),
-    describe=_layer,
+    model_types=("bert", "roberta", "xlm-roberta", "camembert", "electra"),
+    stacks=("encoder.layer",),
     body=_body,
     heads=_heads,
+    encoder=("embeddings", "embeddings_project", "encoder", "pooler"),
     spaces=_spaces,
 )

@@ -24,21 +24,74 @@ NO_LAYER = -1
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A part of an axis: the blocks of ``every`` entries from ``start`` to ``stop``, of each only
+    ``[low, high)``.
+
+    With ``every`` 0 it is all of ``[start, stop)``. Fused projections keep each head's queries, keys and
+    values side by side, and partial rotary positions concern the first entries of each head.
+    """
+
+    start: int
+    stop: int
+    every: int = 0
+    low: int = 0
+    high: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many entries it has."""
+        whole = self.stop - self.start
+        return whole // self.every * (self.high - self.low) if self.every else whole
+
+    def view(self, x: Tensor, axis: int) -> Tensor:
+        """Return the stretch of ``x`` as a view, with two axes ``[blocks, high - low]`` for blocks."""
+        found = x.narrow(axis, self.start, self.stop - self.start)
+        if not self.every:
+            return found
+        return found.unflatten(axis, (-1, self.every)).narrow(axis + 1, self.low, self.high - self.low)
+
+    def of(self, x: Tensor, axis: int) -> Tensor:
+        """Return the stretch of ``x`` on one axis, a view where it can."""
+        found = self.view(x, axis)
+        return found.flatten(axis, axis + 1) if self.every else found
+
+    def write(self, x: Tensor, axis: int, value: Tensor) -> None:
+        """Replace the stretch of ``x``, in place."""
+        place = self.view(x, axis)
+        place.copy_(value.reshape(place.shape))
+
+    def mask(self, length: int) -> Tensor:
+        """Return which of ``length`` entries it has, bool ``[length]``."""
+        mask = torch.zeros(length, dtype=torch.bool)
+        self.view(mask, 0).fill_(True)
+        return mask
+
+
+@dataclass(frozen=True)
 class Slot:
-    """A stretch ``[start, stop)`` of one axis of one tensor, on the co- or contravariant side."""
+    """A stretch of one axis of one tensor, on the co- or contravariant side of a group.
+
+    ``unsigned``: signs do not show there (the gain of an RMSNorm, the gate of a gated feed-forward).
+    """
 
     tensor: str
     axis: int
-    start: int
-    stop: int
+    stretch: Stretch
     contravariant: bool = False
+    unsigned: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many entries of the axis it has."""
+        return self.stretch.size
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this stretch of ``tensor`` as a view."""
-        return tensor.narrow(self.axis, self.start, self.stop - self.start)
+        """Return this stretch of ``tensor``, a view where it can."""
+        return self.stretch.of(tensor, self.axis)
 
     def rows(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this stretch as a matrix ``[stop - start, rest]`` of ``dtype``, a view if it can."""
+        """Return this stretch as a matrix ``[size, rest]`` of ``dtype``, a view where it can."""
         leading = self.of(tensor).to(dtype).movedim(self.axis, 0)
         return leading.unsqueeze(1) if leading.ndim == 1 else leading.flatten(1)
 

@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 from fedrot.symmetry.axes import RESIDUAL, Axes, embedding, linear, merged, norm
-from fedrot.symmetry.blocks import attention, feed_forward
-from fedrot.symmetry.description import Group
-from fedrot.symmetry.family import Config, Family
-from fedrot.symmetry.kinds import Permutation
+from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.family import Config, Family, Names
 
 
-def _layer(config: Config, layer: int) -> tuple[Group, ...]:
-    prefix, heads = f"transformer.layer.{layer}.", config["n_heads"]
-    return (
-        *attention(
+def _layer(config: Config, layer: int) -> Part:
+    p, heads = f"transformer.layer.{layer}.", config["n_heads"]
+    return together(
+        attention(
+            p,
             layer,
-            prefix,
-            query="attention.q_lin",
-            key="attention.k_lin",
-            value="attention.v_lin",
-            output="attention.out_lin",
-            heads=heads,
-            dim=config["dim"] // heads,
+            Heads(heads, config["dim"] // heads),
+            query=Units(f"{p}attention.q_lin"),
+            key=Units(f"{p}attention.k_lin"),
+            value=Units(f"{p}attention.v_lin"),
+            output=Units(f"{p}attention.out_lin"),
         ),
-        *feed_forward(layer, prefix, up="ffn.lin1", down="ffn.lin2", neurons=config["hidden_dim"]),
+        norm(f"{p}sa_layer_norm"),
+        feed_forward(
+            p, layer, config["hidden_dim"], up=Units(f"{p}ffn.lin1"), down=Units(f"{p}ffn.lin2")
+        ),
+        norm(f"{p}output_layer_norm"),
     )
 
 
-def _body(config: Config, layers: int, names: Collection[str]) -> Axes:
-    inside = [
-        merged(
-            linear(f"transformer.layer.{layer}.attention.q_lin", None, RESIDUAL),
-            linear(f"transformer.layer.{layer}.attention.k_lin", None, RESIDUAL),
-            linear(f"transformer.layer.{layer}.attention.v_lin", None, RESIDUAL),
-            linear(f"transformer.layer.{layer}.attention.out_lin", RESIDUAL, None),
-            norm(f"transformer.layer.{layer}.sa_layer_norm", RESIDUAL),
-            linear(f"transformer.layer.{layer}.ffn.lin1", None, RESIDUAL),
-            linear(f"transformer.layer.{layer}.ffn.lin2", RESIDUAL, None),
-            norm(f"transformer.layer.{layer}.output_layer_norm", RESIDUAL),
-        )
-        for layer in range(layers)
-    ]
-    return merged(
-        embedding("embeddings.word_embeddings", RESIDUAL),
-        embedding("embeddings.position_embeddings", RESIDUAL),
-        norm("embeddings.LayerNorm", RESIDUAL),
-        *inside,
+def _body(config: Config, names: Names) -> Part:
+    return together(
+        embedding("embeddings.word_embeddings"),
+        embedding("embeddings.position_embeddings"),
+        norm("embeddings.LayerNorm"),
+        *(_layer(config, layer) for layer in range(config["n_layers"])),
     )
 
 
-def _heads(config: Config, names: Collection[str]) -> Axes:
+def _heads(config: Config, names: Names) -> Axes:
     classified = "pre_classifier" if "pre_classifier.weight" in names else RESIDUAL
     # The language-model head leads back to the residual stream: it shares the embeddings' table.
     return merged(
@@ -58,24 +44,17 @@ def _heads(config: Config, names: Collection[str]) -> Axes:
         linear("classifier", None, classified),
         linear("qa_outputs", None, RESIDUAL),
         linear("vocab_transform", RESIDUAL, RESIDUAL),
-        norm("vocab_layer_norm", RESIDUAL),
+        norm("vocab_layer_norm"),
         linear("vocab_projector", None, RESIDUAL),
         {"embeddings.position_ids": (None, None)},
     )
 
 
-def _spaces(config: Config) -> Mapping[str, type[Permutation]]:
-    return {"pre_classifier": Permutation}
-
-
 FAMILY = Family(
     name="distilbert",
     model_types=("distilbert",),
-    layers_key="n_layers",
-    stack="transformer.layer",
-    encoder=("embeddings", "transformer"),
-    describe=_layer,
+    stacks=("transformer.layer",),
     body=_body,
     heads=_heads,
-    spaces=_spaces,
+    encoder=("embeddings", "transformer"),
 )

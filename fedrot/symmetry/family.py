@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedrot.symmetry.axes import Axes
-from fedrot.symmetry.description import Group
+from fedrot.symmetry.blocks import Part
 from fedrot.symmetry.kinds import Permutation
 
 Config = Mapping[str, Any]
+Names = Collection[str]
+
+
+def _no_spaces(config: Config) -> Mapping[str, type[Permutation]]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -18,25 +23,37 @@ class Family:
     """A model family as data.
 
     Attributes:
-        stack: the name, without any model prefix, under which the layers live: every tensor below it
-            must have a place in ``body``.
-        encoder: the encoder's own modules; task heads stand beside them.
-        describe: ``(config, layer)`` to the groups inside one layer.
-        body: ``(config, layers, names)`` to the spaces on the axes of the embeddings and of all
-            layers; all of these tensors are needed before the residual stream may be moved.
-        heads: ``(config, names)`` to the spaces on the axes of every task head of the family, of
-            which a model has some.
-        spaces: ``config`` to the kind of every space but ``residual``, by name.
+        model_types: the values of ``model_type`` in its configurations.
+        stacks: the names, without any model prefix, under which its layers are numbered: every tensor
+            below one must have a place in ``body``.
+        body: ``(config, names)`` to the groups inside the layers and the spaces on the axes of
+            embeddings and layers; all of these tensors are needed before what crosses layers may be
+            moved.
+        heads: ``(config, names)`` to the spaces on the axes of every task head of the family, of which
+            a model has some, and of buffers that a model may have.
+        encoder: the family's own modules, beside which task heads stand.
+        spaces: ``config`` to the kind of every space that is not a plain permutation, by name.
 
     ``names`` are the model's tensors without prefix.
     """
 
     name: str
     model_types: tuple[str, ...]
-    layers_key: str
-    stack: str
-    encoder: tuple[str, ...]
-    describe: Callable[[Config, int], tuple[Group, ...]]
-    body: Callable[[Config, int, Collection[str]], Axes]
-    heads: Callable[[Config, Collection[str]], Axes]
-    spaces: Callable[[Config], Mapping[str, type[Permutation]]]
+    stacks: tuple[str, ...]
+    body: Callable[[Config, Names], Part]
+    heads: Callable[[Config, Names], Axes]
+    encoder: tuple[str, ...] = ()
+    spaces: Callable[[Config], Mapping[str, type[Permutation]]] = _no_spaces
+
+
+def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
+    """Return how many of a head's ``dim`` units rotary positions turn.
+
+    Args:
+        default: the share that the family turns if the configuration does not say.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = parameters.get("partial_rotary_factor")
+    for key in ("partial_rotary_factor", "rotary_pct"):
+        share = config.get(key) if share is None else share
+    return int(dim * (default if share is None else share))

@@ -46,6 +46,9 @@ class Kind(Protocol):
     def moved(self, element: Tensor) -> int:
         """Return how many heads or neurons the element moves."""
 
+    def angle(self, element: Tensor) -> float:
+        """Return by how many degrees the element turns what it moves, on average; 0 if it does not."""
+
     def contains(self, element: Tensor) -> bool:
         """Whether a tensor from elsewhere is an element of this group, to the rounding of float32."""
 
@@ -80,6 +83,9 @@ class Permutation:
 
     def moved(self, element: Tensor) -> int:
         return int((element.cpu() != torch.arange(self.n)).sum())
+
+    def angle(self, element: Tensor) -> float:
+        return 0.0
 
     def contains(self, element: Tensor) -> bool:
         return _is_order(element, self.n)
@@ -121,12 +127,55 @@ class SignedPermutation(Permutation):
 
 @dataclass(frozen=True)
 class HeadPermutation(Permutation):
-    """The orders of ``n`` attention heads: whole head blocks trade places."""
+    """The orders of ``n`` attention heads, or groups of heads: whole blocks trade places."""
+
+
+@dataclass(frozen=True)
+class QueryPermutation:
+    """The orders of the ``n`` query heads that share a key head, in each of ``groups`` groups.
+
+    Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g, i]``.
+    """
+
+    groups: int
+    n: int
+
+    @property
+    def units(self) -> int:
+        return self.groups * self.n
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        first = self.n * torch.arange(self.groups, device=element.device)
+        return Permutation(self.units).act((first[:, None] + element).flatten(), x, axis)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return torch.argsort(element, dim=1)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        return torch.stack([torch.randperm(self.n, generator=generator) for _ in range(self.groups)])
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return first.gather(1, second)
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return element
+
+    def moved(self, element: Tensor) -> int:
+        return int((element.cpu() != torch.arange(self.n)).sum())
+
+    def angle(self, element: Tensor) -> float:
+        return 0.0
+
+    def contains(self, element: Tensor) -> bool:
+        return element.shape[:1] == (self.groups,) and all(_is_order(row, self.n) for row in element)
 
 
 @dataclass(frozen=True)
 class HeadRotation:
     """``O(dim)`` in each of ``heads`` heads, reflections included; an element is ``[heads, dim, dim]``.
+
+    On an axis of several times ``heads * dim`` entries, consecutive heads share an element: query heads
+    that share a key head.
 
     Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
     """
@@ -140,8 +189,8 @@ class HeadRotation:
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         leading = x.movedim(axis, 0)
-        blocks = leading.reshape(self.heads, self.dim, -1)
-        return torch.bmm(element.to(x), blocks).reshape(leading.shape).movedim(0, axis)
+        blocks = leading.reshape(self.heads, -1, self.dim, leading[0].numel())
+        return (element.to(x).unsqueeze(1) @ blocks).reshape(leading.shape).movedim(0, axis)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.mT
@@ -162,6 +211,10 @@ class HeadRotation:
     def moved(self, element: Tensor) -> int:
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
         return int(((element - eye).abs().amax(dim=(-2, -1)) > 1e-6).sum())
+
+    def angle(self, element: Tensor) -> float:
+        cosine = torch.diagonal(element, dim1=-2, dim2=-1).mean(-1).clamp(-1, 1)
+        return float(torch.rad2deg(torch.arccos(cosine)).mean())
 
     def contains(self, element: Tensor) -> bool:
         if not _is_real(element, (self.heads, self.dim, self.dim)):
@@ -198,6 +251,101 @@ class HeadLinear(HeadRotation):
 
 
 @dataclass(frozen=True)
+class RotaryPhases:
+    """One angle for each of the ``dim / 2`` rotary frequencies of ``heads`` key heads.
+
+    All that rotary positions leave of a head's rotation on queries and keys. Coordinate ``f`` turns with
+    coordinate ``f + dim / 2``, as in transformers; an element is ``[heads, dim / 2]`` in radians. Query
+    heads that share a key head share its angles.
+
+    Source: Su et al. 2021 (RoFormer), Eq. 34: what commutes with every rotary matrix.
+    """
+
+    heads: int
+    dim: int
+
+    @property
+    def units(self) -> int:
+        return self.heads
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        leading = x.movedim(axis, 0)
+        first, second = leading.reshape(self.heads, -1, 2, self.dim // 2, leading[0].numel()).unbind(2)
+        cos, sin = (part.to(x)[:, None, :, None] for part in (element.cos(), element.sin()))
+        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], 2)
+        return turned.reshape(leading.shape).movedim(0, axis)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return -element
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        uniform = torch.rand(self.heads, self.dim // 2, generator=generator, dtype=torch.float64)
+        return torch.pi * (2 * uniform - 1)
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return second + first
+
+    def on_fisher(self, element: Tensor) -> Tensor | None:
+        still = bool((element.sin().abs() <= 1e-12).all())
+        return torch.zeros_like(element) if still else None
+
+    def moved(self, element: Tensor) -> int:
+        return int((self._turns(element) > 1e-6).any(1).sum())
+
+    def angle(self, element: Tensor) -> float:
+        return float(torch.rad2deg(self._turns(element)).mean())
+
+    def contains(self, element: Tensor) -> bool:
+        return _is_real(element, (self.heads, self.dim // 2))
+
+    def _turns(self, element: Tensor) -> Tensor:
+        """Return angles between 0 and pi."""
+        return torch.arccos(element.double().cos().clamp(-1, 1))
+
+
+@dataclass(frozen=True)
+class RotarySigns:
+    """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]`` of 1 and -1.
+
+    What a norm with gains on queries and keys leaves of ``RotaryPhases``; layout and sharing as there.
+    """
+
+    heads: int
+    dim: int
+
+    @property
+    def units(self) -> int:
+        return self.heads
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        leading = x.movedim(axis, 0)
+        pairs = leading.reshape(self.heads, -1, 2, self.dim // 2, leading[0].numel())
+        return (pairs * element.to(x)[:, None, None, :, None]).reshape(leading.shape).movedim(0, axis)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        return 2 * torch.randint(2, (self.heads, self.dim // 2), generator=generator) - 1
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return second * first
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return torch.ones_like(element)
+
+    def moved(self, element: Tensor) -> int:
+        return int((element < 0).any(1).sum())
+
+    def angle(self, element: Tensor) -> float:
+        return 0.0
+
+    def contains(self, element: Tensor) -> bool:
+        right = element.dtype == torch.int64 and tuple(element.shape) == (self.heads, self.dim // 2)
+        return right and bool((element.abs() == 1).all())
+
+
+@dataclass(frozen=True)
 class Rescale:
     """One non-zero factor per head; an element is ``[heads]``, the contravariant side is divided by it.
 
@@ -231,8 +379,15 @@ class Rescale:
     def moved(self, element: Tensor) -> int:
         return int(((element - 1).abs() > 1e-6).sum())
 
+    def angle(self, element: Tensor) -> float:
+        return 0.0
+
     def contains(self, element: Tensor) -> bool:
         return _is_real(element, (self.heads,)) and _is_moderate(element.abs())
+
+
+#: The kinds that act inside heads; they have ``heads`` and ``dim``.
+INSIDE_HEADS = (HeadRotation, RotaryPhases, RotarySigns)
 
 
 def _is_order(element: Tensor, n: int) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.axes import RESIDUAL, Axes, merged, read_to_the_end, spaces_of
-from fedrot.symmetry.description import NO_LAYER, Group, Slot, Symmetry
+from fedrot.symmetry.axes import Axes, merged, read_to_the_end, space_of, spaces_of
+from fedrot.symmetry.blocks import Part
+from fedrot.symmetry.description import NO_LAYER, Group, Slot, Stretch, Symmetry
 from fedrot.symmetry.family import Family
 from fedrot.symmetry.kinds import Permutation
 
@@ -21,41 +23,57 @@ TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
 #: Before a name that stands beside the encoder but is called like one inside it: no family knows it.
 _BESIDE = "(beside the encoder) "
 
-_WRAPPERS = frozenset({"module", "_orig_mod"})
+#: Names that wrappers put into the names of tensors: data parallel, compiled, sharded, adapted.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
+
+#: Parameters that adapters add beside the weights they adapt.
+_ADAPTERS = re.compile(
+    r"(^|\.)(lora_[A-Za-z_]+|ia3_l|vera_lambda_[bd]|hada_w[12]_[ab]|lokr_w[12])(\.|$)"
+)
 
 
 def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
     """Match ``config`` with a family and its names with those of ``tensors``."""
     settings = settings_of(config)
     family = family_of(settings, families, next(iter(tensors), None))
-    layers, inside = _describe(family, settings)
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
     unwrapped = _unwrapped(shapes)
-    prefix = _prefix(family, inside, unwrapped, families)
+    prefix = _prefix(family, unwrapped, families)
     names = _without_prefix(unwrapped, prefix, family.encoder)
-    for slot in (slot for group in inside for slot in group.slots):
+    body, heads = _described(family, settings, names)
+    layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
+    for slot in (slot for group in body.groups for slot in group.slots):
         if slot.tensor not in names:
             raise SymmetryError(
                 f"The tensor '{prefix}{slot.tensor}' of family '{family.name}' is missing. Pass the "
                 f"complete state dict of a model with {layers} layers."
             )
-
-    body, heads = family.body(settings, layers, names), family.heads(settings, names)
-    unplaced = [name for name in names if name not in body and name not in heads]
+    unplaced = [name for name in names if name not in body.axes and name not in heads]
     for name in unplaced:
-        if name.startswith(f"{family.stack}."):
+        if name.startswith(tuple(f"{stack}." for stack in family.stacks)):
             raise SymmetryError(_unplaced(names[name], family, families))
-    missing = [name for name in body if name not in names and not name.endswith(".bias")]
-    across, refused = _across_layers(body, heads, names, shapes, family.spaces(settings))
+    missing = [name for name in body.axes if name not in names and not name.endswith(".bias")]
+    across, refused = _across_layers(body.axes, heads, names, shapes, family.spaces(settings))
     refused |= _refusals([names[name] for name in unplaced], missing)
 
     groups = tuple(group for group in across if group.part not in refused) + tuple(
-        replace(g, slots=tuple(replace(s, tensor=names[s.tensor]) for s in g.slots)) for g in inside
+        replace(g, slots=tuple(replace(s, tensor=names[s.tensor]) for s in g.slots)) for g in body.groups
     )
+    _check_dtypes(groups, tensors)
     _check_shapes(groups, shapes, family)
     tied = _tied(tensors)
     _check_ties(groups, tied, family)
     return Symmetry(family.name, layers, groups, shapes, tied, refused)
+
+
+def _described(family: Family, settings: Mapping[str, Any], names: Collection[str]) -> tuple[Part, Axes]:
+    try:
+        return family.body(settings, names), family.heads(settings, names)
+    except KeyError as missing:
+        raise SymmetryError(
+            f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
+            "transformers configuration of the model."
+        ) from missing
 
 
 def _across_layers(
@@ -67,21 +85,24 @@ def _across_layers(
 ) -> tuple[list[Group], dict[str, str]]:
     """Return a group for every space whose coordinates end inside the model, and what is refused."""
     present = {name: axes for name, axes in merged(body, heads).items() if name in names}
-    slots: dict[str, list[Slot]] = {RESIDUAL: []}
+    streams = spaces_of(body)
+    slots: dict[str, list[Slot]] = {}
     refused: dict[str, str] = {}
     for name, axes in present.items():
         shape = shapes[names[name]]
         fits = len(axes) == len(shape)
-        for axis, space in enumerate(axes if fits else ()):
-            if space is not None:
+        for axis, entry in enumerate(axes if fits else ()):
+            if entry is not None:
+                space = space_of(entry)
                 found = slots.setdefault(space, [])
-                found.append(Slot(names[name], axis, 0, shape[axis]))
-                fits = fits and shape[axis] == found[0].stop
+                stretch = Stretch(0, shape[axis])
+                found.append(Slot(names[name], axis, stretch, unsigned=entry != space))
+                fits = fits and stretch == found[0].stretch
         if not fits:
             reason = f"the tensor '{names[name]}' of shape {list(shape)} does not fit the others."
             refused = {"residual": reason, "output": reason}
     ends = read_to_the_end({n: axes for n, axes in present.items() if n in heads or axes[0] is not None})
-    if RESIDUAL not in ends:
+    if not streams <= ends:
         refused.setdefault(
             "residual",
             "no task head reads the residual stream, so it is the model's output; describe the model "
@@ -91,8 +112,8 @@ def _across_layers(
         Group(
             space,
             NO_LAYER,
-            "residual" if space in spaces_of(body) else "output",
-            spaces.get(space, Permutation)(found[0].stop),
+            "residual" if space in streams else "output",
+            spaces.get(space, Permutation)(found[0].size),
             tuple(found),
         )
         for space, found in slots.items()
@@ -140,21 +161,15 @@ def family_of(
     )
 
 
-def _describe(family: Family, settings: Mapping[str, Any]) -> tuple[int, tuple[Group, ...]]:
-    """Return the number of layers and all their groups, under the family's own names."""
-    try:
-        layers = int(settings[family.layers_key])
-        return layers, tuple(g for layer in range(layers) for g in family.describe(settings, layer))
-    except KeyError as missing:
-        raise SymmetryError(
-            f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
-            "transformers configuration of the model."
-        ) from missing
-
-
 def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     names: dict[str, str] = {}
     for name in shapes:
+        if _ADAPTERS.search(name):
+            raise SymmetryError(
+                f"The tensor '{name}' belongs to an adapter, which moves with the weight it adapts. "
+                "Merge the adapters into the model first (peft: merge_and_unload), or pass the base "
+                "model's tensors alone."
+            )
         clean = ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
         if clean in names:
             raise SymmetryError(
@@ -179,18 +194,15 @@ def _without_prefix(names: Mapping[str, str], prefix: str, encoder: tuple[str, .
     return found
 
 
-def _prefix(
-    family: Family,
-    groups: tuple[Group, ...],
-    names: Mapping[str, str],
-    families: Sequence[Family],
-) -> str:
-    probe = groups[0].slots[0].tensor if groups else family.stack
-    found = [n.removesuffix(probe) for n in names if n == probe or n.endswith(f".{probe}")]
+def _prefix(family: Family, names: Mapping[str, str], families: Sequence[Family]) -> str:
+    """Return what stands before the names of the family's stacks."""
+    stacks = "|".join(map(re.escape, family.stacks))
+    layer = re.compile(rf"((?:.+\.)?)(?:{stacks})\.\d+\.")
+    found = sorted({match.group(1) for name in names if (match := layer.match(name))})
     if not found:
         first = next(iter(names.values()), "(no tensors)")
         raise SymmetryError(
-            f"No tensor is named '{probe}' or ends in it. {_unplaced(first, family, families)}"
+            f"No tensor lies under '{family.stacks[0]}.0'. {_unplaced(first, family, families)}"
         )
     if len(found) > 1:
         raise SymmetryError(
@@ -211,6 +223,16 @@ def _supported(families: Sequence[Family]) -> str:
     return ", ".join(name for family in families for name in family.model_types)
 
 
+def _check_dtypes(groups: tuple[Group, ...], tensors: TensorsOrShapes) -> None:
+    for name in dict.fromkeys(slot.tensor for group in groups for slot in group.slots):
+        t = tensors[name]
+        if isinstance(t, Tensor) and not t.is_floating_point():
+            raise SymmetryError(
+                f"The tensor '{name}' is {t.dtype}: quantised weights cannot be moved. Load the model "
+                "without quantisation, or dequantise it (transformers: model.dequantize())."
+            )
+
+
 def _check_shapes(
     groups: tuple[Group, ...], shapes: Mapping[str, tuple[int, ...]], family: Family
 ) -> None:
@@ -218,7 +240,7 @@ def _check_shapes(
     for group in groups:
         for slot in group.slots:
             key = (slot.tensor, slot.axis)
-            ends[key] = max(ends[key], slot.stop)
+            ends[key] = max(ends[key], slot.stretch.stop)
     for (name, axis), end in ends.items():
         shape = shapes[name]
         if axis >= len(shape) or shape[axis] != end:

@@ -124,7 +124,7 @@ def test_groups_across_layers_are_those_of_the_models(name: str) -> None:
             key = group.part if group.part == "output" else group.name
             found[key] |= {(slot.tensor, slot.axis) for slot in group.slots}
             assert len(group.slots) == len({(slot.tensor, slot.axis) for slot in group.slots})
-            assert {slot.stop - slot.start for slot in group.slots} == {group.kind.units}
+            assert {slot.size for slot in group.slots} == {group.kind.units}
     assert found == _expected(name, state)
 
 

@@ -47,7 +47,7 @@ def _model(name: str, state: State) -> Any:
 
 def _tokens(name: str, rows: int = 64) -> list[Batch]:
     """Return random tokens, in the shape that the case's task head takes them in."""
-    batches = fedrot.random_text(config_of(name).to_dict(), rows, batch_size=rows // 2)
+    batches = fedrot.random_inputs(config_of(name).to_dict(), rows, batch_size=rows // 2)
     if name.endswith("-choice"):
         return [{key: value[:, None] for key, value in batch.items()} for batch in batches]
     return list(batches)
@@ -486,10 +486,10 @@ def _without_rotations(seen: fedrot.Activations, symmetry: fedrot.Symmetry) -> f
 # Random text
 
 
-def test_random_text_is_reproducible_and_fits_the_model() -> None:
+def test_random_inputs_is_reproducible_and_fits_the_model() -> None:
     config = {"vocab_size": 11, "max_position_embeddings": 8}
     one, same, other = (
-        list(fedrot.random_text(config, 10, 16, batch_size=4, seed=seed)) for seed in (1, 1, 2)
+        list(fedrot.random_inputs(config, 10, 16, batch_size=4, seed=seed)) for seed in (1, 1, 2)
     )
     assert [len(batch["input_ids"]) for batch in one] == [4, 4, 2]
     for left, right in zip(one, same, strict=True):
@@ -499,8 +499,8 @@ def test_random_text_is_reproducible_and_fits_the_model() -> None:
         assert left["input_ids"].dtype == torch.int64
         assert bool((left["attention_mask"] == 1).all())
     assert not torch.equal(one[0]["input_ids"], other[0]["input_ids"])
-    many = torch.cat([b["input_ids"] for b in fedrot.random_text(config, 2000, 16)])
+    many = torch.cat([b["input_ids"] for b in fedrot.random_inputs(config, 2000, 16)])
     counts = torch.bincount(many.flatten(), minlength=11)
     assert len(counts) == 11
     assert float(counts.min()) > 0.9 * float(counts.max()) * 0.9
-    assert next(iter(fedrot.random_text({"vocab_size": 5}, 3, 16)))["input_ids"].shape == (3, 16)
+    assert next(iter(fedrot.random_inputs({"vocab_size": 5}, 3, 16)))["input_ids"].shape == (3, 16)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.matching.heads import head_scores
+from fedrot.matching.heads import Inside, head_scores
 from fedrot.matching.rotation import best_orders
 from fedrot.moves import Move, apply_moves
+from fedrot.symmetry.kinds import HeadRotation
 from tests.core.oracles import Array, cross, seeded
 from tests.models import (
     CASES,
@@ -86,15 +87,11 @@ def test_head_order_equals_brute_force(name: str, regime: str, parts: tuple[str,
     assert after == pytest.approx(expected, rel=1e-9)
 
 
-def _no_rotation_follows(cross: Tensor) -> Tensor:
-    raise AssertionError
-
-
 def test_head_scores_without_a_following_rotation_are_inner_products() -> None:
     rng = seeded(2)
     slots = [torch.randn(2, HEADS * DIM, width, generator=rng).double() for width in (1, 5, 7)]
     pairs = [(slot[0], slot[1]) for slot in slots]
-    scores = head_scores(HEADS, [(pair, None) for pair in pairs], value=_no_rotation_follows)
+    scores = head_scores([], pairs, HEADS, fedrot.AlignmentOptions())
     for i, j in itertools.product(range(HEADS), repeat=2):
         expected = 0.0
         for a, c in pairs:
@@ -145,10 +142,6 @@ def test_permutations_within_heads_are_all_that_moves_there(parts: tuple[str, ..
     assert 0 < alignment.report.after < alignment.report.before
 
 
-def _worth_of_orders(m: Tensor) -> Tensor:
-    return (best_orders(m) * m).sum((-1, -2))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_head_scores_for_permutations_within_heads_equal_brute_force(seed: int) -> None:
     """The score of a pair of heads is what the best order of their units is worth."""
@@ -156,7 +149,8 @@ def test_head_scores_for_permutations_within_heads_equal_brute_force(seed: int) 
     rng = seeded(seed)
     slots = [torch.randn(2, heads * d, w, generator=rng, dtype=torch.float64) for w in (2, 4)]
     pairs = [(slot[0], slot[1]) for slot in slots]
-    scores = head_scores(heads, [(pair, "qk") for pair in pairs], value=_worth_of_orders)
+    options = fedrot.AlignmentOptions(within_heads="permutation")
+    scores = head_scores([Inside(HeadRotation(heads, d), pairs)], [], heads, options)
     for i, j in itertools.product(range(heads), repeat=2):
         m = sum(a[i * d : (i + 1) * d] @ c[j * d : (j + 1) * d].T for a, c in pairs).numpy()
         expected = sum(m[k, e] for k, e in enumerate(_best_order(m)))

@@ -103,7 +103,7 @@ def test_separation_never_exceeds_the_true_distance(
     stored = torch.cat(blocks, dim=1).double().numpy()
     true = cdist(stored, stored)
     np.fill_diagonal(true, np.inf)
-    bound = permutation.separation(blocks, columns).numpy()
+    bound = permutation.separation(blocks, columns=columns).numpy()
     assert bound.shape == (n,)
     assert (bound >= 0).all()
     assert (bound <= true.min(1) * (1 + 1e-12)).all()
@@ -138,7 +138,7 @@ def test_a_certificate_is_never_wrong(
     way = rng.choice([0.0, 0.4, 0.4999, 0.5001, 0.6, 1.0])
     client[[i, j]] += way * (anchor[[j, i]] - anchor[[i, j]])
     blocks = _blocks(anchor, client, dtype)
-    bound = permutation.separation([a for a, _ in blocks], columns)
+    bound = permutation.separation([a for a, _ in blocks], columns=columns)
     certified = permutation.certified(permutation.row_distances(blocks), bound)
     event(f"certified: {certified}")
     if certified:
@@ -213,7 +213,7 @@ def test_signed_assignment_equals_brute_force(seed: int, n: int, regime: str) ->
         return sum(float(score[i, abs(e) - 1]) * (1 if e > 0 else -1) for i, e in enumerate(element))
 
     best = max(map(value, _all_signed(n)))
-    element, gain = permutation.best_assignment(score, signed=True)
+    element, gain = permutation.best_assignment(torch.zeros(()), score)
     found = list(range(1, n + 1)) if element is None else element.tolist()
     assert value(found) == pytest.approx(best, abs=2e-6 * abs(float(score.trace())))
     assert gain == pytest.approx(2 * (value(found) - float(score.trace())), abs=1e-9)
@@ -225,8 +225,8 @@ def test_signed_assignment_equals_brute_force(seed: int, n: int, regime: str) ->
 def test_signed_assignment_leaves_units_without_evidence_as_they_are() -> None:
     """A zero score says nothing about the sign."""
     score = torch.diag(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64))
-    element, gain = permutation.best_assignment(score, signed=True)
+    element, gain = permutation.best_assignment(torch.zeros(()), score)
     assert element is not None
     assert element.tolist() == [-1, 2, 3]
     assert gain == pytest.approx(4)
-    assert permutation.best_assignment(torch.zeros(3, 3), signed=True) == (None, 0.0)
+    assert permutation.best_assignment(torch.zeros(()), torch.zeros(3, 3)) == (None, 0.0)

@@ -35,7 +35,12 @@ from tests.models import (
     state_of,
 )
 
-SUPPORTED = ("bert", "roberta", "xlm-roberta", "electra", "distilbert")
+SUPPORTED = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet", "albert"),
+    *("deberta", "deberta-v2", "modernbert", "t5", "mt5", "bart", "vit", "deit"),
+    *("clip", "clip_text_model", "clip_vision_model", "gpt2", "gpt_neox"),
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3"),
+)
 
 
 def _renamed(state: State, change: Any) -> State:
@@ -62,9 +67,9 @@ def test_groups_act_on_what_they_should(name: str) -> None:
         }
         expected |= {(layer, "ffn", *slot, NEURONS) for slot in ffn}
     inside = [group for group in symmetry.groups if group.layer != NO_LAYER]
-    found = {(g.layer, g.part, s.tensor, s.axis, s.stop) for g in inside for s in g.slots}
+    found = {(g.layer, g.part, s.tensor, s.axis, s.stretch.stop) for g in inside for s in g.slots}
     assert found == expected
-    assert all(slot.start == 0 for group in symmetry.groups for slot in group.slots)
+    assert all(slot.stretch.start == 0 for group in symmetry.groups for slot in group.slots)
     assert len(inside) == 6 * LAYERS
     assert symmetry.layers == LAYERS
     assert symmetry.shapes == {k: tuple(v.shape) for k, v in state.items()}
@@ -194,7 +199,6 @@ def test_an_incomplete_config_is_refused(key: str) -> None:
     "extra",
     [
         "crossattention.self.query.weight",
-        "attention.self.query.lora_A.default.weight",
         "attention.self.distance_embedding.weight",
         "adapter.down.weight",
         "intermediate.dense_gate.weight",

@@ -1,0 +1,124 @@
+"""Every family: the contract on real models, in all attention implementations, and its way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedrot
+from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
+from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance
+
+BOTH = [(name, attention) for name, member in MEMBERS.items() for attention in member.attention]
+
+
+def _parts(symmetry: fedrot.Symmetry, asked: tuple[str, ...] = EVERYTHING) -> tuple[str, ...]:
+    return tuple(part for part in asked if part not in symmetry.refused)
+
+
+def test_every_family_has_a_member_and_every_member_a_family() -> None:
+    found = {model_of(name).config.model_type for name in MEMBERS}
+    assert found | {"xlm-roberta", "distilbert"} == set(fedrot.supported())
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_are_tried_in_every_attention_that_they_have(name: str) -> None:
+    model = model_of(name)
+    assert ("sdpa" in MEMBERS[name].attention) == bool(model._supports_sdpa)
+
+
+@pytest.mark.parametrize(("name", "attention"), BOTH)
+def test_a_random_element_of_the_full_group_preserves_the_function(name: str, attention: str) -> None:
+    state, symmetry = state_of(name), symmetry_for(name)
+    before = outputs(name, state, attention)
+    parts = _parts(symmetry)
+    for chosen in (*((part,) for part in parts), parts):
+        moved = fedrot.random_equivalent(state, symmetry, 3, chosen)
+        assert (outputs(name, moved, attention) - before).abs().max() <= 1e-9 * before.abs().max()
+    assert squared_distance(moved, state) > 0.1 * squared_distance(state_of(name, 1), state)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_only_bare_models_refuse_anything(name: str) -> None:
+    assert set(symmetry_for(name).refused) == ({"residual"} if MEMBERS[name].bare else set())
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(
+    "parts", [fedrot.AlignmentOptions().parts, ("heads", *fedrot.AlignmentOptions().parts), FULL]
+)
+def test_hidden_coordinates_inside_the_layers_are_recovered(name: str, parts: tuple[str, ...]) -> None:
+    state, symmetry = state_of(name), symmetry_for(name)
+    moved = fedrot.random_equivalent(state, symmetry, 4, parts)
+    alignment = fedrot.align(moved, state, symmetry, fedrot.AlignmentOptions(parts=parts))
+    assert largest_difference(alignment.apply(moved), state) <= 1e-8
+    assert largest_difference(alignment.inverse().apply(alignment.apply(moved)), moved) <= 1e-8
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_hidden_coordinates_of_the_whole_model_are_recovered(name: str) -> None:
+    state, symmetry = state_of(name), symmetry_for(name)
+    parts = _parts(symmetry, fedrot.WHOLE_MODEL)
+    moved = fedrot.random_equivalent(state, symmetry, 5, parts)
+    alignment = fedrot.align(moved, state, symmetry, fedrot.AlignmentOptions(parts=parts))
+    assert largest_difference(alignment.apply(moved), state) <= 1e-8
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("scale", [0.02, 0.5, None])
+def test_distance_never_grows_and_is_reported_as_it_is(name: str, scale: float | None) -> None:
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    update = state_of(name, 1) if scale is None else near(anchor, scale)
+    whole = _parts(symmetry, fedrot.WHOLE_MODEL)
+    before = squared_distance(update, anchor)
+    for parts in (("attention", "ffn"), FULL, whole):
+        alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+        after = squared_distance(alignment.apply(update), anchor)
+        assert after <= before * (1 + 1e-12)
+        report = alignment.report
+        assert report.before - report.after == pytest.approx(before - after, abs=1e-9 * before)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_function_of_an_aligned_model_is_the_update_s(name: str) -> None:
+    anchor, update, symmetry = state_of(name), state_of(name, 1), symmetry_for(name)
+    parts = _parts(symmetry)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+    aligned = outputs(name, alignment.apply(update))
+    expected = outputs(name, update)
+    assert (aligned - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if not member.bare])
+def test_activations_alone_recover_whole_models(name: str) -> None:
+    """Every group that shows in activations comes back; what does not is left to the weights."""
+    state, symmetry = state_of(name), symmetry_for(name)
+    moved = fedrot.random_equivalent(state, symmetry, 6, fedrot.WHOLE_MODEL)
+    anchor, client = model_of(name, state), model_of(name, moved)
+    activations = fedrot.collect_activations(anchor, client, [inputs(name, rows=24)], symmetry)
+    options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, activation_weight=0.5)
+    alignment = fedrot.align(moved, state, symmetry, options, activations)
+    assert largest_difference(alignment.apply(moved), state) <= 1e-6
+    matched = {group.name for group in symmetry.groups if activations.cross(group) is not None}
+    asked = ("residual", "attention", "ffn")
+    assert matched >= {group.name for group in symmetry.groups if group.part in asked}
+
+
+def test_phases_beat_random_phases_and_reflections_are_no_option() -> None:
+    """The closed form is the best element of the group, and stays inside it."""
+    anchor, update, symmetry = state_of("llama"), state_of("llama", 1), symmetry_for("llama")
+    group = next(g for g in symmetry.select(("attention",)) if g.name.endswith("qk"))
+    options = fedrot.AlignmentOptions(parts=("attention",), layers=(group.layer,))
+    alignment = fedrot.align(update, anchor, symmetry, options)
+    aligned = alignment.apply(update)
+    names = {slot.tensor for slot in group.slots}
+
+    def distance(tensors: dict[str, torch.Tensor]) -> float:
+        return squared_distance({n: tensors[n] for n in names}, anchor)
+
+    best = distance(aligned)
+    generator = torch.Generator().manual_seed(0)
+    for size in [10.0] * 50 + [1e-3] * 50:
+        element = size * (torch.rand(group.kind.heads, group.kind.dim // 2, generator=generator) - 0.5)
+        other = fedrot.moves.apply_moves(aligned, [fedrot.moves.Move(group, element.double())])
+        assert distance(other) >= best

@@ -1,0 +1,320 @@
+"""Small real ``transformers`` models of every supported family, all parameters random and non-zero."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import fedrot
+from fedrot.precision import Float64
+from tests.models import State, randomise
+
+VOCABULARY = 40
+
+_ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "max_position_embeddings": 24,
+    "num_labels": 3,
+}
+_IMAGE = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 3,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "d_kv": 6,
+    "d_ff": 20,
+    "relative_attention_num_buckets": 8,
+    "num_labels": 3,
+    "decoder_start_token_id": 0,
+}
+_BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 16,
+    "max_position_embeddings": 24,
+    "num_labels": 3,
+}
+_DECODER = {**_ENCODER, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+_DECODER |= {"pad_token_id": 0}
+_TEXT = {k: v for k, v in _ENCODER.items() if k != "num_labels"} | {"eos_token_id": VOCABULARY - 1}
+_CLIP = {
+    "text_config": _TEXT,
+    "vision_config": {k: v for k, v in _IMAGE.items() if k != "num_labels"},
+    "projection_dim": 8,
+}
+_RELATIVE = {"relative_attention": True, "max_relative_positions": 6, "pooler_hidden_size": 24}
+_BOTH = {**_RELATIVE, "pos_att_type": ["c2p", "p2c"]}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_inner": 20,
+    "n_positions": 24,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model of a family.
+
+    Attributes:
+        model: class name without ``Config`` or task, as in transformers.
+        task: the rest of the class name.
+        settings: of the configuration.
+        takes: ``text``, ``pair`` (encoder and decoder), ``image`` or ``clip``.
+        config: class name of the configuration if it is not ``model`` + ``Config``.
+        attention: the implementations of attention that it has on a CPU.
+        bare: whether its outputs are in coordinates of the residual stream.
+    """
+
+    model: str
+    task: str
+    settings: Mapping[str, Any]
+    takes: str = "text"
+    config: str = ""
+    attention: tuple[str, ...] = ("eager", "sdpa")
+    bare: bool = False
+
+    def build(self, attention: str) -> Any:
+        """Return the model as transformers initialises it, float32."""
+        config = getattr(transformers, f"{self.config or self.model}Config")(**self.settings)
+        config._attn_implementation = attention
+        return getattr(transformers, f"{self.model}{self.task}")._from_config(
+            config, attn_implementation=attention
+        )
+
+
+_CLASSIFIER, _MLM, _CAUSAL = "ForSequenceClassification", "ForMaskedLM", "ForCausalLM"
+_EAGER = ("eager",)
+
+MEMBERS: dict[str, Member] = {
+    "bert": Member("Bert", _CLASSIFIER, _ENCODER),
+    "roberta": Member("Roberta", _MLM, _ENCODER),
+    "camembert": Member("Camembert", _CLASSIFIER, _ENCODER),
+    "electra": Member("Electra", "ForPreTraining", {**_ENCODER, "embedding_size": 12}),
+    "mpnet": Member("MPNet", _CLASSIFIER, _ENCODER, attention=_EAGER),
+    "mpnet-mlm": Member("MPNet", _MLM, _ENCODER, attention=_EAGER),
+    "albert": Member("Albert", _CLASSIFIER, {**_ENCODER, "embedding_size": 12}),
+    "albert-groups": Member(
+        "Albert", _MLM, {**_ENCODER, "embedding_size": 12, "num_hidden_groups": 2, "inner_group_num": 2}
+    ),
+    "deberta": Member("Deberta", _CLASSIFIER, {**_ENCODER, **_BOTH}, attention=_EAGER),
+    "deberta-c2p": Member(
+        "Deberta", _MLM, {**_ENCODER, **_RELATIVE, "pos_att_type": "c2p"}, attention=_EAGER
+    ),
+    "deberta-embedding": Member(
+        "Deberta",
+        "ForTokenClassification",
+        {**_ENCODER, **_BOTH, "embedding_size": 12},
+        attention=_EAGER,
+    ),
+    "deberta-v2": Member(
+        "DebertaV2", _CLASSIFIER, {**_ENCODER, **_BOTH, "share_att_key": False}, attention=_EAGER
+    ),
+    "deberta-v2-conv": Member(
+        "DebertaV2",
+        _CLASSIFIER,
+        {
+            **_ENCODER,
+            **_BOTH,
+            "share_att_key": False,
+            "conv_kernel_size": 3,
+            "conv_act": "gelu",
+            "norm_rel_ebd": "layer_norm",
+            "position_biased_input": False,
+            "type_vocab_size": 2,
+        },
+        attention=_EAGER,
+    ),
+    "deberta-v3": Member(
+        "DebertaV2",
+        _MLM,
+        {
+            **_ENCODER,
+            **_BOTH,
+            "share_att_key": True,
+            "position_buckets": 4,
+            "norm_rel_ebd": "layer_norm",
+        },
+        attention=_EAGER,
+    ),
+    "deberta-v3-new": Member(
+        "DebertaV2",
+        _MLM,
+        {**_ENCODER, **_BOTH, "share_att_key": True, "legacy": False},
+        attention=_EAGER,
+    ),
+    "t5": Member("T5", "ForConditionalGeneration", _T5, "pair"),
+    "t5-gated": Member(
+        "T5",
+        "ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "pair",
+    ),
+    "t5-classifier": Member("T5", _CLASSIFIER, {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "mt5": Member("MT5", "ForConditionalGeneration", _T5, "pair"),
+    "t5-encoder": Member("T5", "EncoderModel", _T5, bare=True),
+    "bart": Member("Bart", "ForConditionalGeneration", _BART, "pair"),
+    "bart-classifier": Member("Bart", _CLASSIFIER, _BART),
+    "vit": Member("ViT", "ForImageClassification", _IMAGE, "image"),
+    "vit-plain": Member("ViT", "ForImageClassification", {**_IMAGE, "qkv_bias": False}, "image"),
+    "deit": Member("DeiT", "ForImageClassificationWithTeacher", _IMAGE, "image"),
+    "clip": Member("CLIP", "Model", _CLIP, "clip"),
+    "clip-classifier": Member("CLIP", "ForImageClassification", {**_CLIP, "num_labels": 3}, "image"),
+    "clip-text": Member(
+        "CLIP", "TextModelWithProjection", {**_TEXT, "projection_dim": 8}, config="CLIPText"
+    ),
+    "clip-image": Member(
+        "CLIP",
+        "VisionModelWithProjection",
+        {**_CLIP["vision_config"], "projection_dim": 8},  # type: ignore[dict-item]
+        "image",
+        config="CLIPVision",
+    ),
+    "clip-text-bare": Member("CLIP", "TextModel", _TEXT, config="CLIPText", bare=True),
+    "gpt2": Member("GPT2", "LMHeadModel", _GPT2),
+    "gpt2-classifier": Member("GPT2", _CLASSIFIER, _GPT2),
+    "gpt-neox": Member(
+        "GPTNeoX",
+        _CAUSAL,
+        {
+            **_ENCODER,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gpt-neox-tokens": Member(
+        "GPTNeoX", "ForTokenClassification", {**_ENCODER, "attention_bias": False}
+    ),
+    "llama": Member("Llama", _CAUSAL, _DECODER),
+    "llama-biased": Member(
+        "Llama",
+        _CLASSIFIER,
+        {**_DECODER, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    ),
+    "mistral": Member("Mistral", "ForQuestionAnswering", {**_DECODER, "num_key_value_heads": 1}),
+    "qwen2": Member("Qwen2", _CLASSIFIER, {**_DECODER, "tie_word_embeddings": True}),
+    "qwen3": Member("Qwen3", _CAUSAL, {**_DECODER, "attention_bias": True}),
+    "gemma3": Member("Gemma3", _CAUSAL, {**_DECODER, "sliding_window": 4}, config="Gemma3Text"),
+    "phi3": Member("Phi3", _CAUSAL, {k: v for k, v in _DECODER.items() if k != "head_dim"}),
+    "phi3-partial": Member(
+        "Phi3",
+        _CLASSIFIER,
+        {
+            **{k: v for k, v in _DECODER.items() if k != "head_dim"},
+            "hidden_size": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "modernbert": Member("ModernBert", _MLM, {**_ENCODER, "pad_token_id": 0}),
+    "modernbert-biased": Member(
+        "ModernBert",
+        _CLASSIFIER,
+        {
+            **_ENCODER,
+            "pad_token_id": 0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "classifier_bias": True,
+        },
+    ),
+}
+
+
+@cache
+def _model(name: str, attention: str) -> Any:
+    return randomise(MEMBERS[name].build(attention).double()).eval()
+
+
+def config_of(name: str) -> Any:
+    """Return the configuration of a member."""
+    return _model(name, "eager").config
+
+
+@cache
+def _state(name: str, seed: int) -> State:
+    model = randomise(copy.deepcopy(_model(name, "eager")), seed)
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+def state_of(name: str, seed: int = 0) -> State:
+    """Return a private copy of a member's random float64 state dict."""
+    return {key: value.clone() for key, value in _state(name, seed).items()}
+
+
+def symmetry_for(name: str) -> fedrot.Symmetry:
+    """Return the symmetry of a member."""
+    return fedrot.symmetry_of(config_of(name), state_of(name))
+
+
+def model_of(name: str, tensors: Mapping[str, Tensor] | None = None, attention: str = "eager") -> Any:
+    """Return a float64 model of its own with these tensors, random ones if None."""
+    model = copy.deepcopy(_model(name, attention))
+    if tensors is not None:
+        model.load_state_dict(dict(tensors))
+    return model
+
+
+def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
+    """Return rows of inputs, texts padded on the right in every second row."""
+    generator = torch.Generator().manual_seed(7)
+    takes, config = MEMBERS[name].takes, config_of(name)
+    batch: dict[str, Tensor] = {}
+    if takes in ("image", "clip"):
+        batch["pixel_values"] = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+    if takes != "image":
+        end = min(getattr(config, "eos_token_id", None) or VOCABULARY, VOCABULARY - 1)
+        ids = torch.randint(4, VOCABULARY - 1, (rows, 9), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1::2, 6:] = 0
+        ids[0::2, -1] = ids[1::2, 5] = end
+        padding = getattr(config, "pad_token_id", None)
+        batch["input_ids"] = torch.where(mask.bool(), ids, 1 if padding is None else padding)
+        batch["attention_mask"] = mask
+    if takes == "pair":
+        batch["decoder_input_ids"] = torch.randint(4, VOCABULARY, (rows, 5), generator=generator)
+    return batch
+
+
+def outputs(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
+    """Return what the model with these tensors computes, flat: logits, scores, embeddings."""
+    with torch.no_grad(), Float64():
+        found = model_of(name, tensors, attention)(**inputs(name))
+    wanted = ("logits", "start_logits", "end_logits", "logits_per_text", "text_embeds", "image_embeds")
+    wanted += ("cls_logits", "distillation_logits", "last_hidden_state") if MEMBERS[name].bare else ()
+    seen = [found[key].flatten() for key in wanted if key in found]
+    assert seen
+    return torch.cat(seen)

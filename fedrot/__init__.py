@@ -8,6 +8,7 @@ Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
 from fedrot import aggregation
 from fedrot.alignment import Alignment, align, alignment_of, random_equivalent
 from fedrot.anchors import ANCHORS, AlignedUpdate, align_round, base_cosine
+from fedrot.biases import canonical_biases
 from fedrot.contract import check_function
 from fedrot.diagnostics import Barrier, interpolate, loss_barrier
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
@@ -52,6 +53,7 @@ __all__ = [
     "alignment_of",
     "average_statistics",
     "base_cosine",
+    "canonical_biases",
     "check_function",
     "collect_activations",
     "collect_fisher",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedrot.errors import UpdateError
+from fedrot.biases import canonical_biases
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.activations import Activations
 from fedrot.matching.blocks import squared_distance
 from fedrot.matching.match import Anchor, Problem
@@ -30,13 +31,16 @@ class Alignment:
     symmetry: Symmetry
     moves: tuple[Move, ...]
     report: AlignmentReport
+    canonical_biases: bool = False
 
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return a new dictionary with the moves applied.
+        """Return a new dictionary with the moves applied, to canonical biases if so asked.
 
         The input is never changed. Tensors outside every group are returned as the same objects.
         """
         check_update(tensors, self.symmetry.shapes)
+        if self.canonical_biases:
+            tensors = canonical_biases(tensors, self.symmetry)
         return apply_moves(tensors, self.moves)
 
     def inverse(self) -> Alignment:
@@ -57,8 +61,14 @@ class Alignment:
         Raises:
             FedrotError: an unknown kind, or a diagonal of a tensor that was rotated: the diagonal
                 does not determine the rotated diagonal. Align first and compute it after, or align
-                by permutations only (``parts=("heads", "ffn")``).
+                by permutations only (``parts=("heads", "ffn")``). Or the alignment changes biases, and
+                with them what the statistics were computed from.
         """
+        if self.canonical_biases and self.symmetry.gauges:
+            raise FedrotError(
+                "Canonical biases change activations, so that statistics cannot follow. Apply "
+                "fedrot.canonical_biases to the model first, and compute them then."
+            )
         return transport_statistics(statistics, self.moves, self.symmetry.shapes)
 
 
@@ -118,11 +128,14 @@ def align(
     check_update(anchor.tensors, symmetry.shapes)
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
+    if options.canonical_biases:
+        anchor = replace(anchor, tensors=canonical_biases(anchor.tensors, symmetry))
+        update = canonical_biases(update, symmetry)
     with torch.no_grad():
         found = solve(Problem(anchor, update, symmetry, options, activations), groups)
     seconds = time.perf_counter() - start
     report = AlignmentReport(found.rows, found.before, found.after, seconds)
-    return Alignment(symmetry, found.moves, report)
+    return Alignment(symmetry, found.moves, report, options.canonical_biases)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:

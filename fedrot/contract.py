@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fedrot.errors import SymmetryError
 from fedrot.matching.activations import random_inputs
 from fedrot.moves import Move, apply_moves
+from fedrot.precision import Float64
 from fedrot.symmetry.description import WHOLE_MODEL, Group, Symmetry
 from fedrot.symmetry.resolve import settings_of
 
@@ -25,10 +27,11 @@ _NOISE = 0.05
 #: How often an element is drawn again that happens to move nothing.
 _DRAWS = 64
 
-
-#: Outputs in coordinates of the model's own, where what it computes is not: caches of keys and values,
-#: and what an encoder hands to its decoder.
+#: Outputs that are no part of the function, in coordinates that may move: caches of keys and values,
+#: what an encoder hands to its decoder, and hidden states beside the embeddings projected from them.
 _INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
+_PROJECTED = frozenset({"text_embeds", "image_embeds"})
+_BESIDE_PROJECTED = frozenset({"last_hidden_state"})
 
 #: Which groups are moved.
 Selection = Callable[[Group], bool]
@@ -44,9 +47,9 @@ def output_change(
 ) -> Callable[[Selection], float]:
     """Draw an element of every group, and return what measures how moving some changes the outputs.
 
-    Outputs are the tensors that the model returns: those inside nested outputs (each tower of CLIP
-    returns its own) are hidden states that it goes on computing with, in coordinates that may move,
-    and so are caches and the hidden states of an encoder that a decoder reads.
+    Outputs are the tensors that the model itself returns. What lies inside nested outputs (each tower
+    of CLIP returns its own) it goes on computing with, in coordinates that may move; so do caches, the
+    hidden states of an encoder that a decoder reads, and those beside CLIP's projected embeddings.
 
     Args: those of ``check_function``.
 
@@ -109,13 +112,17 @@ def check_function(
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
     if not largest <= TOLERANCE:
-        guilty = [p for p in parts if not change(lambda group, part=p: group.part == part) <= TOLERANCE]
+        guilty = [part for part in parts if not change(partial(_belongs, part=part)) <= TOLERANCE]
         raise SymmetryError(
             f"Moving {' and '.join(guilty) or 'all parts together'} changes this model's outputs by "
             f"{largest:.2g} of their size: it does something with these tensors that family "
             f"'{symmetry.family}' does not know. Align other parts only."
         )
     return largest
+
+
+def _belongs(group: Group, part: str) -> bool:
+    return group.part == part
 
 
 def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:
@@ -147,7 +154,7 @@ def _drawn(group: Group, generator: torch.Generator) -> Tensor:
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Float64():
             out = model(**batch)
     except Exception as error:
         raise SymmetryError(
@@ -156,7 +163,8 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
             "of yours."
         ) from error
     if isinstance(out, Mapping):
-        values = [value for name, value in out.items() if name not in _INSIDE]
+        inside = _INSIDE | (_BESIDE_PROJECTED if _PROJECTED & out.keys() else frozenset())
+        values = [value for name, value in out.items() if name not in inside]
     else:
         values = list(out) if isinstance(out, tuple) else [out]
     found = [value for value in values if isinstance(value, Tensor)]

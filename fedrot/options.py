@@ -30,6 +30,10 @@ class AlignmentOptions:
             ``tolerance`` of the squared distance.
         tolerance: see ``sweeps``.
         restarts: further starts of the residual stream, from random permutations; the best wins.
+        canonical_biases: set attention biases that change nothing to 0 in anchor and update, and in
+            what ``Alignment.apply`` returns (``fedrot.canonical_biases``): they say nothing about the
+            function, but distances see them. Then aligning a moved model gives back its function, not
+            its biases.
         activation_weight: share of activations against weights in a group's similarity, between 0
             and 1; it matters only where activations are given.
     """
@@ -43,6 +47,7 @@ class AlignmentOptions:
     tolerance: float = 1e-4
     restarts: int = 0
     activation_weight: float = 0.5
+    canonical_biases: bool = False
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in PARTS]

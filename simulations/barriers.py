@@ -20,7 +20,7 @@ from fedrot.alignment import align, alignment_of
 from fedrot.diagnostics import Barrier, loss_barrier
 from fedrot.errors import FedrotError
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.matching.activations import Activations, Moments, collect_activations, random_text
+from fedrot.matching.activations import Activations, Moments, collect_activations, random_inputs
 from fedrot.matching.blocks import squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
@@ -194,7 +194,7 @@ def _activations(
     )
     if method.evidence == "probe":
         config: Any = anchor.config
-        seen = random_text(config.to_dict())
+        seen = random_inputs(config.to_dict())
     return collect_activations(
         anchor, client, seen, symmetry, residual=method.residual, heads=method.heads
     )
@@ -289,7 +289,7 @@ def evaluator(task: Task, model: nn.Module) -> Evaluate:
     """Return the function from tensors of a model like this one to its metrics on held-out rows."""
     from fedrot.simulations import training
 
-    shell, rows = copy.deepcopy(model), np.arange(len(task.test.ids))
+    shell, rows = copy.deepcopy(model), np.arange(len(task.test))
 
     def evaluate(state: State) -> Mapping[str, float]:
         shell.load_state_dict(state)
@@ -302,7 +302,7 @@ def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> 
     """Return at most ``rows`` random training rows in batches as a training step has them."""
     from fedrot.simulations.training import step_batches
 
-    return list(step_batches(task, model, np.arange(len(task.train.ids)), rows, 128, seed))
+    return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,26 +39,41 @@ def main() -> None:
 def simulate(
     out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
     data: Annotated[
-        str, typer.Option(help="Data set: bundled, a task or corpus in --data-dir, or a hub name.")
-    ] = "goemotions_ekman",
+        str | None,
+        typer.Option(
+            help="Data set: bundled, a name in --data-dir, a folder of images, or a hub name; default: "
+            "goemotions_ekman, and digits for images."
+        ),
+    ] = None,
     task: Annotated[
-        str, typer.Option(help="classification, or mlm: masked language modelling of the texts.")
+        str,
+        typer.Option(
+            help="classification, mlm or clm (masked or causal language modelling of the texts), ner "
+            "(named entities) or image (image classification)."
+        ),
     ] = "classification",
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
+        Path | None, typer.Option(help="Folder with glue/, emotion/, ner/, images/ as Parquet files.")
     ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column with text, words or image.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column with the label or tags.")] = None,
     train_limit: Annotated[int | None, typer.Option(help="Use at most so many rows.")] = None,
     test_limit: Annotated[int | None, typer.Option(help="Test on at most so many rows.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Pretrained encoder, folder or hub name; default: small BERT.")
+        str | None, typer.Option(help="Pretrained model, folder or hub name; default: a small one.")
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the small BERT.")] = 2,
-    width: Annotated[int, typer.Option(help="Hidden size of the small BERT.")] = 128,
-    heads: Annotated[int, typer.Option(help="Attention heads of the small BERT.")] = 4,
+    architecture: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, vit for image, "
+            "else bert."
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the small model.")] = 2,
+    width: Annotated[int, typer.Option(help="Hidden size of the small model.")] = 128,
+    heads: Annotated[int, typer.Option(help="Attention heads of the small model.")] = 4,
     max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
-    dropout: Annotated[float, typer.Option(help="Dropout of the small BERT.")] = 0.1,
+    dropout: Annotated[float, typer.Option(help="Dropout of the small model.")] = 0.1,
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
     partition: Annotated[
         str,
@@ -145,9 +163,11 @@ def barrier(
     b: Annotated[Path, typer.Argument(help="Folder of another one, which is moved to the first.")],
     out: Annotated[Path, typer.Option(help="Folder for results; must be empty or new.")],
     data: Annotated[
-        str, typer.Option(help="Data set: bundled, a task or corpus in --data-dir, or a hub name.")
-    ] = "goemotions_ekman",
-    task: Annotated[str, typer.Option(help="classification or mlm.")] = "classification",
+        str | None, typer.Option(help="Data set, as for simulate; default: that of the task.")
+    ] = None,
+    task: Annotated[
+        str, typer.Option(help="classification, mlm, clm, ner or image.")
+    ] = "classification",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
     ] = None,
@@ -280,6 +300,68 @@ def merge(
     _guarded(run)
 
 
+@app.command()
+def check(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a saved model, or a hub name; its class is loaded.")
+    ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="Parts such as attention+ffn, or whole; default: all that may move."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random elements, inputs and noise.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    list_families: Annotated[bool, typer.Option("--list", help="List the supported families.")] = False,
+) -> None:
+    """Move a model by random elements of its symmetry, and see whether its outputs stay what they are.
+
+    Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
+    """
+
+    def run() -> None:
+        if list_families:
+            _list_families(as_json)
+        elif model is None:
+            raise ValueError("Give a model to check, or --list.")
+        else:
+            _check(model, parts, seed, as_json)
+
+    _guarded(run, _complain_in_json if as_json else _complain)
+
+
+def _list_families(as_json: bool) -> None:
+    from fedrot.simulations.check_report import families_table
+    from fedrot.symmetry import FAMILIES
+
+    listed = {family.name: family.model_types for family in FAMILIES}
+    if as_json:
+        typer.echo(json.dumps({"families": listed}))
+    else:
+        console.print(families_table(listed))
+
+
+def _check(model: str, parts: str | None, seed: int, as_json: bool) -> None:
+    from fedrot.simulations.check_report import tables, verdict
+    from fedrot.simulations.checking import check_model
+    from fedrot.simulations.merging import options_of
+
+    chosen = None if parts is None else options_of(parts).parts
+    with nullcontext() if as_json else console.status(f"Checking {model}"):
+        report = check_model(model, chosen, seed)
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+    else:
+        for table in tables(report):
+            console.print(table)
+        for part, reason in report.refused.items():
+            _say(f"Part '{part}' cannot be moved: {reason}")
+        for note in report.notes:
+            _say(f"Note: {note}")
+        (_say if report.holds else _complain)(verdict(report))
+    if not report.holds:
+        raise typer.Exit(FAILED)
+
+
 def _say(message: str) -> None:
     console.print(message, markup=False, highlight=False)
 
@@ -304,24 +386,31 @@ def _simulate(settings: list[dict[str, Any]], out: Path) -> None:
         raise KeyboardInterrupt
 
 
-def _guarded(run: Callable[[], None]) -> None:
+def _guarded(run: Callable[[], None], complain: Callable[[str], None] | None = None) -> None:
     """Turn expected errors into one line and an exit code."""
+    complain = complain or _complain
     try:
         run()
+    except typer.Exit:
+        raise
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except ValidationError as error:
         for problem in error.errors():
             where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"
-            _complain(f"Error in {where}: {problem['msg']}")
+            complain(f"Error in {where}: {problem['msg']}")
         raise typer.Exit(BAD_INPUT) from None
     except (OSError, ValueError) as error:
-        _complain(f"Error: {error}")
+        complain(f"Error: {error}")
         raise typer.Exit(BAD_INPUT) from None
     except RuntimeError as error:
-        _complain(f"Error: {error}")
+        complain(f"Error: {error}")
         raise typer.Exit(FAILED) from None
 
 
 def _complain(message: str) -> None:
     console.print(message, style="red", markup=False, highlight=False)
+
+
+def _complain_in_json(message: str) -> None:
+    typer.echo(json.dumps({"error": message}))

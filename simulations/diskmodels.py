@@ -21,7 +21,9 @@ from fedrot.simulations.modelfiles import (
     SUFFIX,
     TOKENIZER,
     about,
+    instead,
     opened,
+    refuse_quantised,
     stored_tensors,
 )
 
@@ -94,11 +96,11 @@ def open_checkpoint(path: Path, config: Path | None = None) -> Checkpoint:
             model's too.
 
     Raises:
-        FedrotError: a file is missing or damaged, the family is not supported, or the tensors are
-            not those of the class that the configuration names.
+        FedrotError: a file is missing or damaged, the family is not supported, the weights are
+            quantised or an adapter's, or not those of the class that the configuration names.
     """
     config_file, beside = _belongings(path, config)
-    settings = _settings(config_file)
+    settings = read_config(config_file)
     model_class = _model_class(settings, config_file)
     with torch.device("meta"):
         state = model_class(settings).state_dict(keep_vars=True)
@@ -141,18 +143,27 @@ def _belongings(path: Path, config: Path | None) -> tuple[Path, Path | None]:
     else:
         folder, file = None, config
     if not file.is_file():
-        raise FedrotError(f"'{file}' does not exist. A model needs its configuration. {SAVE_AGAIN}")
+        raise FedrotError(
+            f"'{file}' does not exist. A model needs its configuration. {instead(file.parent)}"
+        )
     return file, folder
 
 
-def _settings(file: Path) -> Any:
+def read_config(file: Path) -> Any:
+    """Return a configuration on disk as an object of transformers.
+
+    Raises:
+        FedrotError: it is damaged, its family is not supported, or its model is quantised.
+    """
     from transformers import AutoConfig
 
     from fedrot.symmetry import check_family
 
     try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
         with about(file):
-            check_family(json.loads(file.read_text(encoding="utf-8")))
+            check_family(settings)
+        refuse_quantised(settings, file)
     except json.JSONDecodeError as error:
         raise FedrotError(f"'{file}' is damaged: it is no JSON ({error}).") from error
     return AutoConfig.from_pretrained(file, local_files_only=True)
@@ -172,7 +183,7 @@ def _model_class(config: Any, file: Path) -> Any:
 
 
 def _places(
-    path: Path, stored: Mapping[str, Path], first: Mapping[str, str], model_class: str
+    path: Path, stored: Mapping[str, tuple[Path, str]], first: Mapping[str, str], model_class: str
 ) -> dict[str, tuple[Path, str]]:
     """Return where each tensor lies; of tied ones any copy will do."""
     copies: dict[str, list[str]] = defaultdict(list)
@@ -186,14 +197,15 @@ def _places(
         )
     for one, *others in copies.values():
         for other in others:
-            with opened(stored[one]) as a, opened(stored[other]) as b:
-                same = torch.equal(a.get_tensor(one), b.get_tensor(other))
+            (file, here), (beside, there) = stored[one], stored[other]
+            with opened(file) as a, opened(beside) as b:
+                same = torch.equal(a.get_tensor(here), b.get_tensor(there))
             if not same:
                 raise FedrotError(
                     f"'{path}' holds different values in '{one}' and '{other}', which its configuration "
                     "ties. Set its 'tie_word_embeddings' to what the model was trained with."
                 )
-    return {one: (stored[names[0]], names[0]) for one, names in copies.items()}
+    return {one: stored[names[0]] for one, names in copies.items()}
 
 
 def check_alike(one: Checkpoint, other: Checkpoint) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedrot.alignment import Alignment, align
 from fedrot.anchors import base_cosine
 from fedrot.errors import FedrotError
-from fedrot.matching.activations import Activations, collect_activations, random_text
+from fedrot.matching.activations import Activations, collect_activations, random_inputs
 from fedrot.matching.blocks import compute_dtype, squared_distance
 from fedrot.matching.match import Anchor
 from fedrot.moves import Move, apply_moves
@@ -134,7 +134,7 @@ def _evidence(
     def evidence(ours: Tensors, theirs: Tensors) -> Activations:
         for model, tensors in zip(pair, (ours, theirs), strict=True):
             model.load_state_dict(dict(tensors))
-        seen = batches or random_text(checkpoint.config.to_dict(), batch_size=BATCH)
+        seen = batches or random_inputs(checkpoint.config.to_dict(), batch_size=BATCH)
         return collect_activations(*pair, seen, symmetry)
 
     return evidence
@@ -175,7 +175,7 @@ def batches_of(
     task = task_of(described.to_json())
     with torch.device("meta"):
         shell = checkpoint.build()
-    batches = list(step_batches(task, shell, np.arange(len(task.train.ids)), rows, BATCH, seed=0))
+    batches = list(step_batches(task, shell, np.arange(len(task.train)), rows, BATCH, seed=0))
     size = checkpoint.config.vocab_size
     if any(int(batch["input_ids"].max()) >= size for batch in batches):
         raise FedrotError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,36 @@ BESIDE = (
 
 SAVE_AGAIN = "Load it with transformers and save it with save_pretrained."
 
+#: Weights that cannot be mapped, of older versions of transformers.
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+#: What else a folder may hold instead of a model's files, and what to do with it.
+_INSTEAD = {
+    "adapter_config.json": "Load it with peft, merge_and_unload it into its base model, and save that.",
+    **dict.fromkeys(PICKLED, SAVE_AGAIN),
+}
+
+#: Modules that data parallelism, compilation, sharding and adapters wrap around others.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\.(?=.)"
+)
+
+_MERGE_ADAPTERS = "Merge the adapters into the model (peft: merge_and_unload) and save it again."
+_DEQUANTISE = "Give the model before quantisation, or dequantize() it with transformers and save it."
+
+#: Tensors that are not a model's own, by name, and what to do about them.
+_FOREIGN = (
+    (re.compile(r"(^|\.)(lora_[A-Za-z_]+|ia3_l)(\.|$)"), "an adapter", _MERGE_ADAPTERS),
+    (
+        re.compile(r"\.(qweight|qzeros|SCB|absmax|quant_map|weight_packed|quant_state\..+)$"),
+        "a quantised model",
+        _DEQUANTISE,
+    ),
+)
+
+#: What weights are stored in; 8 bits and fewer need scales that lie elsewhere.
+_WEIGHTS_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
@@ -59,17 +90,64 @@ def opened(file: Path) -> Iterator[Any]:
         raise FedrotError(f"'{file}' is damaged or no safetensors file: {error}") from error
 
 
-def stored_tensors(path: Path) -> dict[str, Path]:
-    """Return the file of every tensor of a bare safetensors file or a folder of a saved model.
+def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
+    """Raise ``FedrotError`` if a configuration says that its model's weights are quantised."""
+    described = settings.get("quantization_config")
+    if described:
+        method = described.get("quant_method") if isinstance(described, Mapping) else None
+        raise FedrotError(
+            f"'{where}' is quantised{f' ({method})' if method else ''}: its weights cannot be moved. "
+            f"{_DEQUANTISE}"
+        )
+
+
+def stored_tensors(path: Path) -> dict[str, tuple[Path, str]]:
+    """Return the file of every tensor of a bare safetensors file or a folder, and its name there.
+
+    Keys are the model's own names: without what wrappers (``module.``, ``_orig_mod.``,
+    ``_fsdp_wrapped_module.``, ``base_model.model.``, ``base_layer.``) put into them.
 
     Raises:
-        FedrotError: a file is missing or damaged, or a shard lacks a tensor of the index.
+        FedrotError: a file is missing or damaged, a shard lacks a tensor of the index, or the tensors
+            are those of an adapter, of a quantised model or of several models.
     """
+    found: dict[str, tuple[Path, str]] = {}
+    for name, file in _files(path).items():
+        for pattern, what, advice in _FOREIGN:
+            if pattern.search(name):
+                raise FedrotError(f"'{file}' holds '{name}', a tensor of {what}. {advice}")
+        clean = _WRAPPERS.sub("", name)
+        if clean in found:
+            raise FedrotError(
+                f"'{path}' holds both '{found[clean][1]}' and '{name}', which differ only in a wrapper. "
+                f"Save one model. {SAVE_AGAIN}"
+            )
+        found[clean] = (file, name)
+    _check_dtypes(found)
+    return found
+
+
+def _check_dtypes(stored: Mapping[str, tuple[Path, str]]) -> None:
+    for file in dict.fromkeys(file for file, _ in stored.values()):
+        with opened(file) as handle:
+            for place, name in stored.values():
+                if place != file or not name.endswith(".weight"):
+                    continue
+                dtype = handle.get_slice(name).get_dtype()
+                if dtype not in _WEIGHTS_DTYPES:
+                    raise FedrotError(
+                        f"'{file}' holds '{name}' as {dtype}, so it is quantised and cannot be moved. "
+                        f"{_DEQUANTISE}"
+                    )
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Return the file of every tensor, by its name there."""
     single, index = (path, None) if path.is_file() else (path / WEIGHTS, path / INDEX)
     if single.is_file():
         return dict.fromkeys(_names(single), single)
     if index is None or not index.is_file():
-        raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {SAVE_AGAIN}")
+        raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
     try:
         listed = {n: path / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -81,6 +159,14 @@ def stored_tensors(path: Path) -> dict[str, Path]:
                 f"'{index}' lists '{name}' in '{file}', which is not there. Copy all shards."
             )
     return listed
+
+
+def instead(folder: Path) -> str:
+    """Return what a folder holds instead of a saved model, and what to do."""
+    for name, advice in _INSTEAD.items():
+        if (folder / name).is_file():
+            return f"There is '{name}' instead. {advice}"
+    return SAVE_AGAIN
 
 
 def _names(file: Path) -> frozenset[str]:

@@ -309,12 +309,25 @@ def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
     return batch
 
 
-def outputs(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
-    """Return what the model with these tensors computes, flat: logits, scores, embeddings."""
-    with torch.no_grad(), Float64():
-        found = model_of(name, tensors, attention)(**inputs(name))
+def answers(name: str, model: Any, rows: int = 2) -> Tensor:
+    """Return what a member computes from its inputs, flat: logits, scores, embeddings."""
+    with Float64():
+        found = model(**inputs(name, rows))
     wanted = ("logits", "start_logits", "end_logits", "logits_per_text", "text_embeds", "image_embeds")
     wanted += ("cls_logits", "distillation_logits", "last_hidden_state") if MEMBERS[name].bare else ()
     seen = [found[key].flatten() for key in wanted if key in found]
     assert seen
     return torch.cat(seen)
+
+
+@cache
+def _loaded(name: str, attention: str) -> Any:
+    return model_of(name, attention=attention)
+
+
+def outputs(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
+    """Return what the model with these tensors computes; see ``answers``."""
+    model = _loaded(name, attention)
+    model.load_state_dict(dict(tensors))
+    with torch.no_grad():
+        return answers(name, model)

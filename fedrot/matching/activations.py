@@ -131,7 +131,8 @@ def input_axis(module: nn.Module | None) -> int | None:
 
 def _sites(group: Group, model: nn.Module) -> list[_Site]:
     modules = dict(model.named_modules())
-    read, written = [], []
+    read: list[_Site] = []
+    written: list[_Site] = []
     for slot in group.slots:
         name = slot.tensor.removesuffix(".weight")
         axis = input_axis(modules.get(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedrot.symmetry import (
     albert,
     bart,
@@ -76,7 +78,9 @@ def check_family(config: object) -> None:
     family_of(settings_of(config), FAMILIES)
 
 
-def symmetry_of(config: object, tensors: TensorsOrShapes) -> Symmetry:
+def symmetry_of(
+    config: object, tensors: TensorsOrShapes, families: Sequence[Family] = FAMILIES
+) -> Symmetry:
     """Describe the symmetry groups of a model.
 
     Args:
@@ -84,9 +88,10 @@ def symmetry_of(config: object, tensors: TensorsOrShapes) -> Symmetry:
         tensors: the state dict, or ``{name: shape}``. Model prefixes (``bert.``, ``model.``) and
             wrappers (``module.``, ``_orig_mod.``) are tolerated. Tied tensors are recognised only
             from a state dict.
+        families: where the architecture is looked up; put one of your own in front of ``FAMILIES``.
 
     Raises:
         SymmetryError: the family is not supported, a tensor is missing or misshapen, or a tensor
             inside the layers has no place in the family's description.
     """
-    return resolve(config, tensors, FAMILIES)
+    return resolve(config, tensors, families)

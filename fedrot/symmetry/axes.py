@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 RESIDUAL = "residual"
 
-Axes = dict[str, tuple[str | None, ...]]
+#: By tensor, the space on each of its axes.
+Axes = Mapping[str, tuple[str | None, ...]]
 
 
 def linear(module: str, out: str | None, into: str | None) -> Axes:
@@ -29,7 +30,7 @@ def embedding(module: str, space: str = RESIDUAL) -> Axes:
     return {f"{module}.weight": (None, space)}
 
 
-def merged(*axes: Mapping[str, tuple[str | None, ...]]) -> Axes:
+def merged(*axes: Axes) -> Axes:
     """Return all entries in one dictionary."""
     return {name: spaces for part in axes for name, spaces in part.items()}
 
@@ -44,7 +45,7 @@ def spaces_of(axes: Axes) -> set[str]:
     return {space_of(entry) for entries in axes.values() for entry in entries if entry}
 
 
-def read_to_the_end(axes: Mapping[str, tuple[str | None, ...]]) -> set[str]:
+def read_to_the_end(axes: Axes) -> set[str]:
     """Return the spaces that the task heads lead to outputs in coordinates of their own.
 
     A space that is itself an output of the model (a bare encoder's hidden states, a pooler that

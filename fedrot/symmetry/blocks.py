@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fedrot.symmetry.axes import RESIDUAL, Axes, merged
-from fedrot.symmetry.description import NO_LAYER, Group, Slot, Stretch
+from fedrot.symmetry.description import NO_LAYER, Gauge, Group, Slot, Stretch
 from fedrot.symmetry.kinds import (
     HeadPermutation,
     HeadRotation,
@@ -24,17 +24,19 @@ from fedrot.symmetry.kinds import (
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model: the groups inside it, and the spaces on the axes of its tensors."""
+    """A part of a model: the groups inside it, the spaces on its tensors' axes, and its gauges."""
 
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
+    gauges: tuple[Gauge, ...] = ()
 
 
 def together(*parts: Part | Axes) -> Part:
     """Return several parts as one; axes alone are a part without groups."""
     whole = [part if isinstance(part, Part) else Part(axes=part) for part in parts]
     groups = tuple(group for part in whole for group in part.groups)
-    return Part(groups, merged(*(part.axes for part in whole)))
+    gauges = tuple(gauge for part in whole for gauge in part.gauges)
+    return Part(groups, merged(*(part.axes for part in whole)), gauges)
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,23 @@ class Units:
         if isinstance(self.bias, str):
             own = Stretch(0, heads * dim, *blocks)
             return [weight, replace(weight, tensor=self.bias, axis=0, stretch=own)]
-        return [weight, replace(weight, tensor=f"{self.module}.bias", axis=0)] if self.bias else [weight]
+        return [weight, replace(weight, tensor=self.bias_name, axis=0)] if self.bias else [weight]
 
     def read(self, size: int) -> Slot:
         """Return where the module reads ``size`` inputs."""
         return Slot(self.weight, 0 if self.conv1d else 1, Stretch(0, size), contravariant=True)
 
+    @property
+    def bias_name(self) -> str:
+        """The name of its bias, empty if it has none."""
+        if isinstance(self.bias, str):
+            return self.bias
+        return f"{self.module}.bias" if self.bias else ""
+
     def between(self, out: str | None, into: str | None) -> Axes:
         """Return the axes of the module, which reads the space ``into`` and writes ``out``."""
-        axes: Axes = {self.weight: (into, out) if self.conv1d else (out, into)}
-        if self.bias:
-            axes[self.bias if isinstance(self.bias, str) else f"{self.module}.bias"] = (out,)
-        return axes
+        weight = {self.weight: (into, out) if self.conv1d else (out, into)}
+        return merged(weight, {self.bias_name: (out,)} if self.bias else {})
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ def attention(
     space: str = RESIDUAL,
     memory: str | None = None,
     order: str | None = None,
+    key_bias_seen: bool = False,
 ) -> Part:
     """Return one multi-head attention block.
 
@@ -145,6 +153,8 @@ def attention(
         space: what queries are computed from, and what the block writes to.
         memory: what keys and values are computed from; ``space`` if None.
         order: the group that permutes these heads, if they are not free: see ``shared_heads``.
+        key_bias_seen: whether the keys' bias adds different amounts to the scores of one softmax, as
+            it does under rotary positions.
     """
     kv = heads.keys or heads.count
     query_side, key_side = (query, *queries), (key, *keys)
@@ -179,6 +189,11 @@ def attention(
     if not heads.normed:
         groups.append(Group(f"{name}qk.scale", layer, "rescale", scale, query_key, own))
     groups.append(Group(f"{name}vo.scale", layer, "rescale", scale, value_output, own))
+    gauges = []
+    if key.bias and not (key_bias_seen or heads.rotary):
+        gauges.append(Gauge(key.written(kv, heads.dim)[1], kv))
+    if value.bias and output.bias:
+        gauges.append(Gauge(value.written(kv, heads.dim)[1], kv, read, output.bias_name))
     return Part(
         tuple(groups),
         merged(
@@ -186,6 +201,7 @@ def attention(
             *(unit.between(None, memory or space) for unit in (*key_side, value)),
             output.between(space, None),
         ),
+        tuple(gauges),
     )
 
 

@@ -52,6 +52,7 @@ def _separate(config: Config, layer: int) -> Part:
         output=Units(f"encoder.layer.{layer}.attention.output.dense"),
         queries=[Units(f"{p}pos_query_proj")] if own and _relative(config, "p2c") else [],
         keys=[Units(f"{p}pos_key_proj")] if own and _relative(config, "c2p") else [],
+        key_bias_seen=_relative(config, "p2c"),
     )
 
 

@@ -113,12 +113,31 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Gauge:
+    """A bias that may have any value: what it does is nothing, or what another bias could do.
+
+    Attributes:
+        bias: its entries.
+        read: where the output projection reads the units that carry the bias; None where nobody sees it
+            (a key's bias adds the same to every score of a softmax).
+        taken_up: the output projection's bias, which can take up what the bias does.
+        heads: how many heads the bias has.
+    """
+
+    bias: Slot
+    heads: int
+    read: Slot | None = None
+    taken_up: str = ""
+
+
+@dataclass(frozen=True)
 class Symmetry:
     """The symmetry groups of a model, in the order in which their elements are applied.
 
     ``shapes`` holds the shape of every tensor of the model, moved or not; ``tied`` the sets of names
     that share storage (empty when the symmetry was built from shapes alone); ``refused`` the parts
-    that cannot be moved in this model, with the reason.
+    that cannot be moved in this model, with the reason; ``gauges`` the attention biases that change
+    nothing (``fedrot.canonical_biases``).
     """
 
     family: str
@@ -127,6 +146,7 @@ class Symmetry:
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     tied: tuple[tuple[str, ...], ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
+    gauges: tuple[Gauge, ...] = ()
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.

@@ -37,13 +37,15 @@ def _layer(config: Config, layer: int) -> Part:
 
 def _body(config: Config, names: Names) -> Part:
     layers = range(config["n_layer"])
-    masks: Axes = {f"h.{layer}.attn.bias": (None, None, None, None) for layer in layers}
-    masks |= {f"h.{layer}.attn.masked_bias": () for layer in layers}
+    # Buffers of earlier versions of transformers.
+    masks = [
+        {f"h.{layer}.attn.bias": (None,) * 4, f"h.{layer}.attn.masked_bias": ()} for layer in layers
+    ]
     return together(
         embedding("wte"),
         embedding("wpe"),
         *(_layer(config, layer) for layer in layers),
-        {name: axes for name, axes in masks.items() if name in names},
+        {name: axes for name, axes in merged(*masks).items() if name in names},
         norm("ln_f"),
     )
 

@@ -42,14 +42,15 @@ def _layer(config: Config, layer: int) -> Part:
 
 def _body(config: Config, names: Names) -> Part:
     layers = range(config["num_hidden_layers"])
-    buffers: Axes = {}
-    for layer in layers:
-        p = f"layers.{layer}.attention."
-        buffers |= {f"{p}bias": (None,) * 4, f"{p}masked_bias": (), f"{p}rotary_emb.inv_freq": (None,)}
+    # Buffers of earlier versions of transformers.
+    buffers = {"bias": (None,) * 4, "masked_bias": (), "rotary_emb.inv_freq": (None,)}
+    found = [
+        {f"layers.{layer}.attention.{name}": axes for name, axes in buffers.items()} for layer in layers
+    ]
     return together(
         embedding("embed_in"),
         *(_layer(config, layer) for layer in layers),
-        {name: axes for name, axes in buffers.items() if name in names},
+        {name: axes for name, axes in merged(*found).items() if name in names},
         norm("final_layer_norm"),
     )
 

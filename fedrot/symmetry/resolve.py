@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.axes import Axes, merged, read_to_the_end, space_of, spaces_of
 from fedrot.symmetry.blocks import Part
-from fedrot.symmetry.description import NO_LAYER, Group, Slot, Stretch, Symmetry
+from fedrot.symmetry.description import NO_LAYER, Gauge, Group, Slot, Stretch, Symmetry
 from fedrot.symmetry.family import Family
 from fedrot.symmetry.kinds import Permutation
 
@@ -25,6 +26,9 @@ _BESIDE = "(beside the encoder) "
 
 #: Names that wrappers put into the names of tensors: data parallel, compiled, sharded, adapted.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
+
+#: What can be moved; smaller floating-point numbers are quantised weights.
+_MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 #: Parameters that adapters add beside the weights they adapt.
 _ADAPTERS = re.compile(
@@ -42,10 +46,11 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     names = _without_prefix(unwrapped, prefix, family.encoder)
     body, heads = _described(family, settings, names)
     layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
-    for slot in (slot for group in body.groups for slot in group.slots):
-        if slot.tensor not in names:
+    needed = [slot.tensor for group in body.groups for slot in group.slots]
+    for name in (*needed, *(gauge.taken_up for gauge in body.gauges if gauge.taken_up)):
+        if name not in names:
             raise SymmetryError(
-                f"The tensor '{prefix}{slot.tensor}' of family '{family.name}' is missing. Pass the "
+                f"The tensor '{prefix}{name}' of family '{family.name}' is missing. Pass the "
                 f"complete state dict of a model with {layers} layers."
             )
     unplaced = [name for name in names if name not in body.axes and name not in heads]
@@ -63,7 +68,16 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     _check_shapes(groups, shapes, family)
     tied = _tied(tensors)
     _check_ties(groups, tied, family)
-    return Symmetry(family.name, layers, groups, shapes, tied, refused)
+    gauges = tuple(
+        Gauge(
+            replace(g.bias, tensor=names[g.bias.tensor]),
+            g.heads,
+            g.read and replace(g.read, tensor=names[g.read.tensor]),
+            names[g.taken_up] if g.taken_up else "",
+        )
+        for g in body.gauges
+    )
+    return Symmetry(family.name, layers, groups, shapes, tied, refused, gauges)
 
 
 def _described(family: Family, settings: Mapping[str, Any], names: Collection[str]) -> tuple[Part, Axes]:
@@ -226,7 +240,7 @@ def _supported(families: Sequence[Family]) -> str:
 def _check_dtypes(groups: tuple[Group, ...], tensors: TensorsOrShapes) -> None:
     for name in dict.fromkeys(slot.tensor for group in groups for slot in group.slots):
         t = tensors[name]
-        if isinstance(t, Tensor) and not t.is_floating_point():
+        if isinstance(t, Tensor) and t.dtype not in _MOVABLE:
             raise SymmetryError(
                 f"The tensor '{name}' is {t.dtype}: quantised weights cannot be moved. Load the model "
                 "without quantisation, or dequantise it (transformers: model.dequantize())."

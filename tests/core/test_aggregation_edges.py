@@ -378,7 +378,6 @@ def blocks(gram: Tensor, size: int) -> Tensor:
         ("attention", OUTPUT, 2 * DIM),
         ("attention", OUTPUT, DIM // 2),
         ("heads", OUTPUT, 2 * DIM),
-        ("heads", OUTPUT, DIM // 2),
         ("residual", QUERY, DIM),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
 import fedrot
-from fedrot.contract import TOLERANCE
+from fedrot.contract import TOLERANCE, output_change
 from tests.models import (
     BARE,
     CASES,
@@ -18,6 +18,7 @@ from tests.models import (
     EVERY,
     EVERYTHING,
     FEW,
+    WIDTH,
     Names,
     bert_config,
     config_of,
@@ -200,3 +201,121 @@ def test_the_answer_is_the_same_for_the_same_seed() -> None:
     name = "bert-classifier"
     first, again, other = (_check(name, fresh_model(name), seed=seed) for seed in (1, 1, 2))
     assert first == again != other
+
+
+# What is compared, and how groups are selected
+
+
+class _Returning(nn.Module):
+    """A classifier that also returns what lies in coordinates of its own."""
+
+    def __init__(self, also: str) -> None:
+        super().__init__()
+        self.inner = fresh_model("bert-classifier")
+        self.also = also
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.load_state_dict(state_dict, *args, **kwargs)
+
+    def forward(self, **batch: Any) -> dict[str, Any]:
+        out = self.inner(**batch, output_hidden_states=True)
+        hidden = out.hidden_states[-1]
+        inside = {
+            "past_key_values": hidden,
+            "encoder_last_hidden_state": hidden,
+            "hidden_states": (hidden,),
+            "text_model_output": {"last_hidden_state": hidden},
+        }
+        return {"logits": out.logits, self.also: inside.get(self.also, hidden)}
+
+
+@pytest.mark.parametrize(
+    "also", ["past_key_values", "encoder_last_hidden_state", "hidden_states", "text_model_output"]
+)
+def test_what_the_model_goes_on_computing_with_is_no_output(also: str) -> None:
+    assert _check("bert-classifier", _Returning(also)) <= 1e-10
+
+
+class _Projecting(_Returning):
+    def forward(self, **batch: Any) -> dict[str, Any]:
+        logits, hidden = super().forward(**batch).values()
+        return {"text_embeds": logits, "last_hidden_state": hidden}
+
+
+def test_hidden_states_beside_projected_embeddings_are_no_output() -> None:
+    assert _check("bert-classifier", _Projecting("last_hidden_state")) <= 1e-10
+
+
+class _Rounding(_Returning):
+    """Does part of its work in float32, as RMSNorms and rotary positions do."""
+
+    def forward(self, **batch: Any) -> Any:
+        logits = self.inner(**batch).logits
+        places = torch.arange(logits.shape[-1]).float()
+        return logits.to(torch.float32).softmax(-1, dtype=torch.float32) * places
+
+
+def test_what_models_round_to_float32_is_not_rounded() -> None:
+    assert _check("bert-classifier", _Rounding("")) <= 1e-13
+
+
+def test_what_it_returns_under_any_other_name_is_one() -> None:
+    with pytest.raises(fedrot.SymmetryError, match="Moving residual changes"):
+        _check("bert-classifier", _Returning("last_hidden_state"))
+
+
+class _Answering(_Returning):
+    def forward(self, **batch: Any) -> Any:
+        return {"hidden_states": (super().forward(**batch)["logits"],)}
+
+
+def test_a_model_that_returns_no_tensor_proves_nothing() -> None:
+    with pytest.raises(fedrot.SymmetryError, match="returns a dict without a tensor of its own"):
+        _check("bert-classifier", _Answering("nothing"))
+
+
+class _Caching(_Returning):
+    seen: list[Any]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: Any = None) -> Any:
+        type(self).seen.append(use_cache)
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def test_caches_are_not_filled_unless_the_batch_says_so() -> None:
+    _Caching.seen = []
+    assert _check("bert-classifier", _Caching("")) <= 1e-10
+    assert set(_Caching.seen) == {False}
+    _check("bert-classifier", _Caching(""), batch={**inputs(), "use_cache": True})
+    assert _Caching.seen[-1] is True
+
+
+def test_numbers_in_a_batch_are_taken_in_float64() -> None:
+    name = "bert-classifier"
+    batch = {"inputs_embeds": torch.randn(2, 5, WIDTH), "attention_mask": torch.ones(2, 5)}
+    assert _check(name, fresh_model(name), parts=("attention", "ffn"), batch=batch) <= 1e-10
+
+
+def test_the_change_is_measured_for_any_selection() -> None:
+    name = "bert-classifier"
+    model, symmetry = _Reading(name, "heads"), symmetry_for(name)
+    change = output_change(model, config_of(name), symmetry, EVERYTHING)
+    assert change(lambda group: False) == 0
+    assert change(lambda group: group.part != "heads") <= TOLERANCE
+    assert change(lambda group: group.part == "heads" and group.layer == 0) <= TOLERANCE
+    broken = change(lambda group: group.part == "heads" and group.layer == 1)
+    assert broken > TOLERANCE
+    assert change(lambda group: group.part == "heads") == pytest.approx(broken, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_change_is_that_of_the_check(seed: int) -> None:
+    name = "distilbert-mlm"
+    model, symmetry = fresh_model(name), symmetry_for(name)
+    change = output_change(model, config_of(name), symmetry, EVERYTHING, seed)
+    found = change(lambda group: True)
+    assert found == change(lambda group: True)
+    assert found == _check(name, model, parts=EVERYTHING, seed=seed)

@@ -13,7 +13,8 @@ from fedrot.errors import FedrotError
 from fedrot.simulations import barriers
 from fedrot.simulations.barriers import METHODS, Method, lines_of
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.models import build_model, tokenizer_for
+from fedrot.simulations.encoding import tokenizer_for
+from fedrot.simulations.models import build_model
 from fedrot.simulations.runfolder import read_rows
 from fedrot.simulations.tasks import task_of
 from tests.simulations.commands import SMALL, invoke
@@ -24,7 +25,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("checkpoints")
-    for name in ("classification", "mlm"):
+    for name in ("classification", "mlm", "image"):
         config = SimulationConfig(task=name, **SMALL)
         task = task_of(config.to_json())
         for seed in (0, 1):
@@ -39,7 +40,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["classification", "mlm"])
+@pytest.mark.parametrize("name", ["classification", "mlm", "image"])
 def test_two_checkpoints(name: str, checkpoints: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     code, output = invoke(
@@ -79,7 +80,7 @@ def _spoil(folder: Path, kind: str) -> None:
     else:
         path = folder / "config.json"
         config = json.loads(path.read_text())
-        changes = {"family": {"model_type": "gpt2"}, "vocabulary": {"vocab_size": 7000}}
+        changes = {"family": {"model_type": "xlnet"}, "vocabulary": {"vocab_size": 7000}}
         path.write_text(json.dumps({**config, **changes[kind]}))
 
 
@@ -90,7 +91,7 @@ def _spoil(folder: Path, kind: str) -> None:
         ("classification0", "nowhere", None, [], "is not a folder"),
         ("classification0", "classification1", "no config", [], "has no config.json"),
         ("classification0", "classification1", "no weights", [], "has no model.safetensors"),
-        ("classification0", "classification1", "family", [], "gpt2"),
+        ("classification0", "classification1", "family", [], "xlnet"),
         ("classification0", "classification1", "vocabulary", [], "different vocabularies"),
         ("mlm0", "mlm1", None, [], "was not trained for task 'classification'"),
         ("classification0", "classification1", None, ["--task", "mlm"], "not trained for task 'mlm'"),

@@ -487,8 +487,8 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(settings | changes))
 
 
-def gpt(folder: Path) -> None:
-    change_config(folder, model_type="gpt2")
+def xlnet(folder: Path) -> None:
+    change_config(folder, model_type="xlnet")
 
 
 def no_class(folder: Path) -> None:
@@ -562,7 +562,7 @@ def other_words(folder: Path) -> None:
             "Different shapes: the tensor 'classifier.weight' is (3, 32) in '{a}' and (5, 32)",
         ),
         (other_words, "Different vocabularies: the tokens of '{a}' and '{b}' are not the same"),
-        (gpt, "'{b}/config.json': The architecture 'gpt2' is not supported"),
+        (xlnet, "'{b}/config.json': The architecture 'xlnet' is not supported"),
         (no_class, "'{b}/config.json' names nothing under 'architectures'"),
         (no_json, "'{b}/config.json' is damaged: it is no JSON"),
         (no_config, "'{b}/config.json' does not exist"),

@@ -1,0 +1,99 @@
+"""Canonical biases: the same function, one value for what says nothing, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedrot
+from tests.families import MEMBERS, outputs, state_of, symmetry_for
+from tests.models import State, largest_difference, squared_distance
+
+#: Members whose attention has no bias, or whose key biases are seen while outputs have no bias.
+WITHOUT = {
+    *("t5", "t5-gated", "t5-classifier", "mt5", "t5-encoder", "gpt-neox-tokens"),
+    *("vit-plain", "llama", "mistral", "qwen2", "gemma3", "phi3", "phi3-partial", "modernbert"),
+}
+
+#: Members whose value biases alone are a gauge: rotary positions, and positions that attend to content.
+VALUES_ONLY = {"gpt-neox", "llama-biased", "qwen3", "modernbert-biased"} | {
+    name for name in MEMBERS if name.startswith("deberta")
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_function_stays_and_the_biases_go(name: str) -> None:
+    state, symmetry = state_of(name), symmetry_for(name)
+    before = {key: value.clone() for key, value in state.items()}
+    found = fedrot.canonical_biases(state, symmetry)
+    assert largest_difference(state, before) == 0
+    expected = outputs(name, state)
+    assert (outputs(name, found) - expected).abs().max() <= 1e-9 * expected.abs().max()
+    for gauge in symmetry.gauges:
+        assert not gauge.bias.of(found[gauge.bias.tensor]).any()
+        assert gauge.bias.of(state[gauge.bias.tensor]).any()
+    assert largest_difference(fedrot.canonical_biases(found, symmetry), found) == 0
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_gauges_are_where_they_should_be(name: str) -> None:
+    gauges = symmetry_for(name).gauges
+    keys = [gauge for gauge in gauges if gauge.read is None]
+    values = [gauge for gauge in gauges if gauge.read is not None]
+    assert bool(values) == (name not in WITHOUT)
+    assert len(keys) == (0 if name in VALUES_ONLY else len(values))
+
+
+def _other_gauge(name: str, seed: int) -> State:
+    """Return the same function with other biases: written by hand, not by the library's table."""
+    state, generator = state_of(name), torch.Generator().manual_seed(seed)
+    for key in [k for k in state if k.endswith("attention.self.key.bias")]:
+        state[key] += torch.randn(state[key].shape, generator=generator, dtype=torch.float64)
+        value, output = (key.replace("self.key", part) for part in ("self.value", "output.dense"))
+        shift = torch.randn(state[value].shape, generator=generator, dtype=torch.float64)
+        state[value] += shift
+        state[output] -= state[output.replace("bias", "weight")] @ shift
+    return state
+
+
+def test_models_that_differ_in_a_gauge_alone_meet() -> None:
+    name = "bert"
+    state, other, symmetry = state_of(name), _other_gauge(name, 3), symmetry_for(name)
+    assert squared_distance(state, other) > 1
+    both = [fedrot.canonical_biases(tensors, symmetry) for tensors in (state, other)]
+    assert largest_difference(*both) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "gpt-neox", "llama-biased", "deberta"])
+def test_alignment_by_canonical_biases(name: str) -> None:
+    """A client in other coordinates and another gauge meets its anchor; by default it does not."""
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    start = _other_gauge(name, 4) if name == "bert" else anchor
+    update = fedrot.random_equivalent(start, symmetry, 5)
+    options = fedrot.AlignmentOptions(canonical_biases=True)
+    alignment = fedrot.align(update, anchor, symmetry, options)
+    expected = fedrot.canonical_biases(anchor, symmetry)
+    assert largest_difference(alignment.apply(update), expected) <= 1e-8
+    assert alignment.report.after <= 1e-12 * alignment.report.before
+    if name == "bert":
+        plain = fedrot.align(update, anchor, symmetry)
+        assert largest_difference(plain.apply(update), anchor) > 1e-2
+
+
+def test_statistics_cannot_follow_canonical_biases() -> None:
+    name = "bert"
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    options = fedrot.AlignmentOptions(canonical_biases=True)
+    alignment = fedrot.align(state_of(name, 1), anchor, symmetry, options)
+    with pytest.raises(fedrot.FedrotError, match="canonical_biases"):
+        alignment.transport({"fisher": {}})
+
+
+def test_a_separation_that_was_measured_serves_canonical_biases_too() -> None:
+    """An anchor that is used for many clients keeps what it knows."""
+    name = "bert"
+    anchor, symmetry = fedrot.Anchor(state_of(name)), symmetry_for(name)
+    options = fedrot.AlignmentOptions(canonical_biases=True)
+    for seed in (1, 2):
+        fedrot.align(state_of(name, seed), anchor, symmetry, options)
+    assert anchor._separation

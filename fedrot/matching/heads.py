@@ -129,28 +129,33 @@ def head_scores(
     if elements:
         for i in range(heads):
             for j in range(heads):
-                queries = sum(_of_queries(g, element[i, j], i, j) for g, element in elements.items())
-                scores[i, j] += _best_sum(torch.as_tensor(queries))
+                zero = torch.zeros((), dtype=torch.float64)
+                queries = (_of_queries(g, e[i, j], i, j) for g, e in elements.items())
+                scores[i, j] += _best_sum(sum(queries, start=zero))
     return scores
 
 
 def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:
     """Return the score of every pair of query heads of the same group, ``[groups, n, n]``."""
     elements = [(g, g.solver.best(g.kind, own_pair(g), options, True)) for g in inside]
+    zero = torch.zeros((), dtype=torch.float64)
     return torch.stack(
-        [sum((_of_queries(g, element[i], i, i) for g, element in elements)) for i in range(groups)]  # type: ignore[misc]
+        [sum((_of_queries(g, e[i], i, i) for g, e in elements), start=zero) for i in range(groups)]
     )
 
 
 def _of_queries(inside: Inside, element: Tensor, i: int, j: int) -> Tensor:
-    """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client group ``j``."""
+    """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client group ``j``.
+
+    Weights alone decide here: activations are seen where key heads have them once.
+    """
     one = replace(inside.kind, heads=1)
     total = torch.zeros((), dtype=torch.float64)
     for a, c in inside.shared():
         ours = a.unflatten(0, (inside.kind.heads, -1))[i].double()
         theirs = one.act(element[None], c.unflatten(0, (inside.kind.heads, -1))[j].double(), 0)
         n = len(ours) // inside.kind.dim
-        total = total + inside.factor * (ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).cpu()
+        total = total + (ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).cpu()
     return total
 
 

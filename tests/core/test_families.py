@@ -89,16 +89,17 @@ def test_the_function_of_an_aligned_model_is_the_update_s(name: str) -> None:
     assert (aligned - expected).abs().max() <= 1e-9 * expected.abs().max()
 
 
+@pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if not member.bare])
-def test_activations_alone_recover_whole_models(name: str) -> None:
-    """Every group that shows in activations comes back; what does not is left to the weights."""
+def test_activations_recover_whole_models(name: str, weight: float) -> None:
+    """Beside the weights and alone; what does not show in activations is left to the weights."""
     state, symmetry = state_of(name), symmetry_for(name)
     moved = fedrot.random_equivalent(state, symmetry, 6, fedrot.WHOLE_MODEL)
     anchor, client = model_of(name, state), model_of(name, moved)
     activations = fedrot.collect_activations(anchor, client, [inputs(name, rows=24)], symmetry)
-    options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, activation_weight=0.5)
+    options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, activation_weight=weight)
     alignment = fedrot.align(moved, state, symmetry, options, activations)
-    assert largest_difference(alignment.apply(moved), state) <= 1e-6
+    assert largest_difference(alignment.apply(moved), state) <= 1e-4  # moments are float32
     matched = {group.name for group in symmetry.groups if activations.cross(group) is not None}
     asked = ("residual", "attention", "ffn")
     assert matched >= {group.name for group in symmetry.groups if group.part in asked}

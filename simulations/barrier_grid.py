@@ -213,7 +213,7 @@ def run_pair(job: Job) -> list[Line]:
     cell, seeds, methods, out = job
     torch.set_num_threads(1)
     task = task_of(cell.config.to_json())
-    parts = shared_rows(len(task.train.ids), cell.sharing, seeds)
+    parts = shared_rows(len(task.train), cell.sharing, seeds)
     anchor, client = (
         trained(cell, seeds, seed, rows, out / "models") for seed, rows in zip(seeds, parts, strict=True)
     )

@@ -19,6 +19,8 @@ ARCHITECTURE = (
     "num_hidden_layers",
     "num_attention_heads",
     "hidden_act",
+    "image_size",
+    "patch_size",
 )
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
@@ -38,8 +40,10 @@ def load_pair(a: Path, b: Path, **settings: Any) -> tuple[Task, torch.nn.Module,
     """
     configs = [_config(folder) for folder in (a, b)]
     _check_same(a, b, *configs)
-    own = _has_tokenizer(a)
-    length = min(settings.pop("max_length", 64), configs[0].max_position_embeddings)
+    vision = not hasattr(configs[0], "vocab_size")
+    own = vision or _has_tokenizer(a)
+    length = settings.pop("max_length", 64)
+    length = min(length, getattr(configs[0], "max_position_embeddings", length))
     config = SimulationConfig(
         model=str(a) if own else None, setting=f"{a.name} - {b.name}", max_length=length, **settings
     )
@@ -74,13 +78,14 @@ def _check_same(a: Path, b: Path, ours: Any, theirs: Any) -> None:
                 f"Different architectures: {name} is {here} in '{a}' and {there} in '{b}'. Only "
                 "models of one architecture have a line between them."
             )
-    different = ours.vocab_size != theirs.vocab_size
+    sizes = [getattr(config, "vocab_size", None) for config in (ours, theirs)]
+    different = sizes[0] != sizes[1]
     if not different and _has_tokenizer(a) and _has_tokenizer(b):
         different = _vocabulary(a) != _vocabulary(b)
     if different:
         raise FedrotError(
             f"Different vocabularies: the tokens of '{a}' and '{b}' are not the same "
-            f"({ours.vocab_size} and {theirs.vocab_size} embeddings). Train both models with one "
+            f"({sizes[0]} and {sizes[1]} embeddings). Train both models with one "
             "tokenizer."
         )
 

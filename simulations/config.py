@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,11 +13,37 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.partition import parse_partition
+from fedrot.simulations.sources import BUNDLED, DIGITS
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 
-TaskName = Literal["classification", "mlm"]
+TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
+Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
 Start = Literal["same", "different", "scrambled"]
+
+
+@dataclass(frozen=True)
+class TaskTraits:
+    """What a task goes with.
+
+    Attributes:
+        architectures: of models from scratch, the default first.
+        data: the default data set; empty if one has to be named.
+        classifies: whether its models give one answer for a row, which ensembles average.
+    """
+
+    architectures: tuple[Architecture, ...]
+    data: str = BUNDLED
+    classifies: bool = False
+
+
+TASKS: Mapping[str, TaskTraits] = {
+    "classification": TaskTraits(("bert", "gpt2", "llama"), classifies=True),
+    "mlm": TaskTraits(("bert",)),
+    "clm": TaskTraits(("gpt2", "llama")),
+    "ner": TaskTraits(("bert",), data=""),
+    "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
+}
 
 
 #: How an arm matches replies from other bases: by weights, also by activations on random tokens, at
@@ -111,15 +138,16 @@ class SimulationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
-    task: TaskName = Field("classification", description="Or mlm: labels only partition.")
-    data: str = Field("goemotions_ekman", description="Data set name.")
+    task: TaskName = Field("classification", description="In mlm and clm labels only partition.")
+    data: str = Field("", description="Data set name; empty: the task's default.")
     data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
-    text_column: str | None = None
-    label_column: str | None = None
+    text_column: str | None = Field(None, description="Of texts, words or images.")
+    label_column: str | None = Field(None, description="Of labels or tags.")
     train_limit: Annotated[int, Field(gt=0)] | None = None
     test_limit: Annotated[int, Field(gt=0)] | None = None
 
-    model: str | None = Field(None, description="Folder or hub name; None: a small BERT.")
+    model: str | None = Field(None, description="Folder or hub name; None: a small one from scratch.")
+    architecture: Architecture = Field("", description="Of a small one; empty: the task's default.")
     layers: int = Field(2, gt=0)
     width: int = Field(128, gt=0)
     heads: int = Field(4, gt=0)
@@ -167,16 +195,26 @@ class SimulationConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("setting"):
-            fields = cls.model_fields
-            what = {n: values.get(n, fields[n].default) for n in ("data", "partition", "task")}
-            if what["task"] == fields["task"].default:
-                del what["task"]
-            return {**values, "setting": ", ".join(map(str, what.values()))}
-        return values
+        """Fill in what the task decides, and name the setting after what is not a default."""
+        default: TaskName = cls.model_fields["task"].default
+        task: Any = values.get("task", default) if isinstance(values, dict) else None
+        if not isinstance(task, str) or task not in TASKS:
+            return values
+        traits = TASKS[task]
+        own = "" if values.get("model") else traits.architectures[0]
+        named = {
+            **values,
+            "data": values.get("data") or traits.data,
+            "architecture": values.get("architecture") or own,
+        }
+        what = [named["data"], values.get("partition", cls.model_fields["partition"].default)]
+        what += [task] if task != default else []
+        what += [named["architecture"]] if named["architecture"] != own else []
+        return {**named, "setting": values.get("setting") or ", ".join(map(str, what))}
 
     @model_validator(mode="after")
     def _consistent(self) -> SimulationConfig:
+        self._check_task()
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if "different" in self.starts and self.fraction_train < 1:
@@ -185,13 +223,40 @@ class SimulationConfig(BaseModel):
                 "the broadcast model already"
             )
         arms = [Arm.parse(arm) for arm in self.arms]
-        if self.task != "classification" and any(arm.ensemble for arm in arms):
-            raise ValueError(f"ensembles are for task 'classification', not for '{self.task}'")
+        if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
+            able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
+            raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
         if not self.holdout and any(arm.aggregation == "greedy" for arm in arms):
             raise ValueError(
                 "the greedy soup is chosen on clients' held-out rows; holdout must not be 0"
             )
         return self
+
+    def _check_task(self) -> None:
+        traits = TASKS[self.task]
+        if not self.data:
+            raise ValueError(
+                f"no data come with the package for task '{self.task}'; name a data set and its folder "
+                "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
+                "columns tokens, ner_tags and split), or one of the hub"
+            )
+        if self.model is not None:
+            if self.architecture:
+                raise ValueError(
+                    f"architecture '{self.architecture}' is for models from scratch; model "
+                    f"'{self.model}' has its own, so give one of the two"
+                )
+            return
+        if self.architecture not in traits.architectures:
+            raise ValueError(
+                f"architecture '{self.architecture}' is not for task '{self.task}'; choose "
+                f"{' or '.join(traits.architectures)}"
+            )
+        if self.architecture == "llama" and self.width // self.heads % 2:
+            raise ValueError(
+                f"heads of llama have an even width, for rotary positions; width {self.width} of "
+                f"{self.heads} heads makes {self.width // self.heads}"
+            )
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
@@ -226,6 +291,12 @@ class SimulationConfig(BaseModel):
             for start in self.starts
             for arm in self.arms
         ]
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights are to be moved, which takes a model of a supported family."""
+        arms = [Arm.parse(arm) for arm in self.arms]
+        return "scrambled" in self.starts or any(arm.align or arm.aggregation == "ot" for arm in arms)
 
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""

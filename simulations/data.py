@@ -1,4 +1,4 @@
-"""Text data sets for simulations: bundled, from a folder of Parquet files, or from a hub.
+"""Data sets for simulations, and those of texts: bundled, in Parquet files, or from a hub.
 
 Heavy imports stay inside functions, because every client message may start a fresh process.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,16 @@ from fedrot.simulations.sources import BUNDLED, DataError, Source, find
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["BUNDLED", "DataError", "Split", "TextData", "evaluate_predictions", "load_text_data"]
+__all__ = [
+    "BUNDLED",
+    "DataError",
+    "DataSet",
+    "Split",
+    "TextData",
+    "TextSplit",
+    "evaluate_predictions",
+    "load_text_data",
+]
 
 LIMIT_SEED = 0
 
@@ -55,42 +64,57 @@ METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a data set, row by row.
+    """One split of a data set, row by row; subclasses hold what models read.
 
     Attributes:
-        texts: the text, or the first sentence of a pair.
-        pairs: the second sentence of each pair, or ``None``.
         labels: int64 ``[n]`` (single label), float32 ``[n, classes]`` of 0 and 1 (multi-label) or
-            float32 ``[n]`` (regression).
+            float32 ``[n]`` (regression); what partitions by class divide.
         columns: every other column by name, ``n`` values each; natural partitions use them.
     """
 
-    texts: tuple[str, ...]
-    pairs: tuple[str, ...] | None
     labels: npt.NDArray[Any]
     columns: Mapping[str, Sequence[object]]
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.labels)
 
 
 @dataclass(frozen=True)
-class TextData:
-    """A data set with its task.
+class TextSplit(Split):
+    """Rows of text.
+
+    Attributes:
+        texts: the text, or the first sentence of a pair.
+        pairs: the second sentence of each pair, or ``None``.
+    """
+
+    texts: tuple[str, ...]
+    pairs: tuple[str, ...] | None
+
+
+S_co = TypeVar("S_co", bound=Split, covariant=True)
+
+
+@dataclass(frozen=True)
+class DataSet(Generic[S_co]):
+    """A data set: rows with labels, for training and held out.
 
     Attributes:
         kind: single label, multi-label or regression.
-        label_names: one per class, which is one per model output (``("score",)`` in regression).
+        label_names: one per class (``("score",)`` in regression).
         metrics: names for ``evaluate_predictions``, the headline metric first.
         test: the held-out split: validation for GLUE tasks, test for the emotion corpora.
     """
 
     name: str
-    kind: Literal["single", "multi", "regression"]
+    kind: Kind
     label_names: tuple[str, ...]
     metrics: tuple[str, ...]
-    train: Split
-    test: Split
+    train: S_co
+    test: S_co
+
+
+TextData: TypeAlias = DataSet[TextSplit]
 
 
 def load_text_data(
@@ -121,24 +145,32 @@ def load_text_data(
         DataError: unknown data set (what is available is listed), unreadable file, missing
             column (the columns are listed), empty split, or missing values.
     """
-    source = find(name, data_dir)
-    source = replace(
-        source,
-        train=_limited(source.train, f"{name} (train)", train_limit),
-        test=_limited(source.test, f"{name} (held-out)", test_limit),
-    )
+    source = limited(find(name, data_dir), name, train_limit, test_limit)
     text_columns = _text_columns(source, text_column)
-    label_columns = _label_columns(source, label_column)
-    kind, label_names, train_labels, test_labels = _labels(source, label_columns)
-    metrics = METRICS_OF_TASK.get(source.task) if kind == "single" else None
+    label_columns = find_labels(source, label_column)
+    labels = labels_of(source, label_columns)
+    metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None
     used = {*text_columns, *label_columns, "split"}
-    return TextData(
+    return DataSet(
         name=name,
-        kind=kind,
-        label_names=label_names,
-        metrics=metrics or METRICS_OF_KIND[kind],
-        train=_split(source.train, f"{name} (train)", text_columns, train_labels, used),
-        test=_split(source.test, f"{name} (held-out)", text_columns, test_labels, used),
+        kind=labels.kind,
+        label_names=labels.names,
+        metrics=metrics or METRICS_OF_KIND[labels.kind],
+        train=_split(source.train, f"{name} (train)", text_columns, labels.train, used),
+        test=_split(source.test, f"{name} (held-out)", text_columns, labels.test, used),
+    )
+
+
+def limited(source: Source, name: str, train: int | None, test: int | None) -> Source:
+    """Keep at most so many rows of each split, the first of a fixed shuffle.
+
+    Raises:
+        DataError: a split has no rows, or a limit is below 1.
+    """
+    return replace(
+        source,
+        train=_limited(source.train, f"{name} (train)", train),
+        test=_limited(source.test, f"{name} (held-out)", test),
     )
 
 
@@ -153,7 +185,7 @@ def _limited(table: pa.Table, where: str, limit: int | None) -> pa.Table:
 
 
 def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
-    present = _shared_columns(source)
+    present = shared_columns(source)
     if wanted is not None:
         columns = tuple(column.strip() for column in wanted.split(","))
         missing = [column for column in columns if column not in present]
@@ -170,10 +202,15 @@ def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     )
 
 
-def _label_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
+def find_labels(source: Source, wanted: str | None) -> tuple[str, ...]:
+    """Return the label column, or the boolean columns that are the labels together.
+
+    Raises:
+        DataError: there is none, or not the one that is wanted (the columns are listed).
+    """
     import pyarrow.types as types
 
-    present = _shared_columns(source)
+    present = shared_columns(source)
     if wanted is not None:
         if wanted not in present:
             raise DataError(
@@ -192,15 +229,24 @@ def _label_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     return columns
 
 
-def _shared_columns(source: Source) -> list[str]:
+def shared_columns(source: Source) -> list[str]:
+    """Return the columns that both splits have."""
     held_out = set(source.test.column_names)
     return [column for column in source.train.column_names if column in held_out]
 
 
-def _labels(
-    source: Source, columns: tuple[str, ...]
-) -> tuple[Kind, tuple[str, ...], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Kind of task, class names, and the labels of both splits."""
+@dataclass(frozen=True)
+class Labels:
+    """Kind of task, class names, and the labels of both splits, as in ``Split``."""
+
+    kind: Kind
+    names: tuple[str, ...]
+    train: npt.NDArray[Any]
+    test: npt.NDArray[Any]
+
+
+def labels_of(source: Source, columns: tuple[str, ...]) -> Labels:
+    """Read label columns; raises ``DataError`` for missing, negative and nested values."""
     import pyarrow.types as types
 
     both = (source.train, source.test)
@@ -209,14 +255,14 @@ def _labels(
     if len(columns) > 1:
         train, test = (np.stack([t[c].to_numpy() for c in columns], axis=1) for t in both)
         if all((rows.sum(axis=1) == 1).all() for rows in (train, test)):
-            return "single", columns, train.argmax(axis=1), test.argmax(axis=1)
-        return "multi", columns, train.astype(np.float32), test.astype(np.float32)
+            return Labels("single", columns, train.argmax(axis=1), test.argmax(axis=1))
+        return Labels("multi", columns, train.astype(np.float32), test.astype(np.float32))
 
     (column,) = columns
     type_ = source.train.schema.field(column).type
     if types.is_floating(type_):
         scores = [table[column].to_numpy().astype(np.float32) for table in both]
-        return "regression", ("score",), scores[0], scores[1]
+        return Labels("regression", ("score",), *scores)
     values = [table[column].to_pylist() for table in both]
     if types.is_nested(type_):
         raise DataError(
@@ -224,11 +270,11 @@ def _labels(
             "float scores, or one boolean column per label"
         )
     if types.is_integer(type_):
-        return "single", *_integer_classes(source, column, values)
+        return Labels("single", *_integer_classes(source, column, values))
     names = sorted(set(values[0]) | set(values[1]))
     number = {value: index for index, value in enumerate(names)}
     train, test = (np.array([number[v] for v in rows], dtype=np.int64) for rows in values)
-    return "single", tuple(map(str, names)), train, test
+    return Labels("single", tuple(map(str, names)), train, test)
 
 
 def _integer_classes(
@@ -241,7 +287,7 @@ def _integer_classes(
             "rows without a label; remove those rows"
         )
     classes = int(max(train.max(), test.max())) + 1
-    names = source.class_names or CLASS_NAMES.get(source.task)
+    names = source.class_names.get(column) or CLASS_NAMES.get(source.task)
     if names is None and "label_name" in source.train.column_names:
         named = dict(zip(values[0], source.train["label_name"].to_pylist(), strict=True))
         names = tuple(str(named.get(index, index)) for index in range(classes))
@@ -256,7 +302,7 @@ def _split(
     text_columns: tuple[str, ...],
     labels: npt.NDArray[Any],
     used: set[str],
-) -> Split:
+) -> TextSplit:
     for column in text_columns:
         if table[column].null_count:
             raise DataError(
@@ -264,10 +310,14 @@ def _split(
                 "remove those rows"
             )
     texts, *pairs = (tuple(map(str, table[column].to_pylist())) for column in text_columns)
-    rest = [column for column in table.column_names if column not in used]
-    return Split(
+    return TextSplit(
         texts=texts,
         pairs=pairs[0] if pairs else None,
         labels=labels,
-        columns={column: table[column].to_pylist() for column in rest},
+        columns=other_columns(table, used),
     )
+
+
+def other_columns(table: pa.Table, used: set[str]) -> dict[str, list[object]]:
+    """Return the values of all columns but the used ones."""
+    return {name: table[name].to_pylist() for name in table.column_names if name not in used}

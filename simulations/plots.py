@@ -23,7 +23,7 @@ PALETTE = (
 )  # fmt: skip
 MARKERS = "osD^vPX*"
 # A model before training has a thousand times the perplexity of a trained one.
-LOGARITHMIC = frozenset({"pseudo_perplexity"})
+LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 LINES = ("-", "--", "-.", ":")
 
 

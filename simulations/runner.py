@@ -45,18 +45,21 @@ def prepare_environment() -> None:
 
 def check(configs: Sequence[SimulationConfig]) -> None:
     """Load model, data and partitions of every configuration, so that bad input fails at once."""
-    from fedrot.simulations.models import build_model, model_config, settings_of
+    from fedrot.simulations.architectures import pretrained_settings
+    from fedrot.simulations.models import build_model, model_config
     from fedrot.simulations.tasks import task_of
     from fedrot.symmetry import check_family, symmetry_of
 
     for config in configs:
-        # An unsupported family is refused before its tokenizer and weights are looked for.
-        check_family(settings_of(config))
+        if config.moves and config.model is not None:
+            # An unsupported family is refused before its tokenizer and weights are looked for.
+            check_family(pretrained_settings(config.model))
         task = task_of(config.to_json())
         for seed in config.seeds:
             task.clients(seed)
         model = build_model(config, task.data, seed=0)
-        symmetry_of(model_config(config, task.data), model.state_dict())
+        if config.moves:
+            symmetry_of(model_config(config, task.data), model.state_dict())
 
 
 def present(out: Path, console: Console) -> None:

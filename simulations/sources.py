@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fedrot.errors import FedrotError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-BUNDLED = "goemotions_ekman"
+#: The texts that come with the package, and the images that come with scikit-learn.
+BUNDLED, DIGITS = "goemotions_ekman", "digits"
 
-# Folders of the shared data layout, searched in this order for a bare name.
-FOLDERS = (".", "glue", "emotion", "embedded")
 # A folder of splits follows GLUE, whose test labels are mostly hidden; a single file with a split
 # column follows the emotion corpora, whose test split is the published one.
 HELD_OUT_OF_FOLDER = ("validation", "validation_matched", "test")
 HELD_OUT_OF_FILE = ("test", "validation")
+# Of rows without a split of their own, one in so many is held out.
+HELD_OUT_SHARE = 5
+SPLIT_SEED = 0
 
 
 class DataError(FedrotError):
@@ -32,16 +37,44 @@ class Source:
 
     Attributes:
         task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
-        class_names: what a hub calls the classes of an integer label column, if it says so.
+        class_names: what a hub calls the classes of integer columns, by column.
     """
 
     task: str
     train: pa.Table
     test: pa.Table
-    class_names: tuple[str, ...] | None = None
+    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def find(name: str, data_dir: Path | None) -> Source:
+def bundled_texts() -> Source:
+    """The data set that comes with the package."""
+    with resources.as_file(resources.files("fedrot.simulations") / "bundled") as folder:
+        return Source(
+            BUNDLED,
+            _read(folder / f"{BUNDLED}_train.parquet"),
+            _read(folder / f"{BUNDLED}_test.parquet"),
+        )
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Where data sets of one kind are looked for.
+
+    Attributes:
+        folders: of the shared data layout, below a data folder, in this order for a bare name.
+        bundled: data sets that need no data folder, by name.
+        divides: whether rows without a ``split`` column are divided by ``divided``.
+    """
+
+    folders: tuple[str, ...]
+    bundled: Mapping[str, Callable[[], Source]] = field(default_factory=dict)
+    divides: bool = False
+
+
+TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts})
+
+
+def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
     Raises:
@@ -51,25 +84,40 @@ def find(name: str, data_dir: Path | None) -> Source:
     if data_dir is not None:
         if not data_dir.is_dir():
             raise DataError(f"data folder {data_dir} does not exist; check its path")
-        found = _find_locally(name, data_dir)
+        found = _find_locally(name, data_dir, catalogue)
         if found is not None:
             return found
-    if name == BUNDLED:
-        with resources.as_file(resources.files("fedrot.simulations") / "bundled") as folder:
-            return Source(
-                BUNDLED,
-                _read(folder / f"{BUNDLED}_train.parquet"),
-                _read(folder / f"{BUNDLED}_test.parquet"),
-            )
-    return _from_hub(name, data_dir)
+    if name in catalogue.bundled:
+        return catalogue.bundled[name]()
+    return _from_hub(name, data_dir, catalogue)
 
 
-def _find_locally(name: str, data_dir: Path) -> Source | None:
+def divided(task: str, table: pa.Table, where: object) -> Source:
+    """Hold one row in five of every ``label`` out, always the same ones.
+
+    Raises:
+        DataError: there are too few rows for two splits.
+    """
+    labels = table["label"].to_pylist() if "label" in table.column_names else [0] * table.num_rows
+    rng = np.random.default_rng(SPLIT_SEED)
+    held_out = np.zeros(table.num_rows, dtype=bool)
+    for label in sorted(set(labels)):
+        rows = rng.permutation(np.flatnonzero([other == label for other in labels]))
+        held_out[rows[: round(len(rows) / HELD_OUT_SHARE)]] = True
+    if not held_out.any():
+        raise DataError(
+            f"{where} has {table.num_rows} rows, too few to hold one in {HELD_OUT_SHARE} of each class "
+            "out; give a training and a test split, or more rows"
+        )
+    return Source(task, table.filter(~held_out), table.filter(held_out))
+
+
+def _find_locally(name: str, data_dir: Path, catalogue: Catalogue) -> Source | None:
     task = Path(name).name
-    for root in (data_dir / folder for folder in FOLDERS):
+    for root in (data_dir / folder for folder in catalogue.folders):
         single_file = root / f"{name}.parquet"
         if single_file.is_file():
-            return _from_single_file(task, single_file)
+            return _from_single_file(task, single_file, catalogue)
         for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
             if train.is_file():
                 prefix = train.name.removesuffix("train.parquet")
@@ -82,10 +130,12 @@ def _find_locally(name: str, data_dir: Path) -> Source | None:
     return None
 
 
-def _from_single_file(task: str, path: Path) -> Source:
+def _from_single_file(task: str, path: Path, catalogue: Catalogue) -> Source:
     import pyarrow.compute as pc
 
     table = _read(path)
+    if catalogue.divides and "split" not in table.column_names:
+        return divided(task, table, path)
     if "split" not in table.column_names:
         raise DataError(
             f"{path} has no 'split' column to tell training from held-out rows; its columns are "
@@ -102,7 +152,7 @@ def _from_single_file(task: str, path: Path) -> Source:
     return Source(task, train, test)
 
 
-def _from_hub(name: str, data_dir: Path | None) -> Source:
+def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
     import datasets
 
     path, _, configuration = name.partition(":")
@@ -110,7 +160,7 @@ def _from_hub(name: str, data_dir: Path | None) -> Source:
         raise DataError(
             f"data set {name!r} is not available: it is unknown here, and there is no network to "
             "ask a hub (a copy in the hub's cache is used if HF_HUB_OFFLINE=1 is set). "
-            f"Available: {_available(data_dir)}"
+            f"Available: {_available(data_dir, catalogue)}"
         )
     try:
         loaded = datasets.load_dataset(path, configuration or None)
@@ -121,11 +171,12 @@ def _from_hub(name: str, data_dir: Path | None) -> Source:
         raise DataError(
             f"data set {name!r} is not available: it is unknown here, and loading it from the hub "
             f"failed (offline, or no such data set: {type(error).__name__}: {error}). "
-            f"Available: {_available(data_dir)}"
+            f"Available: {_available(data_dir, catalogue)}"
         ) from error
-    named = [f.names for f in features.values() if isinstance(f, datasets.ClassLabel)]
-    class_names = tuple(named[0]) if len(named) == 1 else None
-    return Source((configuration or path).split("/")[-1], train, test, class_names)
+    # A column of tags is a list of classes.
+    kinds = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
+    return Source((configuration or path).split("/")[-1], train, test, named)
 
 
 def _offline() -> bool:
@@ -155,18 +206,18 @@ def _read(path: Path) -> pa.Table:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _available(data_dir: Path | None) -> str:
+def _available(data_dir: Path | None, catalogue: Catalogue) -> str:
     """Names that would load, for an error message."""
-    names = {BUNDLED}
-    for root in (data_dir / folder for folder in FOLDERS) if data_dir else ():
+    names = set(catalogue.bundled)
+    for root in (data_dir / folder for folder in catalogue.folders) if data_dir else ():
         names.update(path.parent.name for path in root.glob("*/train.parquet"))
         for path in root.glob("*.parquet"):
             if path.stem.endswith("_train"):
                 names.add(path.stem.removesuffix("_train"))
-            elif "split" in _column_names(path):
+            elif catalogue.divides or "split" in _column_names(path):
                 names.add(path.stem)
     where = f"bundled or in {data_dir}" if data_dir else "bundled; give a data folder for more"
-    return f"{', '.join(sorted(names))} ({where})"
+    return f"{', '.join(sorted(names)) or 'nothing'} ({where})"
 
 
 def _column_names(path: Path) -> list[str]:

@@ -23,7 +23,7 @@ Verdict: TypeAlias = Literal[
 
 CENTRAL = "central"
 CONFIDENCE = 0.95
-LOWER_IS_BETTER = frozenset({"loss", "pseudo_perplexity"})
+LOWER_IS_BETTER = frozenset({"loss", "perplexity", "pseudo_perplexity"})
 
 
 @dataclass(frozen=True)

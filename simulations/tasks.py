@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data import TextData, load_text_data
-from fedrot.simulations.models import Encoded, encode, model_config, tokenizer_for
+from fedrot.simulations.data import DataSet
+from fedrot.simulations.encoding import Encoded
 from fedrot.simulations.objectives import OBJECTIVES, Objective
 from fedrot.simulations.partition import parse_partition, split_clients
 
@@ -19,7 +20,7 @@ class Task:
     """The data of one configuration, encoded, and what models are trained for on it."""
 
     config: SimulationConfig
-    data: TextData
+    data: DataSet[Any]
     objective: Objective
     train: Encoded
     test: Encoded
@@ -43,18 +44,10 @@ def task_of(config_json: str) -> Task:
         DataError: the data cannot be used, or the tokenizer cannot serve the task.
     """
     config = SimulationConfig.model_validate_json(config_json)
-    data = load_text_data(
-        config.data,
-        config.data_dir,
-        text_column=config.text_column,
-        label_column=config.label_column,
-        train_limit=config.train_limit,
-        test_limit=config.test_limit,
-    )
-    tokenizer = tokenizer_for(config)
-    pad = model_config(config, data).pad_token_id or 0
-    train, test = (encode(s, tokenizer, config.max_length, pad) for s in (data.train, data.test))
-    return Task(config, data, OBJECTIVES[config.task].of(data, tokenizer), train, test)
+    objective = OBJECTIVES[config.task]
+    data = objective.reader.load(config)
+    train, test = objective.reader.encode(config, data)
+    return Task(config, data, objective.of(config, data), train, test)
 
 
 @lru_cache(maxsize=16)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from fedrot.simulations.models import Encoded
+from fedrot.simulations.encoding import Encoded
 from fedrot.simulations.objectives import model_inputs
 from fedrot.simulations.tasks import Task
 
@@ -25,8 +25,7 @@ def batches(
     found: list[np.ndarray] = []
     for start in range(0, len(shuffled), size * _BUCKET):
         bucket = shuffled[start : start + size * _BUCKET]
-        lengths = np.array([len(encoded.ids[row]) for row in bucket])
-        ordered = bucket[np.argsort(lengths, kind="stable")]
+        ordered = bucket[np.argsort(encoded.lengths(bucket), kind="stable")]
         found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
     for index in rng.permutation(len(found)):
         yield found[index]

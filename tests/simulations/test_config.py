@@ -33,6 +33,17 @@ BAD_OPTIONS = {
     "aligned ensemble": (["--arms", "aligned/ensemble"], "needs no alignment"),
     "soup without held-out rows": (["--arms", "greedy", "--holdout", "0"], "holdout must not be 0"),
     "unknown task": (["--task", "translation"], "mlm"),
+    "unknown architecture": (["--architecture", "rnn"], "'bert', 'gpt2', 'llama' or 'vit'"),
+    "architecture of another task": (["--task", "mlm", "--architecture", "gpt2"], "choose bert"),
+    "vision of text": (["--task", "image", "--architecture", "bert"], "choose vit"),
+    "two architectures": (["--model", "x", "--architecture", "bert"], "is for models from scratch"),
+    "odd rotary heads": (
+        ["--architecture", "llama", "--width", "30", "--heads", "2"],
+        "heads of llama have an even width",
+    ),
+    "no data for entities": (["--task", "ner"], "no data come with the package for task 'ner'"),
+    "no such entities": (["--task", "ner", "--data", "no_such_corpus"], "no_such_corpus"),
+    "images of text": (["--task", "image", "--data", "goemotions_ekman"], "goemotions_ekman"),
     "unknown start": (["--start", "cold"], "start"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
     "no seed": (["--seeds", "0"], "seeds"),
@@ -62,13 +73,14 @@ def test_a_hub_name_without_network_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "goemotions_ekman" in result.output
 
 
-def test_an_unsupported_model_is_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config
+def test_an_unsupported_model_is_refused_where_weights_are_to_be_moved(tmp_path: Path) -> None:
+    from transformers import XLNetConfig
 
-    GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=6000, pad_token_id=0).save_pretrained(tmp_path)
+    XLNetConfig(n_layer=1, d_model=8, n_head=2, d_inner=8, vocab_size=6000).save_pretrained(tmp_path)
     options = ["simulate", "--out", str(tmp_path / "run"), "--model", str(tmp_path)]
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 2, result.output
+    assert "The architecture 'xlnet' is not supported" in " ".join(result.output.split())
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -216,7 +228,7 @@ def test_every_aggregation_has_a_short_name() -> None:
 
 def test_ensembles_soups_and_joined_training_have_their_conditions() -> None:
     for arm in ("ensemble", "plain/ensemble-probabilities"):
-        with pytest.raises(ValueError, match="ensembles are for task 'classification', not for 'mlm'"):
+        with pytest.raises(ValueError, match="for task 'classification' or 'image', not for 'mlm'"):
             SimulationConfig(task="mlm", arms=("plain", arm))
     for arm in ("greedy", "aligned/greedy"):
         with pytest.raises(ValueError, match="holdout must not be 0"):
@@ -288,6 +300,32 @@ def test_a_setting_is_named_after_data_partition_and_an_unusual_task() -> None:
     config = SimulationConfig.from_flat({"task": "mlm", "data": "sst2", "partition": "keyclass:0.5"})
     assert (config.task, config.setting) == ("mlm", "sst2, keyclass:0.5, mlm")
     assert SimulationConfig.from_flat({"task": "mlm", "setting": "mine"}).setting == "mine"
+
+
+def test_the_task_decides_what_is_not_said() -> None:
+    defaults = {
+        "classification": ("goemotions_ekman", "bert"),
+        "mlm": ("goemotions_ekman", "bert"),
+        "clm": ("goemotions_ekman", "gpt2"),
+        "image": ("digits", "vit"),
+    }
+    for task, expected in defaults.items():
+        config = SimulationConfig.from_flat({"task": task, "data": "", "architecture": ""})
+        assert (config.data, config.architecture) == expected
+        assert SimulationConfig.model_validate_json(config.to_json()) == config
+    assert SimulationConfig(task="clm").setting == "goemotions_ekman, iid, clm"
+    llama = SimulationConfig.from_flat({"task": "clm", "architecture": "llama"})
+    assert llama.setting == "goemotions_ekman, iid, clm, llama"
+    assert SimulationConfig(model="some/model").architecture == ""
+    SimulationConfig(task="image", arms=("plain", "ensemble"))
+
+
+def test_only_runs_that_move_weights_need_a_supported_family() -> None:
+    for arms in (("plain",), ("plain/regmean", "joined"), ("ensemble",)):
+        assert not SimulationConfig(arms=arms).moves
+        assert SimulationConfig(arms=arms, starts=("same", "scrambled")).moves
+    for arm in ("aligned", "ot", "heads/fisher"):
+        assert SimulationConfig(arms=("plain", arm)).moves
 
 
 def test_flat_settings_of_flower_become_the_same_configuration() -> None:

@@ -16,6 +16,15 @@ from fedrot.symmetry.family import Config, Family, Names
 from fedrot.symmetry.kinds import Permutation, SignedPermutation
 
 
+def neurons(config: Config, p: str, layer: int) -> Part:
+    """Return the feed-forward block under the prefix ``p``, and the norm after it."""
+    up, down = Units(f"{p}intermediate.dense"), Units(f"{p}output.dense")
+    return together(
+        feed_forward(p, layer, config["intermediate_size"], up, down),
+        norm(f"{p}output.LayerNorm"),
+    )
+
+
 def _layer(config: Config, layer: int) -> Part:
     p, heads = f"encoder.layer.{layer}.", config["num_attention_heads"]
     return together(
@@ -29,14 +38,7 @@ def _layer(config: Config, layer: int) -> Part:
             output=Units(f"{p}attention.output.dense"),
         ),
         norm(f"{p}attention.output.LayerNorm"),
-        feed_forward(
-            p,
-            layer,
-            config["intermediate_size"],
-            up=Units(f"{p}intermediate.dense"),
-            down=Units(f"{p}output.dense"),
-        ),
-        norm(f"{p}output.LayerNorm"),
+        neurons(config, p, layer),
     )
 
 

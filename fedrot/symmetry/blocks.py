@@ -153,8 +153,8 @@ def attention(
         space: what queries are computed from, and what the block writes to.
         memory: what keys and values are computed from; ``space`` if None.
         order: the group that permutes these heads, if they are not free: see ``shared_heads``.
-        key_bias_seen: whether the keys' bias adds different amounts to the scores of one softmax, as
-            it does under rotary positions.
+        key_bias_seen: whether the bias of ``key`` adds different amounts to the scores of one softmax
+            (where positions have queries); under rotary positions it does in any case.
     """
     kv = heads.keys or heads.count
     query_side, key_side = (query, *queries), (key, *keys)
@@ -189,9 +189,13 @@ def attention(
     if not heads.normed:
         groups.append(Group(f"{name}qk.scale", layer, "rescale", scale, query_key, own))
     groups.append(Group(f"{name}vo.scale", layer, "rescale", scale, value_output, own))
-    gauges = []
-    if key.bias and not (key_bias_seen or heads.rotary):
-        gauges.append(Gauge(key.written(kv, heads.dim)[1], kv))
+    # What is not turned adds the same to all scores of a query.
+    unseen = keys if key_bias_seen else key_side
+    gauges = [
+        Gauge(unit.written(kv, heads.dim, heads.rotary, heads.dim)[1], kv)
+        for unit in unseen
+        if unit.bias and heads.rotary < heads.dim
+    ]
     if value.bias and output.bias:
         gauges.append(Gauge(value.written(kv, heads.dim)[1], kv, read, output.bias_name))
     return Part(

@@ -11,7 +11,8 @@ attend to content (``p2c``).
 from __future__ import annotations
 
 from fedrot.symmetry.axes import RESIDUAL, Axes, embedding, linear, merged, norm
-from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.bert import neurons
+from fedrot.symmetry.blocks import Heads, Part, Units, attention, together
 from fedrot.symmetry.family import Config, Family, Names
 
 
@@ -61,14 +62,7 @@ def _layer(config: Config, layer: int) -> Part:
     return together(
         (_packed if config["model_type"] == "deberta" else _separate)(config, layer),
         norm(f"{p}attention.output.LayerNorm"),
-        feed_forward(
-            p,
-            layer,
-            config["intermediate_size"],
-            up=Units(f"{p}intermediate.dense"),
-            down=Units(f"{p}output.dense"),
-        ),
-        norm(f"{p}output.LayerNorm"),
+        neurons(config, p, layer),
     )
 
 

@@ -7,7 +7,8 @@ unused as in BERT: the rest of ``GL(d_h)``, and the key- and value-bias gauges.
 from __future__ import annotations
 
 from fedrot.symmetry.axes import RESIDUAL, Axes, embedding, linear, merged, norm
-from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, shared_heads, together
+from fedrot.symmetry.bert import neurons
+from fedrot.symmetry.blocks import Heads, Part, Units, attention, shared_heads, together
 from fedrot.symmetry.family import Config, Family, Names
 from fedrot.symmetry.kinds import SignedPermutation
 
@@ -32,14 +33,7 @@ def _rest(config: Config, layer: int) -> Part:
     p = f"encoder.layer.{layer}."
     return together(
         norm(f"{p}attention.LayerNorm"),
-        feed_forward(
-            p,
-            layer,
-            config["intermediate_size"],
-            up=Units(f"{p}intermediate.dense"),
-            down=Units(f"{p}output.dense"),
-        ),
-        norm(f"{p}output.LayerNorm"),
+        neurons(config, p, layer),
     )
 
 

@@ -15,9 +15,11 @@ WITHOUT = {
     *("vit-plain", "llama", "mistral", "qwen2", "gemma3", "phi3", "phi3-partial", "modernbert"),
 }
 
-#: Members whose value biases alone are a gauge: rotary positions, and positions that attend to content.
-VALUES_ONLY = {"gpt-neox", "llama-biased", "qwen3", "modernbert-biased"} | {
-    name for name in MEMBERS if name.startswith("deberta")
+#: Members whose value biases alone are a gauge: rotary positions on all of a head, and positions that
+#: attend to content while keys of positions have no bias of their own.
+VALUES_ONLY = {
+    *("llama-biased", "qwen3", "modernbert-biased"),
+    *("deberta", "deberta-c2p", "deberta-embedding", "deberta-v3", "deberta-v3-new"),
 }
 
 

@@ -22,7 +22,8 @@ def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: st
     for updates in (honest, scrambled):
         strategy = FedRot(config_of(name), anchor=anchor, fraction_evaluate=0.0)
         messages = broadcast(strategy, base)
-        replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, updates, strict=True))]
+        sent = enumerate(zip(messages, updates, strict=True))
+        replies = [reply(m, u, 10 + i, i) for i, (m, u) in sent]
         arrays, metrics = strategy.aggregate_train(1, replies)
         assert arrays is not None
         assert metrics is not None

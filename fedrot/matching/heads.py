@@ -16,8 +16,15 @@ from torch import Tensor
 
 from fedrot.matching import rotary, rotation
 from fedrot.matching.blocks import Pair
+from fedrot.matching.permutation import best_assignment
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.kinds import HeadRotation, RotaryPhases, RotarySigns
+from fedrot.symmetry.kinds import (
+    HeadPermutation,
+    HeadRotation,
+    QueryPermutation,
+    RotaryPhases,
+    RotarySigns,
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,25 @@ class Inside:
         """Return the blocks in which several query heads share a key head."""
         return [pair for pair in self.blocks if len(pair[0]) > self.kind.heads * self.kind.dim]
 
+    def ordered(self, order: HeadPermutation | QueryPermutation, element: Tensor) -> Inside:
+        """Return the group after heads of the client have been moved."""
+        queries, own = isinstance(order, QueryPermutation), self.kind.heads * self.kind.dim
+        blocks = [
+            (a, c if queries and len(c) == own else order.act(element, c, 0)) for a, c in self.blocks
+        ]
+        still = self.extra is None or queries
+        return replace(
+            self, blocks=blocks, extra=self.extra if still else order.act(element, self.extra, 1)
+        )
+
+    def worth(self, options: AlignmentOptions) -> float:
+        """Return what the best elements are worth to heads in their own places."""
+        evidence = self.factor * self.solver.similarity(self.kind, self.blocks)
+        if self.extra is not None:
+            own = torch.diagonal(by_head(self.extra, self.kind.heads)).movedim(-1, 0)
+            evidence = evidence + self.solver.of_cross(self.kind, own)
+        return float(self.solver.worth(self.kind, evidence, options).sum())
+
 
 def every_pair(inside: Inside) -> Tensor:
     """Return the evidence for every pair of key heads, ``[heads (anchor), heads (client), ...]``."""
@@ -133,6 +159,14 @@ def head_scores(
                 queries = (_of_queries(g, e[i, j], i, j) for g, e in elements.items())
                 scores[i, j] += _best_sum(sum(queries, start=zero))
     return scores
+
+
+def query_orders(inside: Sequence[Inside], order: QueryPermutation, options: AlignmentOptions) -> Tensor:
+    """Return the best order of the query heads inside each group, ``[groups, n]``, keys unmoved."""
+    scores = query_scores(inside, order.groups, options)
+    found = [best_assignment(score)[0] for score in scores]
+    still = torch.arange(order.n)
+    return torch.stack([still if element is None else element for element in found])
 
 
 def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:

@@ -20,7 +20,7 @@ from fedrot.errors import UpdateError
 from fedrot.matching import permutation
 from fedrot.matching.activations import Activations
 from fedrot.matching.blocks import Pair, distance_once, pairs, squared_distance
-from fedrot.matching.heads import SOLVERS, Inside, Solver, by_head, head_scores, query_scores
+from fedrot.matching.heads import SOLVERS, Inside, Solver, by_head, head_scores, query_orders
 from fedrot.matching.rescale import best_scale, head_products
 from fedrot.moves import Move, apply_moves
 from fedrot.options import AlignmentOptions
@@ -229,6 +229,13 @@ def match_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
         inside = [_seen(g, problem) for g in following]
         scores = head_scores(inside, _alone(group, following, blocks), heads, problem.options)
         element, gain = permutation.best_assignment(scores)
+        queries = [g.kind for g in problem.symmetry.groups if g.within == group.name]
+        for order in (kind for kind in queries if isinstance(kind, QueryPermutation)):
+            if element is not None and inside:
+                # These scores are lower bounds; the order counts only if it is truly worth more.
+                moved = [g.ordered(HeadPermutation(heads), element) for g in inside]
+                _, gain = _gain(inside, moved, order, problem)
+                element = element if gain > 0 else None
         if element is not None:
             after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
         matches.append(Match(element, before, after, gain))
@@ -243,21 +250,41 @@ def match_queries(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
         blocks = problem.pairs(group)
         before = after = problem.distance(group, blocks)
         kind = cast(QueryPermutation, group.kind)
-        scores = torch.zeros(kind.groups, kind.n, kind.n, dtype=torch.float64)
-        for a, c in _alone(group, following, blocks):
-            ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in (a, c))
-            scores += (ours @ theirs.mT).cpu()
         if following:
-            scores += query_scores([_seen(g, problem) for g in following], kind.groups, problem.options)
-        found = [permutation.best_assignment(score) for score in scores]
-        gain = sum(g for _, g in found)
-        element = None
-        if any(order is not None for order, _ in found):
-            still = torch.arange(kind.n)
-            element = torch.stack([still if order is None else order for order, _ in found])
+            inside = [_seen(g, problem) for g in following]
+            element, gain = _gain(inside, inside, kind, problem)
+        else:
+            element, gain = _alike(kind, blocks)
+        if gain > 0:
             after = squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks])
-        matches.append(Match(element, before, after, gain))
+        matches.append(Match(element if gain > 0 else None, before, after, gain))
     return matches
+
+
+def _gain(
+    before: Sequence[Inside], after: Sequence[Inside], order: QueryPermutation, problem: Problem
+) -> tuple[Tensor, float]:
+    """Return the best order of queries once heads have moved, and what both together are worth.
+
+    The worth is by how much the squared distance falls further than without; 0 if within rounding.
+    """
+    queries = query_orders(after, order, problem.options)
+    worth = sum(g.ordered(order, queries).worth(problem.options) for g in after)
+    still = sum(g.worth(problem.options) for g in before)
+    gain = 2 * (worth - still)
+    return queries, gain if gain > permutation.MINIMUM_GAIN * abs(still) else 0.0
+
+
+def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
+    """Assign queries by the inner products of their blocks, where nothing follows inside the heads."""
+    scores = torch.zeros(kind.groups, kind.n, kind.n, dtype=torch.float64)
+    for pair in blocks:
+        ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in pair)
+        scores += (ours @ theirs.mT).cpu()
+    found = [permutation.best_assignment(score) for score in scores]
+    still = torch.arange(kind.n)
+    order = torch.stack([still if element is None else element for element, _ in found])
+    return order, sum(gain for _, gain in found)
 
 
 def _following(heads: str, problem: Problem) -> list[Group]:

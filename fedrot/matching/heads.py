@@ -62,8 +62,8 @@ SOLVERS: Mapping[type, Solver] = {
 class Inside:
     """A group inside heads as it looks to whoever orders the heads.
 
-    ``extra`` are cross matrices ``[heads * dim, heads * dim]`` beside those of the blocks, whose own
-    count ``factor`` times.
+    ``extra`` are cross matrices ``[heads * dim, heads * dim]`` beside those of the blocks, of which those
+    that key heads have once count ``factor`` times.
     """
 
     kind: HeadRotation | RotaryPhases | RotarySigns
@@ -96,7 +96,9 @@ class Inside:
 
     def worth(self, options: AlignmentOptions) -> float:
         """Return what the best elements are worth to heads in their own places."""
-        evidence = self.factor * self.solver.similarity(self.kind, self.blocks)
+        evidence = self.factor * self.solver.similarity(self.kind, self.own())
+        if self.shared():
+            evidence = evidence + self.solver.similarity(self.kind, self.shared())
         if self.extra is not None:
             own = torch.diagonal(by_head(self.extra, self.kind.heads)).movedim(-1, 0)
             evidence = evidence + self.solver.of_cross(self.kind, own)

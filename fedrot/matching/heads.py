@@ -62,8 +62,8 @@ SOLVERS: Mapping[type, Solver] = {
 class Inside:
     """A group inside heads as it looks to whoever orders the heads.
 
-    ``extra`` are cross matrices ``[heads * dim, heads * dim]`` beside those of the blocks, of which those
-    that key heads have once count ``factor`` times.
+    ``extra`` are cross matrices ``[heads * dim, heads * dim]`` beside those of the blocks, of which
+    those that key heads have once count ``factor`` times.
     """
 
     kind: HeadRotation | RotaryPhases | RotarySigns
@@ -89,10 +89,10 @@ class Inside:
         blocks = [
             (a, c if queries and len(c) == own else order.act(element, c, 0)) for a, c in self.blocks
         ]
-        still = self.extra is None or queries
-        return replace(
-            self, blocks=blocks, extra=self.extra if still else order.act(element, self.extra, 1)
-        )
+        extra = self.extra
+        if extra is not None and not queries:
+            extra = order.act(element, extra, 1)
+        return replace(self, blocks=blocks, extra=extra)
 
     def worth(self, options: AlignmentOptions) -> float:
         """Return what the best elements are worth to heads in their own places."""

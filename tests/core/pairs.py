@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from tests.models import CASES, DIM, FEW, Names, State, near, state_of
+import fedrot
+from tests.models import CASES, DIM, FEW, Names, State, largest_difference, near, state_of
 
 #: The modules of a layer that a part acts on.
 MODULES = {
@@ -103,3 +104,23 @@ PAIRS: dict[str, Callable[[State, Names], State]] = {
     "conflicting": _conflicting,
     "unequal-scales": _unequal_scales,
 }
+
+
+def scrambled(
+    anchor: State, symmetry: fedrot.Symmetry, parts: tuple[str, ...], count: int = 2
+) -> list[tuple[State, State, fedrot.Alignment]]:
+    """Return clients near the anchor and aligned to it, each scrambled, and the way back.
+
+    The difference between a client and its scrambled self is then a coordinate change and no more.
+    """
+    options = fedrot.AlignmentOptions(parts=parts)
+    found = []
+    for seed in range(count):
+        client = near(anchor, 0.02, seed + 1)
+        for _ in range(2):
+            client = fedrot.align(client, anchor, symmetry, options).apply(client)
+        moved = fedrot.random_equivalent(client, symmetry, 5 + seed, parts)
+        alignment = fedrot.align(moved, anchor, symmetry, options)
+        assert largest_difference(alignment.apply(moved), client) <= 1e-9
+        found.append((client, moved, alignment))
+    return found

@@ -17,6 +17,7 @@ import fedrot
 from fedrot.aggregation import RegMean
 from fedrot.aggregation.statistics import brings
 from tests.core.oracles import Array, seeded
+from tests.core.pairs import scrambled
 from tests.models import (
     CASES,
     HEADS,
@@ -673,23 +674,8 @@ def _grams(name: str, state: State, seed: int) -> dict[str, Tensor]:
     }
 
 
-def _pairs(name: str, parts: tuple[str, ...], count: int = 2) -> list[tuple[State, State, Any]]:
-    """Return clients near the anchor and aligned to it, each scrambled, and the way back.
-
-    The difference between a client and its scrambled self is then a coordinate change and no more.
-    """
-    anchor, symmetry = state_of(name), symmetry_for(name)
-    options = fedrot.AlignmentOptions(parts=parts)
-    found = []
-    for seed in range(count):
-        client = near(anchor, 0.02, seed + 1)
-        for _ in range(2):
-            client = fedrot.align(client, anchor, symmetry, options).apply(client)
-        scrambled = fedrot.random_equivalent(client, symmetry, 5 + seed, parts)
-        alignment = fedrot.align(scrambled, anchor, symmetry, options)
-        assert largest_difference(alignment.apply(scrambled), client) <= 1e-9
-        found.append((client, scrambled, alignment))
-    return found
+def _pairs(name: str, parts: tuple[str, ...]) -> list[tuple[State, State, fedrot.Alignment]]:
+    return scrambled(state_of(name), symmetry_for(name), parts)
 
 
 @pytest.mark.parametrize("parts", [("attention", "ffn"), fedrot.WHOLE_MODEL], ids="-".join)
@@ -698,11 +684,11 @@ def test_scrambled_clients_give_the_same_regmean_with_transport_only(
     name: str, parts: tuple[str, ...]
 ) -> None:
     plain, transported, raw = RegMean(0.9), RegMean(0.9), RegMean(0.9)
-    for seed, (client, scrambled, alignment) in enumerate(_pairs(name, parts)):
+    for seed, (client, moved, alignment) in enumerate(_pairs(name, parts)):
         weight = 1.0 + seed
         plain.add(client, weight, {"gram": _grams(name, client, seed)})
-        statistics = {"gram": _grams(name, scrambled, seed)}
-        aligned = alignment.apply(scrambled)
+        statistics = {"gram": _grams(name, moved, seed)}
+        aligned = alignment.apply(moved)
         transported.add(aligned, weight, alignment.transport(statistics))
         raw.add(aligned, weight, statistics)
     expected = plain.result()
@@ -710,10 +696,10 @@ def test_scrambled_clients_give_the_same_regmean_with_transport_only(
     without = raw.result()
     off = {key for key in expected if float((without[key] - expected[key]).abs().max()) > 1e-3}
     names = CASES[name].names
-    moved = {f"{names.of(i, m)}.weight" for i in range(LAYERS) for m in ("output", "down")}
-    assert moved <= off
+    inside = {f"{names.of(i, m)}.weight" for i in range(LAYERS) for m in ("output", "down")}
+    assert inside <= off
     if parts == ("attention", "ffn"):
-        assert off == moved
+        assert off == inside
 
 
 @pytest.mark.parametrize(
@@ -733,13 +719,13 @@ def test_collected_gram_matrices_give_the_same_regmean(
 ) -> None:
     symmetry = symmetry_for(name)
     plain, transported = RegMean(0.9), RegMean(0.9)
-    for seed, (client, scrambled, alignment) in enumerate(_pairs(name, parts)):
+    for seed, (client, moved, alignment) in enumerate(_pairs(name, parts)):
         before, after = (
             fedrot.collect_gram(_loaded(name, state), [_batch(seed)], form=form, symmetry=symmetry)
-            for state in (client, scrambled)
+            for state in (client, moved)
         )
         plain.add(client, 1.0, before)
-        transported.add(alignment.apply(scrambled), 1.0, alignment.transport(after))
+        transported.add(alignment.apply(moved), 1.0, alignment.transport(after))
     assert largest_difference(transported.result(), plain.result()) <= 1e-5
     key = f"{CASES[name].names.of(0, 'output')}.weight"
     shapes = {"full": (WIDTH, WIDTH), "heads": (HEADS, WIDTH // HEADS, WIDTH // HEADS)}

@@ -1,7 +1,8 @@
 """ALBERT: BERT's groups, once for all layers that share their parameters.
 
 Embeddings lie in a space of their own, in fewer dimensions. Left unused as in BERT: the rest of
-``GL(d_h)``, the key- and value-bias gauges, and the linear maps between embeddings and stream.
+``GL(d_h)``, the key- and value-bias gauges, those of LayerNorm, and, as in ELECTRA, gain, bias and
+rotations of the embeddings' norm, which only a projection reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """BART: BERT's groups in encoder, decoder and cross attention.
 
 Encoder and decoder share the table of embeddings, so that one permutation moves both streams. Left
-unused as in BERT: the rest of ``GL(d_h)``, and the key- and value-bias gauges.
+unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm (of
+the last gains, the encoder's alone: the decoder's is read by the table).
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ The claimed group is ``S_H ⋉ (O(d_h) x O(d_h) x R*^2)^H`` on the heads and ``S
 of every layer, ``S_d`` on the residual stream (LayerNorm allows no more), and (signed) permutations
 of the hidden units of the task heads. Left unused on purpose: the rest of ``GL(d_h)`` per head and
 the key-bias and value-bias gauges, because moving along them changes what weight decay and Adam see.
+So are the gauges of LayerNorm: biases (and the last gain) that what reads them could hold, the mean of
+the stream, which no norm sees, rows along the inverse gains, constants that embeddings trade, and one
+sign of the whole stream.
 """
 
 from __future__ import annotations

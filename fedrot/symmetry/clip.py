@@ -1,7 +1,8 @@
 """CLIP: two pre-norm towers, a causal one for text and one for images, with BERT's groups.
 
 Each tower has a residual stream of its own. Left unused: the rest of ``GL(d_h)``, the key- and
-value-bias gauges, and one rotation of the space in which texts and images meet: similarities do not
+value-bias gauges, gauges of pre-norm streams as in GPT-2 (the norm that begins the image's holds it,
+but for one direction), and one rotation of the space in which texts and images meet: similarities do not
 change under it, but the embeddings that the model returns would.
 """
 
@@ -92,29 +93,29 @@ def _heads(config: Config, names: Names, at: Mapping[str, str]) -> Axes:
     )
 
 
-FAMILIES = (
-    Family(
-        name="clip",
-        model_types=("clip",),
-        stacks=("text_model.encoder.layers", "vision_model.encoder.layers"),
-        body=_both,
-        heads=partial(_heads, at={_TEXT: "text_model.", _IMAGE: "vision_model."}),
-        encoder=("text_model", "vision_model"),
-    ),
-    Family(
-        name="clip-text",
-        model_types=("clip_text_model",),
-        stacks=("encoder.layers",),
-        body=_text,
-        heads=partial(_heads, at={_TEXT: ""}),
-        encoder=("embeddings", "encoder", "final_layer_norm"),
-    ),
-    Family(
-        name="clip-image",
-        model_types=("clip_vision_model",),
-        stacks=("encoder.layers",),
-        body=_image,
-        heads=partial(_heads, at={_IMAGE: ""}),
-        encoder=("embeddings", "pre_layrnorm", "encoder", "post_layernorm"),
-    ),
+FAMILY = Family(
+    name="clip",
+    model_types=("clip",),
+    stacks=("text_model.encoder.layers", "vision_model.encoder.layers"),
+    body=_both,
+    heads=partial(_heads, at={_TEXT: "text_model.", _IMAGE: "vision_model."}),
+    encoder=("text_model", "vision_model"),
+)
+
+TEXT_FAMILY = Family(
+    name="clip-text",
+    model_types=("clip_text_model",),
+    stacks=("encoder.layers",),
+    body=_text,
+    heads=partial(_heads, at={_TEXT: ""}),
+    encoder=("embeddings", "encoder", "final_layer_norm"),
+)
+
+IMAGE_FAMILY = Family(
+    name="clip-image",
+    model_types=("clip_vision_model",),
+    stacks=("encoder.layers",),
+    body=_image,
+    heads=partial(_heads, at={_IMAGE: ""}),
+    encoder=("embeddings", "pre_layrnorm", "encoder", "post_layernorm"),
 )

@@ -4,8 +4,9 @@ Queries and keys of content and of positions live in the same coordinates of a h
 the content projections together with the positions', which are projections of their own, or (v2 and v3
 with ``share_att_key``) the content's. v1 packs the three projections of each head side by side.
 
-Left unused: the rest of ``GL(d_h)`` and the value-bias gauge. The key bias is no gauge where positions
-attend to content (``p2c``).
+Left unused: the rest of ``GL(d_h)``, the value-bias gauge, those of LayerNorm as in BERT, and, where
+positions have projections of their own, ``GL(d)`` and one constant of the relative positions, and the
+bias of their keys. The key bias is no gauge where positions attend to content (``p2c``).
 """
 
 from __future__ import annotations

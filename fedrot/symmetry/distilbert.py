@@ -1,4 +1,4 @@
-"""DistilBERT: BERT's groups under its own module names."""
+"""DistilBERT: BERT's groups under its own module names. Left unused as in BERT."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """GPT-2: a pre-norm decoder whose projections are ``Conv1D``, query, key and value side by side.
 
-Left unused as in BERT: the rest of ``GL(d_h)``, and the key- and value-bias gauges.
+Left unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm;
+before the layers' parts, norms let what reads them hold all gains and biases, and the stream then
+rotate.
 """
 
 from __future__ import annotations

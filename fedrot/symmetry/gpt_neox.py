@@ -2,7 +2,9 @@
 
 The first units of a head are turned by rotary positions and keep one phase per frequency; the others
 keep a full rotation. Left unused: the rest of ``GL`` (scales per frequency, ``GL`` of what is not
-turned and of values) and the value-bias gauge. The key bias is no gauge under rotary positions.
+turned and of values), the value-bias gauge, gauges of pre-norm streams as in GPT-2, and a constant
+that attention and feed-forward of a layer trade. The key bias is a gauge in the units that are not
+turned, and only there.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ heads, and the query heads inside each; a key head and its queries keep one phas
 values a rotation; the neurons of up and down change order and sign, those of the gate their order; the
 residual stream is permuted with signs.
 
-Left unused: a scale per frequency, the rest of ``GL(d_h)`` on values, scales of up and down, Qwen2's
-value-bias gauge (its outputs have no bias to fold it into), and the orthogonal symmetry of a stream
-whose gains were folded away.
+Left unused: a scale per frequency, the rest of ``GL(d_h)`` on values, scales of up and down, gains that
+what reads them could hold, and the orthogonal symmetry of a stream whose gains were folded away; the
+value-bias gauge where outputs have a bias (Qwen2's have none).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Queries and keys keep one phase per frequency, values a rotation; up and down change order and sign,
 the gate its order. LayerNorm allows the stream one permutation. Left unused: a scale per frequency, the
-rest of ``GL(d_h)`` on values, scales of up and down, and the value-bias gauge.
+rest of ``GL(d_h)`` on values, scales of up and down, the value-bias gauge, gauges of pre-norm streams as
+in GPT-2, and the gain of the embeddings' norm, for which the table can make up.
 """
 
 from __future__ import annotations

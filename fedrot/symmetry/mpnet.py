@@ -1,7 +1,8 @@
 """MPNet: BERT's groups; one relative-position bias per head, which all layers share.
 
 The bias ties the order of the heads of all layers: one head permutation serves the whole encoder. Left
-unused as in BERT: the rest of ``GL(d_h)``, and the key- and value-bias gauges.
+unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm; one
+constant of each head's relative-position bias besides.
 """
 
 from __future__ import annotations

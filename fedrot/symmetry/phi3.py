@@ -1,6 +1,6 @@
 """Phi-3: LLaMA's groups in fused projections, rotary positions on a part of each head if so configured.
 
-Left unused as in LLaMA.
+Left unused as in LLaMA; ``GL`` of what is not turned, besides.
 """
 
 from __future__ import annotations

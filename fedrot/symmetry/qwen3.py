@@ -1,7 +1,9 @@
 """Qwen3 and Gemma 3 (text): LLaMA's groups, with a norm with gains on queries and keys.
 
 The norm leaves only a sign per frequency of each key head and its queries. Gemma 3 has two more norms
-per layer. Left unused as in LLaMA; scales of queries and keys, which the norm undoes, besides.
+per layer, whose gains hold the stream: no rotation of it is left. Left unused as in LLaMA, but for the
+scales per frequency, of which gains of queries against those of keys take the place; scales of queries
+and keys, which the norm undoes up to its epsilon, besides.
 """
 
 from __future__ import annotations

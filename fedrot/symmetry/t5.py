@@ -4,8 +4,9 @@ Encoder and decoder share the table of embeddings, so that one signed permutatio
 (RMSNorm lets signs pass). All self attention of a stack adds the same relative-position bias, so that
 one head permutation serves it; cross attention has none and is free. T5 1.1's feed-forward is gated.
 
-Left unused: the rest of ``GL(d_h)``, scales of up and down (and of ReLU's neurons), and the orthogonal
-symmetry of a stream whose gains were folded away.
+Left unused: the rest of ``GL(d_h)``, scales of up and down (and of ReLU's neurons), gains that what
+reads them could hold, one constant of each head's relative-position bias, and, where the table is not
+tied to the output, the orthogonal symmetry of a stream whose gains were folded away.
 """
 
 from __future__ import annotations

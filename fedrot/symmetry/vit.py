@@ -1,6 +1,7 @@
 """ViT and DeiT: pre-norm encoders of image patches, with BERT's groups.
 
-Left unused as in BERT: the rest of ``GL(d_h)``, and the key- and value-bias gauges.
+Left unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm;
+gauges of pre-norm streams as in GPT-2.
 """
 
 from __future__ import annotations

@@ -190,6 +190,15 @@ def _places(
     for name, one in first.items():
         copies[one] += [name] if name in stored else []
     missing = [name for name, names in copies.items() if not names]
+    unknown = sorted(stored.keys() - first.keys())
+    if missing and unknown:
+        raise FedrotError(
+            f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
+            f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration belong together. "
+            "Some classes (ViT, DeiT) are stored by transformers under other names than they have in "
+            "memory, which this command does not translate: load them with from_pretrained, merge with "
+            "fedrot.align and save the result."
+        )
     if missing:
         raise FedrotError(
             f"'{path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), which a "

@@ -23,6 +23,7 @@ from fedrot.simulations import merging, modelfiles
 from fedrot.simulations.diskmodels import open_checkpoint
 from fedrot.simulations.merge_inputs import batches_of
 from fedrot.simulations.merging import merge, options_of
+from tests import families
 from tests.models import VOCABULARY, State, bert_config, fresh_model, inputs, near
 from tests.simulations import commands
 
@@ -705,3 +706,30 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(pair: tuple[Path, Path],
     code, output = invoke(*pair, "--out", tmp_path / "file" / "out.safetensors")
     assert code == 2, output
     assert "file" in output
+
+
+def test_models_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:
+    """transformers saves a ViT under the names of its earlier versions."""
+    folder = tmp_path / "vit"
+    families.model_of("vit").float().save_pretrained(folder)
+    code, output = invoke(folder, folder, "--out", tmp_path / "merged")
+    assert code == 2
+    assert "does not translate" in " ".join(output.split())
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["t5-gated", "bart", "gpt2", "llama", "clip", "deberta-v3", "albert"])
+def test_other_families_merge_too(name: str, tmp_path: Path) -> None:
+    """A model and itself in other coordinates give the model, tied tables and all."""
+    model, symmetry = families.model_of(name), families.symmetry_for(name)
+    for seed in (0, 1):
+        state = families.state_of(name)
+        if seed:
+            state = fedrot.random_equivalent(state, symmetry, seed, fedrot.WHOLE_MODEL)
+        model.load_state_dict(state)
+        copy.deepcopy(model).float().save_pretrained(tmp_path / str(seed))
+    pair = tmp_path / "0", tmp_path / "1"
+    code, output = invoke(*pair, "--parts", "whole", "--out", tmp_path / "merged")
+    assert code == 0, output
+    merged, first = (type(model).from_pretrained(tmp_path / n).state_dict() for n in ("merged", "0"))
+    assert all(torch.allclose(merged[key], first[key], atol=1e-5) for key in first)

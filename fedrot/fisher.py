@@ -37,8 +37,8 @@ def collect_fisher(
     What ``y`` is follows from the configuration's ``problem_type`` and ``num_labels``: one label,
     several labels, or a score with unit variance. The expectation over it is exact for up to
     ``EXACT_LABELS`` labels, and over one sample per row otherwise. Where logits are ``[rows, tokens,
-    classes]``, a class is sampled for every token that ``attention_mask`` shows; ELECTRA's
-    discriminator has one of several labels per token.
+    classes]``, a class is sampled for every token that ``attention_mask`` shows (a decoder's tokens:
+    ``decoder_attention_mask``); ELECTRA's discriminator has one of several labels per token.
 
     Args:
         model: a ``transformers`` model whose output has ``logits``; run in evaluation mode, left as it
@@ -107,7 +107,8 @@ def _log_likelihoods(
     if z.ndim == 2:
         if label is not None and _predicts_next(model):
             z, label = z[:-1], label[1:]
-        return [(1.0, _of_tokens(z, label, row.get("attention_mask"), generator))]
+        mask = "decoder_attention_mask" if _decodes_apart(model) else "attention_mask"
+        return [(1.0, _of_tokens(z, label, row.get(mask), generator))]
     problem = _problem(model, z, label)
     if _discriminates(model):
         problem, counted = "multi_label_classification", torch.ones_like(z, dtype=torch.bool)
@@ -133,6 +134,12 @@ def _log_likelihoods(
 
 def _predicts_next(model: nn.Module) -> bool:
     return type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+
+
+def _decodes_apart(model: nn.Module) -> bool:
+    """Whether the tokens that the model predicts are a decoder's, not those of its ``input_ids``."""
+    config: Any = model.config
+    return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _discriminates(model: nn.Module) -> bool:

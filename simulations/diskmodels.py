@@ -194,10 +194,10 @@ def _places(
     if missing and unknown:
         raise FedrotError(
             f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
-            f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration belong together. "
-            "Some classes (ViT, DeiT) are stored by transformers under other names than they have in "
-            "memory, which this command does not translate: load them with from_pretrained, merge with "
-            "fedrot.align and save the result."
+            f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration "
+            "belong together. Some classes (ViT, DeiT) are stored by transformers under other names "
+            "than they have in memory, which this command does not translate: load them with "
+            "from_pretrained, merge with fedrot.align and save the result."
         )
     if missing:
         raise FedrotError(

@@ -177,7 +177,7 @@ MEMBERS: dict[str, Member] = {
     "t5-gated": Member(
         "T5",
         "ForConditionalGeneration",
-        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        {**_T5, "feed_forward_proj": "gated-gelu"},
         "pair",
     ),
     "t5-classifier": Member("T5", _CLASSIFIER, {**_T5, "feed_forward_proj": "gated-gelu"}),

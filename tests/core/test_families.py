@@ -96,7 +96,7 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
     state, symmetry = state_of(name), symmetry_for(name)
     moved = fedrot.random_equivalent(state, symmetry, 6, fedrot.WHOLE_MODEL)
     anchor, client = model_of(name, state), model_of(name, moved)
-    activations = fedrot.collect_activations(anchor, client, [inputs(name, rows=24)], symmetry)
+    activations = fedrot.collect_activations(anchor, client, [inputs(name, rows=128)], symmetry)
     options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, activation_weight=weight)
     alignment = fedrot.align(moved, state, symmetry, options, activations)
     assert largest_difference(alignment.apply(moved), state) <= 1e-4  # moments are float32

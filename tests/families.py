@@ -81,6 +81,9 @@ _GPT2 = {
     "pad_token_id": 0,
 }
 
+_OPT = {k: v for k, v in _ENCODER.items() if k != "intermediate_size"}
+_OPT |= {"ffn_dim": 20, "word_embed_proj_dim": 12}
+
 
 @dataclass(frozen=True)
 class Member:
@@ -218,6 +221,8 @@ MEMBERS: dict[str, Member] = {
     "gpt-neox-tokens": Member(
         "GPTNeoX", "ForTokenClassification", {**_ENCODER, "attention_bias": False}
     ),
+    "opt": Member("OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24}),
+    "opt-projected": Member("OPT", _CLASSIFIER, {**_OPT, "do_layer_norm_before": False}),
     "llama": Member("Llama", _CAUSAL, _DECODER),
     "llama-biased": Member(
         "Llama",

@@ -384,6 +384,21 @@ CASES: dict[str, Case] = {
         _text,
         {**_PRENORM, MEAN: _EMBEDDED + LAYERS * (_OUT + _DOWN), TRADED: WIDTH - 1},
     ),
+    "opt": Case(
+        "OPT",
+        _CAUSAL,
+        _OPT,
+        lambda: _text(30),
+        {
+            # The output has no bias; its rows serve as one for the last norm's.
+            **{**_PRENORM, ROWS: _PRENORM[ROWS] - LABELS},
+            NEURON_SCALES: LAYERS * NEURONS,
+            MEAN: _EMBEDDED + LAYERS * (_OUT + _DOWN),
+            TRADED: WIDTH - 1,
+            UNREAD: 2 * WIDTH,
+        },
+        seed=8,  # every ReLU lets some inputs pass, and some not
+    ),
     "gpt-neox": Case(
         "GPTNeoX",
         _TOKENS,

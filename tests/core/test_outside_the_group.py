@@ -49,6 +49,8 @@ LAYERNORM = [name for name in MEMBERS if name not in (*RMS, *BARE)]
 _HIDDEN = ["bert", "roberta", "camembert", "electra", "mpnet", "mpnet-mlm", "albert", "albert-groups"]
 _HIDDEN += ["bart", "bart-classifier", "vit", "deit", "gpt2", "gpt2-classifier"]
 _HIDDEN += [
+    "opt",
+    "opt-projected",
     "clip",
     "clip-classifier",
     "clip-text",
@@ -60,7 +62,7 @@ KEY_BIAS |= dict.fromkeys(["llama-biased", "qwen2", "qwen3", "modernbert-biased"
 KEY_BIAS |= dict.fromkeys(["deberta-v2", "deberta-v2-conv", "deberta-v3", "deberta-v3-new"], "none")
 
 #: Models whose embeddings lie in a space of their own that no norm reads.
-UNNORMED = ["deberta-embedding"]
+UNNORMED = ["deberta-embedding", "opt-projected"]
 
 #: What a model holds and does not compute with.
 UNREAD = {"clip-classifier": "vision_model.post_layernorm."}

@@ -38,7 +38,7 @@ from tests.models import (
 SUPPORTED = (
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet", "albert"),
     *("deberta", "deberta-v2", "modernbert", "t5", "mt5", "bart", "vit", "deit"),
-    *("clip", "clip_text_model", "clip_vision_model", "gpt2", "gpt_neox"),
+    *("clip", "clip_text_model", "clip_vision_model", "gpt2", "gpt_neox", "opt"),
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3"),
 )
 

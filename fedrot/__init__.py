@@ -13,8 +13,9 @@ from fedrot.contract import check_function
 from fedrot.diagnostics import Barrier, interpolate, loss_barrier
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.fisher import collect_fisher
+from fedrot.inputs import random_inputs
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.matching.activations import Activations, collect_activations, probing, random_inputs
+from fedrot.matching.activations import Activations, collect_activations, probing
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport

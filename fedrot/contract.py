@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.errors import SymmetryError
-from fedrot.matching.activations import random_inputs
+from fedrot.inputs import random_inputs
 from fedrot.moves import Move, apply_moves
 from fedrot.precision import Float64
 from fedrot.symmetry.description import WHOLE_MODEL, Group, Symmetry

@@ -19,8 +19,9 @@ from fedrot import diagnostics
 from fedrot.alignment import align, alignment_of
 from fedrot.diagnostics import Barrier, loss_barrier
 from fedrot.errors import FedrotError
+from fedrot.inputs import random_inputs
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.matching.activations import Activations, Moments, collect_activations, random_inputs
+from fedrot.matching.activations import Activations, Moments, collect_activations
 from fedrot.matching.blocks import squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedrot.alignment import Alignment, align
 from fedrot.anchors import base_cosine
 from fedrot.errors import FedrotError
-from fedrot.matching.activations import Activations, collect_activations, random_inputs
+from fedrot.inputs import random_inputs
+from fedrot.matching.activations import Activations, collect_activations
 from fedrot.matching.blocks import compute_dtype, squared_distance
 from fedrot.matching.match import Anchor
 from fedrot.moves import Move, apply_moves

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.errors import FedrotError, SymmetryError
+from fedrot.errors import FedrotError
+from fedrot.inputs import random_inputs
 from fedrot.moves import Move
 from fedrot.symmetry.description import Group, Stretch, Symmetry
 from fedrot.symmetry.kinds import INSIDE_HEADS, HeadRotation
@@ -30,9 +31,6 @@ RESIDUAL_SITES = ("last", "all", "first", "identity")
 #: What is compared: correlations, covariances, or covariances of whitened heads.
 Moments = Literal["correlation", "covariance", "whitened"]
 MOMENTS = ("correlation", "covariance", "whitened")
-
-#: Random texts that are enough to tell units apart.
-_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -263,111 +261,6 @@ def collect_activations(
         scaled = [_scaled(group.kind, how, *m.centred()) for m in chosen]
         matrices[name] = torch.stack(scaled).mean(0)
     return Activations(matrices, {name: by_name[name].within for name in matrices})
-
-
-def random_inputs(
-    config: Mapping[str, Any],
-    rows: int | None = None,
-    length: int = 16,
-    batch_size: int = 128,
-    seed: int = 0,
-) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of random tokens, images or both, as the model reads: activations need no data.
-
-    Args:
-        config: dictionary of a transformers configuration. It reads text if it, or its
-            ``text_config``, has a ``vocab_size``; images if its ``vision_config`` has an
-            ``image_size``, or it has one itself and no ``vocab_size``.
-        rows: texts or images in all; None for 2048 texts, or images of as many patches.
-        length: tokens per text, shortened to what the model can place.
-        batch_size: texts at a time; of images, so many that their patches are no more than the tokens.
-        seed: the same seed gives the same inputs.
-
-    Every batch holds, of these, what the model takes: ``input_ids`` and ``attention_mask`` (of ones),
-    int64 ``[batch, length]``, the ids drawn evenly; ``decoder_input_ids`` of the same shape;
-    ``pixel_values``, float32 ``[batch, channels, height, width]``, standard normal. If the
-    configuration names an end-of-text token, every text ends in it, and has neither it nor padding
-    anywhere else.
-
-    Raises:
-        SymmetryError: the configuration describes neither words nor images.
-    """
-    text = _described(config, "text_config", "vocab_size")
-    image = _described(config, "vision_config", "image_size")
-    image = {} if image is text else image
-    if not text and not image:
-        raise SymmetryError(
-            "The config has neither a 'vocab_size' nor an 'image_size', so no inputs can be drawn. Pass "
-            "a complete transformers configuration, or batches of your own."
-        )
-    generator = torch.Generator().manual_seed(seed)
-    share = max(1, _patches(image) // length)
-    rows = max(1, _ROWS // share) if rows is None else rows
-    batch_size = max(1, batch_size // share)
-    for start in range(0, rows, batch_size):
-        count = min(batch_size, rows - start)
-        batch = {}
-        if text:
-            batch["input_ids"] = ids = _random_ids(text, count, length, generator)
-            batch["attention_mask"] = torch.ones_like(ids)
-        if config.get("is_encoder_decoder"):
-            # As long as the encoder's, so that one mask says for both which tokens count.
-            batch["decoder_input_ids"] = _random_ids(text, count, length, generator)
-        if image:
-            shape = (count, int(image.get("num_channels") or 3), *_pair(image["image_size"]))
-            batch["pixel_values"] = torch.randn(shape, generator=generator)
-        yield batch
-
-
-def _described(config: Mapping[str, Any], nested: str, key: str) -> Mapping[str, Any]:
-    """Return the configuration with ``key``: the nested one, the whole, or an empty one."""
-    return next((c for c in (config.get(nested) or {}, config) if c.get(key)), {})
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    height, width = size if isinstance(size, Sequence) else (size, size)
-    return int(height), int(width)
-
-
-def _patches(image: Mapping[str, Any]) -> int:
-    """Return how many tokens an image becomes."""
-    if not image:
-        return 0
-    height, width = _pair(image["image_size"])
-    down, across = _pair(image.get("patch_size") or 16)
-    return (height // down) * (width // across)
-
-
-def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Return ``[count, length]`` token ids."""
-    size = int(text["vocab_size"])
-    # RoBERTa's positions start after the padding index.
-    room = int(text.get("max_position_embeddings") or text.get("n_positions") or length + 2) - 2
-    shape = (count, max(1, min(length, room)))
-    ends = _tokens(_end(text), size)
-    # Classifiers and CLIP look at the end, or before the padding: all of the text should lie before it.
-    # Where no end is named nothing looks for one, and padding is a token like any other.
-    special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)}) if ends else []
-    ids = torch.randint(size - len(special), shape, generator=generator)
-    for token in special:
-        ids += ids >= token
-    if ends:
-        ids[:, -1] = ends[0]
-    return ids
-
-
-def _end(text: Mapping[str, Any]) -> Any:
-    """Return what ends a text: a token, several, or None."""
-    named = text.get("eos_token_id")
-    # CLIP's first configurations name 2, and such a model looks at the largest id.
-    first_clip = named == 2 and text.get("model_type") == "clip_text_model"
-    return text["vocab_size"] - 1 if first_clip else named
-
-
-def _tokens(named: Any, size: int) -> list[int]:
-    """Return the tokens that a configuration names, of those in the vocabulary."""
-    listed = named if isinstance(named, Sequence) else [] if named is None else [named]
-    return [int(token) for token in listed if 0 <= token < size]
 
 
 def probing(

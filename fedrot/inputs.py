@@ -68,6 +68,14 @@ def random_inputs(
         yield batch
 
 
+def reads_text(config: Mapping[str, Any]) -> bool:
+    """Whether a model reads tokens, by its configuration: random ones then show what its units do.
+
+    Random images do not: what a ViT does with noise says little about what it does with images.
+    """
+    return bool(_described(config, "text_config", "vocab_size"))
+
+
 def _described(config: Mapping[str, Any], nested: str, key: str) -> Mapping[str, Any]:
     """Return the configuration with ``key``: the nested one, the whole, or an empty one."""
     return next((c for c in (config.get(nested) or {}, config) if c.get(key)), {})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedrot.anchors import ANCHORS, SAME_BASE, AlignedUpdate, Evidence, align_round, base_cosine
 from fedrot.contract import check_function
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.inputs import reads_text
 from fedrot.matching.activations import probing
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
@@ -155,7 +156,8 @@ class Aligned(Strategy):
             self.foreign = None
             return
         self.foreign = self.foreign or FOREIGN_OPTIONS
-        self._evidence = probing(self.model, config, symmetry)
+        if reads_text(config):
+            self._evidence = probing(self.model, config, symmetry)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

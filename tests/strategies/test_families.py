@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord
 
 import fedrot
 from fedrot.strategies import FedRot
-from tests.families import MEMBERS, config_of, state_of, symmetry_for
+from tests.families import MEMBERS, config_of, model_of, state_of, symmetry_for
 from tests.models import near
 from tests.strategies.fakes import broadcast, largest_difference, reply
 
@@ -31,3 +31,18 @@ def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: st
     assert largest_difference(*results) <= 1e-9
     # The metrics of the scrambled round say how far the clients had been apart.
     assert metrics["fedrot-distance-after"] < metrics["fedrot-distance-before"]
+
+
+@pytest.mark.parametrize(("name", "asked"), [("vit", False), ("gpt2", True), ("llama", True)])
+def test_replies_from_other_bases_are_matched_in_every_family(name: str, asked: bool) -> None:
+    """By weights, and where models read text by activations on random tokens too."""
+    model, symmetry = model_of(name).float(), symmetry_for(name)
+    base = {key: value.float() for key, value in state_of(name).items()}
+    foreign = fedrot.random_equivalent(base, symmetry, 3, fedrot.WHOLE_MODEL)
+    strategy = FedRot(config_of(name), model=lambda: model, fraction_evaluate=0.0)
+    messages, sent = broadcast(strategy, base), (base, foreign, foreign)
+    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    arrays, _ = strategy.aggregate_train(1, replies)
+    # Most replies have a base of their own: the first of these is the anchor of this round.
+    assert largest_difference(arrays, ArrayRecord(foreign)) <= 1e-4
+    assert (strategy._evidence is not None) == asked

@@ -80,7 +80,7 @@ def _spoil(folder: Path, kind: str) -> None:
     else:
         path = folder / "config.json"
         config = json.loads(path.read_text())
-        changes = {"family": {"model_type": "xlnet"}, "vocabulary": {"vocab_size": 7000}}
+        changes = {"family": {"model_type": "ernie"}, "vocabulary": {"vocab_size": 7000}}
         path.write_text(json.dumps({**config, **changes[kind]}))
 
 
@@ -91,7 +91,7 @@ def _spoil(folder: Path, kind: str) -> None:
         ("classification0", "nowhere", None, [], "is not a folder"),
         ("classification0", "classification1", "no config", [], "has no config.json"),
         ("classification0", "classification1", "no weights", [], "has no model.safetensors"),
-        ("classification0", "classification1", "family", [], "xlnet"),
+        ("classification0", "classification1", "family", [], "ernie"),
         ("classification0", "classification1", "vocabulary", [], "different vocabularies"),
         ("mlm0", "mlm1", None, [], "was not trained for task 'classification'"),
         ("classification0", "classification1", None, ["--task", "mlm"], "not trained for task 'mlm'"),

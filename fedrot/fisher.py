@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.aggregation.statistics import FISHER
 from fedrot.errors import FedrotError
+from fedrot.inputs import forward_inputs
 from fedrot.matching.activations import evaluating
 from fedrot.matching.blocks import compute_dtype
 
@@ -66,14 +67,17 @@ def collect_fisher(
             rows += 1
             if labels == "data" and "labels" not in row:
                 raise FedrotError("The empirical Fisher needs 'labels' in the batches.")
-            output = model(**{k: v for k, v in row.items() if k != "labels"})
+            inputs = forward_inputs(model, row)
+            output = model(**inputs)
             logits = getattr(output, "logits", None)
             if logits is None:
                 raise FedrotError(
                     f"The output of {type(model).__name__} has no logits, so that it is unknown what it "
                     "predicts. Compute the Fisher information of a model with one task head."
                 )
-            for share, likelihood in _log_likelihoods(model, logits, row, labels, generator):
+            for share, likelihood in _log_likelihoods(
+                model, logits, {**row, **inputs}, labels, generator
+            ):
                 gradients = torch.autograd.grad(
                     likelihood, list(sums), retain_graph=True, allow_unused=True
                 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedrot.errors import SymmetryError
 
@@ -66,6 +66,16 @@ def random_inputs(
             shape = (count, int(image.get("num_channels") or 3), *_pair(image["image_size"]))
             batch["pixel_values"] = torch.randn(shape, generator=generator)
         yield batch
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch without its ``labels``, shifted to a decoder that is given nothing else."""
+    found = {name: value for name, value in batch.items() if name != "labels"}
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if callable(shifted) and "labels" in batch and "decoder_input_ids" not in batch:
+        found["decoder_input_ids"] = shifted(labels=batch["labels"])
+        found.setdefault("decoder_attention_mask", (batch["labels"] != -100).long())
+    return found
 
 
 def reads_text(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, along_rows
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.inputs import forward_inputs
 from fedrot.matching.activations import evaluating, input_axis, without_padding
 from fedrot.symmetry.description import Symmetry
 from fedrot.symmetry.kinds import HeadRotation
@@ -108,7 +109,7 @@ def collect_gram(
         for batch in islice(batches, max_batches):
             mask = batch.get("attention_mask")
             inputs.clear()
-            model(**{k: v for k, v in batch.items() if k != "labels"})
+            model(**forward_inputs(model, batch))
     if not sums:
         raise FedrotError(
             "No inputs of linear layers were seen: pass at least one batch and a model with Linear or "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedrot.alignment import Alignment
 from fedrot.errors import FedrotError
+from fedrot.inputs import forward_inputs
 from fedrot.matching.activations import evaluating, without_padding
 from fedrot.symmetry.description import Symmetry
 
@@ -146,8 +147,8 @@ def _measured(
     with torch.no_grad(), evaluating(model), _watched(model, sites, seen):
         for batch in batches:
             mask = batch.get("attention_mask")
-            model(**{k: v for k, v in batch.items() if k != "labels"})
-    if not sums:
+            model(**forward_inputs(model, batch))
+    if sites and not sums:
         raise FedrotError("No units were seen: pass at least one batch and a model of this family.")
     mean = {name: first / count[name] for name, (first, _) in sums.items()}
     variance = {name: second / count[name] - mean[name] ** 2 for name, (_, second) in sums.items()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import UpdateError
+from fedrot.inputs import forward_inputs
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import collect_activations
 from fedrot.moves import Move
@@ -80,7 +81,7 @@ def _match(message: Message, matching: Matching) -> Alignment:
     for model, tensors in ((ours, anchor), (theirs, update)):
         model.load_state_dict(tensors)
         model.eval()
-    inputs = ({k: v for k, v in batch.items() if k != "labels"} for batch in matching.batches())
+    inputs = (forward_inputs(ours, batch) for batch in matching.batches())
     activations = collect_activations(ours, theirs, inputs, symmetry)
     found = align(update, anchor, symmetry, matching.options, activations)
     if matching.learning is None:

@@ -218,6 +218,7 @@ MEMBERS: dict[str, Member] = {
             },
         },
     ),
+    "gpt-neox-odd": Member("GPTNeoX", "ForTokenClassification", {**_ENCODER, "hidden_size": 36}),
     "gpt-neox-tokens": Member(
         "GPTNeoX", "ForTokenClassification", {**_ENCODER, "attention_bias": False}
     ),
@@ -229,6 +230,8 @@ MEMBERS: dict[str, Member] = {
         _CLASSIFIER,
         {**_DECODER, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     ),
+    # The model does not heed the factor: it turns whole heads.
+    "llama-factor": Member("Llama", _CAUSAL, {**_DECODER, "partial_rotary_factor": 0.5}),
     "mistral": Member("Mistral", "ForQuestionAnswering", {**_DECODER, "num_key_value_heads": 1}),
     "qwen2": Member("Qwen2", _CLASSIFIER, {**_DECODER, "tie_word_embeddings": True}),
     "qwen3": Member("Qwen3", _CAUSAL, {**_DECODER, "attention_bias": True}),

@@ -12,6 +12,7 @@ from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.blocks import compute_dtype, pairs
+from fedrot.matching.match import by_sign
 from fedrot.symmetry.description import Group, Symmetry
 from fedrot.symmetry.kinds import Permutation
 
@@ -30,7 +31,8 @@ class OptimalTransport:
     ``u_i = sum_j T_ij u_j``, on the side that writes the units and on the side that reads them. The
     plan minimises the squared distance of the weights plus ``regularisation`` times its negative
     entropy, costs being divided by their largest; with 0 it is a permutation, and the function of the
-    update is preserved. A soft plan changes it. Align rotations first.
+    update is preserved. A soft plan changes it. Units that may change their sign arrive with the nearer
+    one. Align rotations first.
 
     Needs the POT library.
 
@@ -94,10 +96,11 @@ class OptimalTransport:
         """Return the update with its units in the anchor's places; the input is not changed."""
         moved = dict(update)
         for group in self._groups:
-            plan = self._plan(group, moved)
+            plan, signs = self._plan(group, moved)
             for slot in group.slots:
                 tensor = moved[slot.tensor].detach().clone()
-                slot.stretch.write(tensor, slot.axis, _mixed(plan, slot.of(tensor), slot.axis))
+                mixing = plan if slot.unsigned else plan * signs
+                slot.stretch.write(tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis))
                 moved[slot.tensor] = tensor
         return moved
 
@@ -109,14 +112,22 @@ class OptimalTransport:
         """
         return self._mean.result()
 
-    def _plan(self, group: Group, update: Tensors) -> Tensor:
-        """Return the plan ``[n (anchor), n (update)]`` whose rows sum to 1, float64."""
+    def _plan(self, group: Group, update: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the plan ``[n (anchor), n (update)]`` whose rows sum to 1, and signs; float64.
+
+        Where units may change their sign, each goes to each place with the sign that is nearer.
+        """
         assert self._anchor is not None
         n = group.kind.units
-        cost = torch.zeros(n, n, dtype=torch.float64)
-        for a, c in pairs(group, self._anchor, update):
-            ours, theirs = (m.double().cpu().reshape(n, -1) for m in (a, c))
-            cost += torch.cdist(ours, theirs).square()
+        cost, turned = torch.zeros(2, n, n, dtype=torch.float64)
+        plain, signed = by_sign(group, pairs(group, self._anchor, update))
+        for side, faces in ((plain, (1, 1)), (signed, (1, -1))):
+            for a, c in side:
+                ours, theirs = (m.double().cpu().reshape(n, -1) for m in (a, c))
+                cost += torch.cdist(ours, faces[0] * theirs).square()
+                turned += torch.cdist(ours, faces[1] * theirs).square()
+        signs = torch.where(turned < cost, -1.0, 1.0).double()
+        cost = torch.minimum(cost, turned)
         cost /= cost.max().clamp_min(torch.finfo(torch.float64).tiny)
         pot = _pot()
         even = torch.full((n,), 1 / n, dtype=torch.float64).numpy()
@@ -141,7 +152,7 @@ class OptimalTransport:
                 )
         plan = torch.from_numpy(plan)
         # Mixtures stay mixtures, converged or not.
-        return plan / plan.sum(1, keepdim=True)
+        return plan / plan.sum(1, keepdim=True), signs
 
 
 def _mixed(plan: Tensor, x: Tensor, axis: int) -> Tensor:

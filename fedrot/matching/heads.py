@@ -75,6 +75,11 @@ class Inside:
     def solver(self) -> Solver:
         return SOLVERS[type(self.kind)]
 
+    @property
+    def precise(self) -> bool:
+        """Whether the blocks are float64."""
+        return self.blocks[0][1].dtype == torch.float64
+
     def own(self) -> Sequence[Pair]:
         """Return the blocks that key heads have once."""
         return [pair for pair in self.blocks if len(pair[0]) == self.kind.heads * self.kind.dim]
@@ -149,7 +154,7 @@ def head_scores(
     for group in inside:
         evidence = every_pair(group)
         if group.shared():
-            elements[group] = group.solver.best(group.kind, evidence, options, True)
+            elements[group] = group.solver.best(group.kind, evidence, options, group.precise)
             worth = group.solver.value(group.kind, elements[group], evidence)
         else:
             worth = group.solver.worth(group.kind, evidence, options)
@@ -173,7 +178,7 @@ def query_orders(inside: Sequence[Inside], order: QueryPermutation, options: Ali
 
 def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:
     """Return the score of every pair of query heads of the same group, ``[groups, n, n]``."""
-    elements = [(g, g.solver.best(g.kind, own_pair(g), options, True)) for g in inside]
+    elements = [(g, g.solver.best(g.kind, own_pair(g), options, g.precise)) for g in inside]
     zero = torch.zeros((), dtype=torch.float64)
     return torch.stack(
         [sum((_of_queries(g, e[i], i, i) for g, e in elements), start=zero) for i in range(groups)]
@@ -188,10 +193,10 @@ def _of_queries(inside: Inside, element: Tensor, i: int, j: int) -> Tensor:
     one = replace(inside.kind, heads=1)
     total = torch.zeros((), dtype=torch.float64)
     for a, c in inside.shared():
-        ours = a.unflatten(0, (inside.kind.heads, -1))[i].double()
-        theirs = one.act(element[None], c.unflatten(0, (inside.kind.heads, -1))[j].double(), 0)
+        ours = a.unflatten(0, (inside.kind.heads, -1))[i]
+        theirs = one.act(element[None], c.unflatten(0, (inside.kind.heads, -1))[j], 0)
         n = len(ours) // inside.kind.dim
-        total = total + (ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).cpu()
+        total = total + (ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).double().cpu()
     return total
 
 

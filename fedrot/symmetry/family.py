@@ -47,7 +47,9 @@ class Family:
 
 
 def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
-    """Return how many of a head's ``dim`` units rotary positions turn.
+    """Return how many of a head's ``dim`` units rotary positions turn, in a family that turns a part.
+
+    Other families turn whole heads, whatever their configuration says.
 
     Args:
         default: the share that the family turns if the configuration does not say.
@@ -56,4 +58,5 @@ def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
     share = parameters.get("partial_rotary_factor")
     for key in ("partial_rotary_factor", "rotary_pct"):
         share = config.get(key) if share is None else share
-    return int(dim * (default if share is None else share))
+    units = int(dim * (default if share is None else share))
+    return units + units % 2  # an odd one turns with a partner

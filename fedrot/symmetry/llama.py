@@ -16,18 +16,18 @@ from collections.abc import Iterable
 
 from fedrot.symmetry.axes import RESIDUAL, Axes, embedding, linear, merged, norm
 from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
-from fedrot.symmetry.family import Config, Family, Names, rotary_units
+from fedrot.symmetry.family import Config, Family, Names
 from fedrot.symmetry.kinds import Permutation, SignedPermutation
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:
-    """Return the heads of a decoder's attention."""
+    """Return the heads of a decoder's attention, which rotary positions turn as a whole."""
     count = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // count
     keys = config.get("num_key_value_heads") or count
-    return Heads(count, dim, keys, rotary_units(config, dim), normed)
+    return Heads(count, dim, keys, dim, normed)
 
 
 def gated(config: Config, p: str, layer: int) -> Part:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fedrot.symmetry.axes import RESIDUAL, Axes, embedding, linear, merged, norm
 from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
-from fedrot.symmetry.family import Config, Family, Names, rotary_units
+from fedrot.symmetry.family import Config, Family, Names
 
 
 def _layer(config: Config, layer: int) -> Part:
@@ -23,9 +23,7 @@ def _layer(config: Config, layer: int) -> Part:
     return together(
         # The first layer reads the embeddings' norm.
         norm(f"{p}attn_norm") if layer else {},
-        attention(
-            p, layer, Heads(heads, dim, rotary=rotary_units(config, dim)), query, key, value, output
-        ),
+        attention(p, layer, Heads(heads, dim, rotary=dim), query, key, value, output),
         norm(f"{p}mlp_norm"),
         feed_forward(p, layer, neurons, up, down, gate),
     )

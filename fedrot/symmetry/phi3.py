@@ -5,14 +5,17 @@ Left unused as in LLaMA; ``GL`` of what is not turned, besides.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedrot.symmetry.axes import norm
 from fedrot.symmetry.blocks import Part, Units, attention, feed_forward, together
-from fedrot.symmetry.family import Config, Family, Names
+from fedrot.symmetry.family import Config, Family, Names, rotary_units
 from fedrot.symmetry.llama import ENCODER, NORMS, decoder, heads, heads_of, spaces
 
 
 def _layer(config: Config, layer: int) -> Part:
-    p, shape, neurons = f"layers.{layer}.", heads_of(config), config["intermediate_size"]
+    p, whole, neurons = f"layers.{layer}.", heads_of(config), config["intermediate_size"]
+    shape = replace(whole, rotary=rotary_units(config, whole.dim))
     queries = shape.count * shape.dim
     query, key, value = (
         Units(f"{p}self_attn.qkv_proj", False, start)

@@ -32,7 +32,7 @@ _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 #: Parameters that adapters add beside the weights they adapt.
 _ADAPTERS = re.compile(
-    r"(^|\.)(lora_[A-Za-z_]+|ia3_l|vera_lambda_[bd]|hada_w[12]_[ab]|lokr_w[12])(\.|$)"
+    r"(^|\.)(lora_\w+|ia3_l|vera_\w+|hada_w\w+|lokr_w\w+|oft_\w+|boft_\w+|prompt_encoder|adaption_\w+)(\.|$)"
 )
 
 
@@ -180,9 +180,9 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     for name in shapes:
         if _ADAPTERS.search(name):
             raise SymmetryError(
-                f"The tensor '{name}' belongs to an adapter, which moves with the weight it adapts. "
-                "Merge the adapters into the model first (peft: merge_and_unload), or pass the base "
-                "model's tensors alone."
+                f"The tensor '{name}' belongs to an adapter, which has to move with what it adapts. "
+                "Merge adapters into the model first where that can be done (peft: merge_and_unload), "
+                "or pass the base model's tensors alone."
             )
         clean = ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
         if clean in names:

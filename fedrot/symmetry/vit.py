@@ -6,10 +6,12 @@ gauges of pre-norm streams as in GPT-2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fedrot.symmetry.axes import RESIDUAL, Axes, linear, merged, norm
 from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.kinds import SignedPermutation
+from fedrot.symmetry.kinds import Permutation, SignedPermutation
 
 _TOKEN = (None, None, RESIDUAL)
 
@@ -57,6 +59,10 @@ def _heads(config: Config, names: Names) -> Axes:
     )
 
 
+def _spaces(config: Config) -> Mapping[str, type[Permutation]]:
+    return {"pooler": SignedPermutation} if config.get("pooler_act", "tanh") == "tanh" else {}
+
+
 FAMILY = Family(
     name="vit",
     model_types=("vit", "deit"),
@@ -64,5 +70,5 @@ FAMILY = Family(
     body=_body,
     heads=_heads,
     encoder=("embeddings", "layers", "layernorm", "pooler"),
-    spaces=lambda config: {"pooler": SignedPermutation},
+    spaces=_spaces,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,3 +166,19 @@ def test_scrambled_clients_give_the_same_regmean_with_transport_only(name: str, 
     expected = plain.result()
     assert largest_difference(transported.result(), expected) <= 1e-8
     assert len(_far(expected, raw.result())) >= 2
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
+def test_labels_alone_are_what_a_decoder_reads(name: str) -> None:
+    """The usual batch of sequence-to-sequence training has no inputs of the decoder."""
+    model, symmetry = model_of(name), symmetry_for(name)
+    given = {key: value for key, value in inputs(name).items() if not key.startswith("decoder")}
+    labels = torch.tensor([[5, 9, 7, 1], [8, 6, -100, -100]])
+    read = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    shown = {"decoder_input_ids": read, "decoder_attention_mask": (labels != -100).long()}
+    short, full = {**given, "labels": labels}, {**given, **shown, "labels": labels}
+    for collect in (fedrot.collect_gram, partial(fedrot.collect_fisher, labels="data")):
+        found, expected = (collect(model, [batch]) for batch in (short, full))
+        for kind, by_name in expected.items():
+            assert all(torch.equal(found[kind][key], value) for key, value in by_name.items())
+    assert fedrot.unit_statistics(model, [short], symmetry).mean.keys() is not None

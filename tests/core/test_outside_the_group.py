@@ -30,11 +30,21 @@ from tests.models import State
 #: A change of the outputs, relative to the largest, that no rounding makes, and one that it may.
 VISIBLE, ROUNDING = 1e-4, 1e-9
 
-ROTARY = ["gpt-neox", "gpt-neox-tokens", "llama", "llama-biased", "mistral", "qwen2", "phi3"]
+ROTARY = [
+    "gpt-neox",
+    "gpt-neox-odd",
+    "gpt-neox-tokens",
+    "llama",
+    "llama-factor",
+    "llama-biased",
+    "mistral",
+    "qwen2",
+    "phi3",
+]
 ROTARY += ["phi3-partial", "modernbert", "modernbert-biased"]
-PARTIAL = ["gpt-neox", "gpt-neox-tokens", "phi3-partial"]
+PARTIAL = ["gpt-neox", "gpt-neox-odd", "gpt-neox-tokens", "phi3-partial"]
 NORMED = ["qwen3", "gemma3"]
-GROUPED = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "phi3-partial"]
+GROUPED = ["llama", "llama-factor", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "phi3-partial"]
 GATED = [*GROUPED, "llama-biased", "modernbert", "modernbert-biased"]
 GATED += ["t5-gated", "t5-classifier", "mt5"]
 RMS = [*GROUPED, "llama-biased", "t5", "t5-gated", "t5-classifier", "mt5"]
@@ -57,7 +67,7 @@ _HIDDEN += [
     "clip-image",
     "clip-text-bare",
 ]
-KEY_BIAS = dict.fromkeys(_HIDDEN, "all") | {"gpt-neox": "not turned"}
+KEY_BIAS = dict.fromkeys(_HIDDEN, "all") | {"gpt-neox": "not turned", "gpt-neox-odd": "not turned"}
 KEY_BIAS |= dict.fromkeys(["llama-biased", "qwen2", "qwen3", "modernbert-biased"], "none")
 KEY_BIAS |= dict.fromkeys(["deberta-v2", "deberta-v2-conv", "deberta-v3", "deberta-v3-new"], "none")
 
@@ -203,7 +213,8 @@ def test_rotary_heads_neither_reflect_nor_rotate(name: str, drawn: Callable[[int
 @pytest.mark.parametrize("name", PARTIAL)
 def test_units_that_are_turned_do_not_mix_with_those_that_are_not(name: str) -> None:
     for group in _groups(name, lambda g: g.name.endswith("qk.scale")):
-        kind = HeadRotation(group.kind.units, 8)
+        dim = next(s.size for s in group.slots if s.contravariant) // group.kind.units
+        kind = HeadRotation(group.kind.units, dim)
         assert _change(name, Move(_with(group, kind), kind.random(seeded(3)))) > VISIBLE
 
 

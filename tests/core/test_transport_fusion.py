@@ -11,7 +11,19 @@ import torch
 
 import fedrot
 from fedrot.aggregation import Mean, OptimalTransport
-from tests.models import CASES, DIM, HEADS, NEURONS, State, logits, near, state_of, symmetry_for
+from tests import families
+from tests.models import (
+    CASES,
+    DIM,
+    HEADS,
+    NEURONS,
+    State,
+    largest_difference,
+    logits,
+    near,
+    state_of,
+    symmetry_for,
+)
 
 NAMES = ("bert-classifier", "distilbert-mlm")
 
@@ -147,3 +159,14 @@ def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(fedrot.FedrotError, match="POT"):
         OptimalTransport(symmetry)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5-gated", "modernbert", "phi3", "vit"])
+def test_neurons_of_gated_blocks_arrive_with_their_sign(name: str) -> None:
+    """A plan of orders and signs undoes any; the mean with the anchor keeps the function."""
+    base, symmetry = families.state_of(name), families.symmetry_for(name)
+    update = fedrot.random_equivalent(base, symmetry, 2, ("ffn",))
+    fusion = OptimalTransport(symmetry, regularisation=0.0, anchor=base)
+    fusion.add(base, 1.0)
+    fusion.add(update, 1.0)
+    assert largest_difference(fusion.result(), base) <= 1e-12

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 import fedrot
-from tests.models import EVERYTHING, fresh_model, inputs, logits, state_of, symmetry_for
+from tests import families
+from tests.models import (
+    EVERYTHING,
+    fresh_model,
+    inputs,
+    largest_difference,
+    logits,
+    state_of,
+    symmetry_for,
+)
 
 NAMES = ("bert-classifier", "bert-mlm", "electra-mlm", "roberta-classifier", "distilbert-classifier")
 
@@ -109,3 +118,14 @@ def test_no_batches_are_an_error() -> None:
     name = "bert-classifier"
     with pytest.raises(fedrot.FedrotError, match="at least one batch"):
         fedrot.unit_statistics(_model(name, state_of(name)), [], symmetry_for(name))
+
+
+def test_models_whose_units_cannot_be_rescaled_alone_stay_as_they_are() -> None:
+    """RMSNorms and linear layers without bias can take no mean."""
+    name = "llama"
+    model, symmetry = families.model_of(name), families.symmetry_for(name)
+    batches = [families.inputs(name)]
+    target = fedrot.unit_statistics(model, batches, symmetry)
+    assert target.mean == {}
+    repaired = fedrot.repair(model, target, batches, symmetry)
+    assert largest_difference(repaired, families.state_of(name)) == 0

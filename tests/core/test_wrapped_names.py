@@ -10,6 +10,7 @@ import torch
 
 import fedrot
 from fedrot.symmetry import Symmetry
+from tests import families
 from tests.models import EVERYTHING, FEW, State, config_of, largest_difference, state_of, symmetry_for
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
@@ -207,3 +208,13 @@ def test_two_models_in_one_state_dict_are_refused() -> None:
     both = {**state_of(name), **_wrapped(state_of(name), "module.")}
     with pytest.raises(fedrot.SymmetryError, match="differ only in a wrapper prefix"):
         fedrot.symmetry_of(config_of(name), both)
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt_encoder.default.embedding.weight", "base_model.model.x.adaption_prompt"]
+)
+def test_prompts_that_hold_keys_and_values_are_refused(name: str) -> None:
+    """They lie beside the layers, and hold what lies inside heads."""
+    state = {**families.state_of("llama"), name: torch.zeros(3, 4)}
+    with pytest.raises(fedrot.SymmetryError, match="adapter"):
+        fedrot.symmetry_of(families.config_of("llama"), state)

@@ -198,7 +198,7 @@ def align_round(
             updates). The first three read ``updates`` lazily and hold one at a time; the last two
             hold them all.
         foreign: options for an update from another base than its anchor (``base_cosine`` below
-            ``SAME_BASE``); None treats it like the others.
+            ``SAME_BASE``, and not both near the broadcast model); None treats it like the others.
         evidence: gives the activations of an anchor and an update, asked for wherever the residual
             stream is matched.
 
@@ -210,9 +210,17 @@ def align_round(
         raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
     usual = options or AlignmentOptions()
 
+    def same_base(update: Tensors, to: Tensors) -> bool:
+        """Clients that trained far from one start may be further from each other than from it."""
+
+        def near(a: Tensors, b: Tensors) -> bool:
+            return base_cosine(a, b, symmetry) >= SAME_BASE
+
+        return near(update, to) or (near(update, broadcast) and near(to, broadcast))
+
     def align_one(update: Tensors, to: Anchor) -> Alignment:
         chosen = usual
-        if foreign is not None and base_cosine(update, to.tensors, symmetry) < SAME_BASE:
+        if foreign is not None and not same_base(update, to.tensors):
             chosen = foreign
         asked = evidence is not None and "residual" in chosen.parts
         activations = evidence(to.tensors, update) if asked and evidence is not None else None

@@ -445,3 +445,17 @@ def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
         for order in ((0, 1, 2), (2, 1, 0))
     ]
     assert largest_difference(*running) > 1e-3
+
+
+@pytest.mark.parametrize("anchor", ["first", "running", "medoid", "consensus"])
+def test_clients_that_trained_far_from_one_start_are_not_foreign_to_each_other(anchor: str) -> None:
+    """Each is nearer to the broadcast model than ``SAME_BASE`` asks; among themselves they are not."""
+    name = "bert-classifier"
+    base, symmetry = state_of(name), symmetry_for(name)
+    updates = [near(base, 1.2, seed) for seed in (1, 2)]
+    assert all(fedrot.base_cosine(update, base, symmetry) > 0.5 for update in updates)
+    assert fedrot.base_cosine(*updates, symmetry) < 0.5
+    foreign = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+    given = [(update, 1.0) for update in updates]
+    for result in fedrot.align_round(given, base, symmetry, anchor=anchor, foreign=foreign):
+        assert "residual" not in {row.part for row in result.alignment.report.groups}

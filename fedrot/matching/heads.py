@@ -105,7 +105,7 @@ class Inside:
         if self.shared():
             evidence = evidence + self.solver.similarity(self.kind, self.shared())
         if self.extra is not None:
-            own = torch.diagonal(by_head(self.extra, self.kind.heads)).movedim(-1, 0)
+            own = own_blocks(self.extra, self.kind.heads)
             evidence = evidence + self.solver.of_cross(self.kind, own)
         return float(self.solver.worth(self.kind, evidence, options).sum())
 
@@ -131,7 +131,7 @@ def own_pair(inside: Inside) -> Tensor:
         product = inside.factor * torch.bmm(a, c.mT).double()
         cross = cross.to(product.device) + product
     if inside.extra is not None:
-        cross = cross + torch.diagonal(by_head(inside.extra, kind.heads)).movedim(-1, 0)
+        cross = cross + own_blocks(inside.extra, kind.heads)
     return inside.solver.of_cross(kind, cross)
 
 
@@ -170,10 +170,15 @@ def head_scores(
 
 def query_orders(inside: Sequence[Inside], order: QueryPermutation, options: AlignmentOptions) -> Tensor:
     """Return the best order of the query heads inside each group, ``[groups, n]``, keys unmoved."""
-    scores = query_scores(inside, order.groups, options)
-    found = [best_assignment(score)[0] for score in scores]
-    still = torch.arange(order.n)
-    return torch.stack([still if element is None else element for element in found])
+    return assigned(query_scores(inside, order.groups, options))[0]
+
+
+def assigned(scores: Tensor) -> tuple[Tensor, float]:
+    """Return the best order for each of the scores ``[groups, n, n]``, and what they gain together."""
+    found = [best_assignment(score) for score in scores]
+    still = torch.arange(scores.shape[-1])
+    orders = torch.stack([still if element is None else element for element, _ in found])
+    return orders, sum(gain for _, gain in found)
 
 
 def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:
@@ -205,6 +210,11 @@ def _best_sum(score: Tensor) -> float:
 
     rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
     return float(score[rows, columns].sum())
+
+
+def own_blocks(matrix: Tensor, heads: int) -> Tensor:
+    """Return the blocks of head with same head, ``[heads, d, d]``, of a matrix ``[heads * d] * 2``."""
+    return torch.diagonal(by_head(matrix, heads)).movedim(-1, 0)
 
 
 def by_head(matrix: Tensor, heads: int) -> Tensor:

@@ -20,7 +20,15 @@ from fedrot.errors import UpdateError
 from fedrot.matching import permutation
 from fedrot.matching.activations import Activations
 from fedrot.matching.blocks import Pair, distance_once, pairs, squared_distance
-from fedrot.matching.heads import SOLVERS, Inside, Solver, by_head, head_scores, query_orders
+from fedrot.matching.heads import (
+    SOLVERS,
+    Inside,
+    Solver,
+    assigned,
+    head_scores,
+    own_blocks,
+    query_orders,
+)
 from fedrot.matching.rescale import best_scale, head_products
 from fedrot.moves import Move, apply_moves
 from fedrot.options import AlignmentOptions
@@ -281,10 +289,7 @@ def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, floa
     for pair in blocks:
         ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in pair)
         scores += (ours @ theirs.mT).cpu()
-    found = [permutation.best_assignment(score) for score in scores]
-    still = torch.arange(kind.n)
-    order = torch.stack([still if element is None else element for element, _ in found])
-    return order, sum(gain for _, gain in found)
+    return assigned(scores)
 
 
 def _following(heads: str, problem: Problem) -> list[Group]:
@@ -314,7 +319,7 @@ def match_inside_heads(groups: tuple[Group, ...], problem: Problem) -> list[Matc
             weights.append(solver.similarity(kind, blocks))
             crosses.append(factor * weights[-1])
             if addition is not None:
-                own = torch.diagonal(by_head(addition, kind.units)).movedim(-1, 0)
+                own = own_blocks(addition, kind.units)
                 crosses[-1] = crosses[-1] + solver.of_cross(kind, own)
         cross, weight = torch.stack(crosses), torch.stack(weights)
         precise = blocks[0][1].dtype == torch.float64

@@ -63,9 +63,10 @@ _BART = {
 _DECODER = {**_ENCODER, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 _DECODER |= {"pad_token_id": 0}
 _TEXT = {k: v for k, v in _ENCODER.items() if k != "num_labels"} | {"eos_token_id": VOCABULARY - 1}
+_VISION = {k: v for k, v in _IMAGE.items() if k != "num_labels"}
 _CLIP = {
     "text_config": _TEXT,
-    "vision_config": {k: v for k, v in _IMAGE.items() if k != "num_labels"},
+    "vision_config": _VISION,
     "projection_dim": 8,
 }
 _RELATIVE = {"relative_attention": True, "max_relative_positions": 6, "pooler_hidden_size": 24}
@@ -199,7 +200,7 @@ MEMBERS: dict[str, Member] = {
     "clip-image": Member(
         "CLIP",
         "VisionModelWithProjection",
-        {**_CLIP["vision_config"], "projection_dim": 8},  # type: ignore[dict-item]
+        {**_VISION, "projection_dim": 8},
         "image",
         config="CLIPVision",
     ),

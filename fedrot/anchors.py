@@ -100,12 +100,19 @@ def _to_first(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterat
 
 
 def _to_running(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
-    anchor, mean = broadcast, Mean()
-    for update, weight in updates:
-        result = _aligned(update, weight, anchor, align_one)
-        mean.add(result.tensors, weight)
-        anchor = Anchor(mean.result())
+    mean = Mean()
+    for result in _to_mean(updates, broadcast, align_one, mean):
+        mean.add(result.tensors, result.weight)
         yield result
+
+
+def _to_mean(
+    updates: Updates, broadcast: Anchor, align_one: Aligner, mean: Mean
+) -> Iterator[AlignedUpdate]:
+    """Align every update to a mean that somebody else folds them into, once there is one."""
+    for update, weight in updates:
+        anchor = Anchor(mean.current) if mean.current else broadcast
+        yield _aligned(update, weight, anchor, align_one)
 
 
 def _to_medoid(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
@@ -144,19 +151,22 @@ def _to_consensus(updates: Updates, broadcast: Anchor, align_one: Aligner) -> It
     given = list(updates)
     order = sorted(range(len(given)), key=lambda i: (-given[i][1], _norm(given[i][0])))
     replies = [given[i] for i in order]
-    results = list(_to_running(replies, broadcast, align_one))
+    # Alignments are small, moved models are not: they are moved again where they are needed.
+    found = [result.alignment for result in _to_running(replies, broadcast, align_one)]
     previous = float("inf")
-    for _ in range(CONSENSUS_PASSES if len(results) > 1 else 0):
+    for _ in range(CONSENSUS_PASSES if len(found) > 1 else 0):
         mean = Mean()
-        for result in results:
-            mean.add(result.tensors, result.weight)
-        anchor = Anchor(mean.result())
-        results = [_aligned(u, w, anchor, align_one) for u, w in replies]
-        total = sum(r.weight * r.alignment.report.after for r in results)
+        for (update, weight), alignment in zip(replies, found, strict=True):
+            mean.add(alignment.apply(update), weight)
+        anchor = Anchor(mean.current)
+        found = [align_one(update, anchor) for update, _ in replies]
+        total = sum(w * a.report.after for (_, w), a in zip(replies, found, strict=True))
         if total >= previous * (1 - CONSENSUS_TOLERANCE):
             break
         previous = total
-    yield from (results[order.index(i)] for i in range(len(given)))
+    for index, (update, weight) in enumerate(given):
+        alignment = found[order.index(index)]
+        yield AlignedUpdate(alignment.apply(update), weight, alignment)
 
 
 def _norm(update: Tensors) -> float:
@@ -165,6 +175,9 @@ def _norm(update: Tensors) -> float:
     )
     return float(sum(squares))
 
+
+#: Anchors that are known only once all updates are.
+OF_ALL = ("consensus", "medoid")
 
 #: The anchors by name.
 ANCHORS: dict[str, _Round] = {
@@ -184,6 +197,7 @@ def align_round(
     anchor: str = "global",
     foreign: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
+    running: Mean | None = None,
 ) -> Iterator[AlignedUpdate]:
     """Align a round's updates, in order.
 
@@ -196,11 +210,13 @@ def align_round(
             ``first`` (the first update), ``medoid`` (the update closest to all others, over what
             alignment moves) or ``consensus`` (generalised Procrustes, whatever the order of the
             updates). The first three read ``updates`` lazily and hold one at a time; the last two
-            hold them all.
+            hold them all, as they were given.
         foreign: options for an update from another base than its anchor (``base_cosine`` below
             ``SAME_BASE``, and not both near the broadcast model); None treats it like the others.
         evidence: gives the activations of an anchor and an update, asked for wherever the residual
             stream is matched.
+        running: the mean that the caller folds every aligned update into before asking for the next
+            one; with ``anchor="running"`` it is the anchor, which is then not held twice.
 
     Raises:
         FedrotError: the anchor is unknown.
@@ -226,4 +242,6 @@ def align_round(
         activations = evidence(to.tensors, update) if asked and evidence is not None else None
         return align(update, to, symmetry, chosen, activations)
 
+    if anchor == "running" and running is not None:
+        return _to_mean(updates, Anchor(broadcast), align_one, running)
     return ANCHORS[anchor](updates, Anchor(broadcast), align_one)

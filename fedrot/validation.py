@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.matching.blocks import compute_dtype
+
+
+class Shaped(Protocol):
+    """A tensor, or what stands for one before it is decoded."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size on every axis."""
+
 
 #: Norm of a tensor above which sums of squared distances could overflow float32.
 LARGEST_NORM = 1e17
@@ -30,7 +40,7 @@ def check_weight(weight: float) -> None:
         )
 
 
-def check_update(update: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check names and shapes.
 
     Raises:

@@ -6,8 +6,7 @@ import json
 import random
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,10 @@ from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.runfolder import RunFolder
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.strategies import FedRot
+from fedrot.strategies.grids import LazyGrid
 from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.replies import client_id, own_id
-from fedrot.strategies.rounds import Merged, Round, Update
+from fedrot.strategies.rounds import Update
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
@@ -46,18 +46,20 @@ class Interrupted(Exception):
     """The user asked to stop; what is done is in the run folder."""
 
 
-class OrderedGrid(Grid):
+class OrderedGrid(LazyGrid):
     """A grid that names nodes in the order of their partitions and can be stopped.
 
-    Node ids are random, so sampling from them would differ between two runs of the same seed.
+    Node ids are random, so sampling from them would differ between two runs of the same seed. It looks
+    for replies more often than Flower's default of seconds: rounds here are short.
     """
 
     def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
-        self._grid, self._stop = grid, stop
+        super().__init__(grid)
+        self._stop = stop
         self._nodes = list(grid.get_node_ids())
         while len(self._nodes) < nodes:
             log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
-            self._pause(1.0)
+            self._wait(1.0)
             self._nodes = list(grid.get_node_ids())
         questions = [
             Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
@@ -72,43 +74,15 @@ class OrderedGrid(Grid):
             )
         self._nodes.sort(key=own.__getitem__)
 
-    def _pause(self, seconds: float) -> None:
+    def _wait(self, seconds: float) -> None:
         if self._stop.wait(seconds):
             raise Interrupted
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
-        """Send, and poll more often than Flower's default of seconds: rounds here are short."""
-        waiting = set(self._grid.push_messages(messages))
-        end = None if timeout is None else time.monotonic() + timeout
-        replies: list[Message] = []
-        while waiting and (end is None or time.monotonic() < end):
-            arrived = list(self._grid.pull_messages(waiting))
-            replies += arrived
-            waiting -= {message.metadata.reply_to_message_id for message in arrived}
-            if waiting:
-                self._pause(0.02)
-        return replies
+    def pause(self, seconds: float) -> None:
+        self._wait(min(seconds, 0.02))
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._nodes)
-
-    def set_run(self, run: Any) -> None:
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        return self._grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        return self._grid.create_message(*args, **kwargs)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._grid.pull_messages(message_ids)
 
 
 class SeededFedRot(FedRot):
@@ -130,9 +104,12 @@ class SeededFedRot(FedRot):
         random.seed(f"{self._seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def _merged(self, updates: Sequence[Update], this_round: Round) -> Merged | None:
-        self.updates = [update.tensors for update in updates] if self._keeps_updates else []
-        return super()._merged(updates, this_round)
+    def _updates(self, *args: Any, **kwargs: Any) -> Iterator[Update]:
+        self.updates = []
+        for update in super()._updates(*args, **kwargs):
+            if self._keeps_updates:
+                self.updates.append(update.tensors)
+            yield update
 
 
 def run_cells(
@@ -250,6 +227,7 @@ def _run_cell(
         else None,
         match_at_clients=arm.evidence in ("clients", "learned"),
         align=at_server,
+        deterministic=True,
         report_path=report,
         fraction_train=config.fraction_train,
         fraction_evaluate=1.0 if config.holdout else 0.0,

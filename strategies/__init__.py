@@ -10,6 +10,7 @@ from fedrot.strategies.client import align_mod
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.matching import Matching, match_at_client
 from fedrot.strategies.records import statistics_record, wanted_statistics
+from fedrot.strategies.wire import from_arrays, to_arrays
 
 __all__ = [
     "DEFAULT_ANCHOR",
@@ -17,7 +18,9 @@ __all__ = [
     "FedRot",
     "Matching",
     "align_mod",
+    "from_arrays",
     "match_at_client",
     "statistics_record",
+    "to_arrays",
     "wanted_statistics",
 ]

@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedYogi,
+    Result,
+    Strategy,
+)
 from torch import Tensor, nn
 
-from fedrot.anchors import ANCHORS, SAME_BASE, AlignedUpdate, Evidence, align_round, base_cosine
-from fedrot.contract import check_function
+from fedrot.aggregation import Aggregator, Mean
+from fedrot.anchors import ANCHORS, OF_ALL, AlignedUpdate, align_round
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.inputs import reads_text
-from fedrot.matching.activations import probing
+from fedrot.files import append_rows
+from fedrot.matching.blocks import model_distance
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
+from fedrot.strategies.folding import Folding
+from fedrot.strategies.foreign import Foreign, is_foreign, warn_of
+from fedrot.strategies.grids import LazyGrid
+from fedrot.strategies.messages import as_sent, of_mean, plain, restored, with_arrays, with_tensors
 from fedrot.strategies.privacy import check_in_front, check_not_behind
-from fedrot.strategies.records import (
-    STATISTICS,
-    model_records,
-    replace_changed,
-    statistics_bytes,
-    to_tensors,
+from fedrot.strategies.records import statistics_bytes
+from fedrot.strategies.replies import (
+    Asked,
+    Reply,
+    client_id,
+    metrics_layout,
+    read_reply,
+    read_weight,
+    with_common_layout,
 )
-from fedrot.strategies.replies import Reply, client_id, read_reply, with_common_layout
-from fedrot.strategies.rounds import Merged, Round, Update
+from fedrot.strategies.rounds import Round, Update
+from fedrot.strategies.store import Store
+from fedrot.strategies.waiting import Waiting, beyond
+from fedrot.strategies.wire import PRECISIONS, from_arrays, to_arrays
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.symmetry.resolve import settings_of
 from fedrot.validation import check_finite
+
+Tensors = Mapping[str, Tensor]
+
+#: What a round gives: the new model, None if the old one stays, and metrics.
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 #: The anchor that docs/results.md found best over all its settings.
 DEFAULT_ANCHOR = "running"
+
+#: Strategies that look at the updates' mean and at nothing else.
+OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 
 
 class Aligned(Strategy):
@@ -45,9 +69,15 @@ class Aligned(Strategy):
 
     ``class MyStrategy(Aligned, FedAdam): ...``; keep it outside clipping and differential-privacy
     wrappers, ``class Private(Aligned, DifferentialPrivacyServerSideFixedClipping): ...``, which take
-    ``anchor="global"`` only. Replies are taken in the order of the clients' own ids, so that results
-    do not depend on which client was fastest. A reply that is not a finite update of the broadcast
-    model, or comes without examples, is set aside with a warning and the round goes on with the others.
+    ``anchor="global"`` only.
+
+    Replies are fetched, checked, aligned and folded into the mean one at a time, in the order of
+    arrival, so that memory does not grow with the number of clients. Strategies that look at every
+    update (medians, Krum, q-FedAvg, privacy wrappers) and the anchors ``consensus`` and ``medoid``
+    hold all of them; so do ``deterministic``, ``norm_bound`` and matching foreign replies as a whole.
+    ``spill`` keeps on disk what waits. A reply that is not a finite update of the broadcast model,
+    comes without examples, twice, or unasked, is set aside with a warning and the round goes on with
+    the others.
 
     Args:
         symmetry: a ``Symmetry``, or the model's transformers configuration (object or dictionary),
@@ -68,14 +98,23 @@ class Aligned(Strategy):
             costs one more exchange of two models; where most replies are foreign, one of the two is
             another client's.
         align: False moves nothing: good replies reach the strategy behind as they are.
+        deterministic: take replies in the order of the clients' own ids, so that two runs agree to the
+            last bit whoever was fastest.
+        spill: a folder for updates that wait for others; None keeps them in memory.
+        min_replies: with fewer good replies the round fails, and the model stays as it was.
+        norm_bound: set aside a reply whose distance from the broadcast model, once it is aligned to
+            it, is more than so many times the round's median; needs three replies.
+        wire: in which precision the model travels to the clients, float16 or bfloat16, while the
+            server keeps its own; clients read it with ``from_arrays``, and may answer in any.
+        device: where updates are aligned and averaged, ``cuda`` for the server's GPU.
         report_path: a JSON-lines file that receives one row per round, client and group, and one per
-            reply set aside.
+            reply that was lost.
         **kwargs: passed to the strategy.
 
     Raises:
         FedrotError: the anchor is unknown, or it would undo the differential privacy of the strategy
-            behind; on the first round, the symmetry does not fit the model, or a privacy wrapper is
-            around this strategy.
+            behind; a number makes no sense; on the first round, the symmetry does not fit the model, or
+            a privacy wrapper is around this strategy.
     """
 
     def __init__(
@@ -88,6 +127,12 @@ class Aligned(Strategy):
         foreign: AlignmentOptions | None = None,
         match_at_clients: bool = False,
         align: bool = True,
+        deterministic: bool = False,
+        spill: str | Path | None = None,
+        min_replies: int = 1,
+        norm_bound: float | None = None,
+        wire: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
         report_path: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
@@ -98,37 +143,70 @@ class Aligned(Strategy):
             raise FedrotError(
                 "match_at_clients is for foreign replies: give 'model', or 'foreign', too."
             )
+        if min_replies < 1:
+            raise FedrotError(f"min_replies is {min_replies}; a round needs 1 reply at least.")
+        if norm_bound is not None and not norm_bound > 1:
+            raise FedrotError(f"norm_bound is {norm_bound}; it must be above 1, the median itself.")
+        if wire is not None and wire not in PRECISIONS:
+            raise FedrotError(f"wire is {wire}; choose from {', '.join(map(str, PRECISIONS))}.")
         if align:
             check_in_front(self, anchor, foreign=model is not None or foreign is not None)
         self.symmetry = symmetry
         self.anchor = anchor
         self.options = options or AlignmentOptions()
-        self.foreign = foreign
-        self.model = model
-        self.match_at_clients = match_at_clients
         self.align = align
+        self.deterministic = deterministic
+        self.spill = Path(spill) if spill is not None else None
+        self.min_replies = min_replies
+        self.norm_bound = norm_bound
+        self.wire = wire
+        self.device = torch.device(device)
         self.report_path = Path(report_path) if report_path is not None else None
+        self._foreign = Foreign(foreign, model, match_at_clients)
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None
-        self._evidence: Evidence | None = None
-        self._prepared = False
+        self._timeout: float | None = None
+        self._asked = Asked()
+        self._asked_to_evaluate = Asked()
 
     def summary(self) -> None:
-        """Log what is aligned, then the strategy's own summary."""
+        """Log what is aligned and how replies are taken, then the strategy's own summary."""
         what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'" if self.align else "off"
         log(INFO, "\t├──> Alignment: %s", what)
+        streams = self._aggregator(1) is not None and not self._waits
+        how = "folded in as they arrive" if streams else "kept until all have come"
+        order = ", in the order of the clients' ids" if self.deterministic else ""
+        where = f", in {self.spill}" if self.spill is not None and not streams else ""
+        log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         super().summary()  # type: ignore[safe-super]
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time."""
+        self._timeout = timeout
+        lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
+        return super().start(
+            lazy, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Remember the broadcast model, which ``aggregate_train`` is not given."""
+        """Remember the broadcast model and who was asked, which ``aggregate_train`` is not given."""
         self._broadcast, self._config, self._grid = arrays, config, grid
         if self.align:
             check_not_behind(self)
             if not isinstance(self.symmetry, Symmetry):
-                self.symmetry = symmetry_of(self.symmetry, to_tensors(arrays))
+                self.symmetry = symmetry_of(self.symmetry, from_arrays(arrays))
             shapes = {name: tuple(array.shape) for name, array in arrays.items()}
             different = sorted(dict(shapes.items() ^ self.symmetry.shapes.items()))
             if different:
@@ -136,215 +214,322 @@ class Aligned(Strategy):
                     f"The symmetry was built for another model: '{different[0]}' differs from what is "
                     "broadcast. Pass the configuration, or the symmetry, of this model."
                 )
-            self._prepare_for_foreign(self.symmetry)
-        return super().configure_train(  # type: ignore[safe-super]
+            self._foreign.prepare(self.symmetry)
+        readable = plain(arrays)
+        messages = super().configure_train(  # type: ignore[safe-super]
+            server_round, readable, config, grid
+        )
+        sent = with_arrays(messages, readable, self._sent(arrays))
+        self._asked = Asked(sent)
+        return sent
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the model in the precision in which it travels, and remember who was asked."""
+        messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
+        sent = with_arrays(messages, arrays, self._sent(arrays))
+        self._asked_to_evaluate = Asked(sent)
+        return sent
 
-    def _prepare_for_foreign(self, symmetry: Symmetry) -> None:
-        """Make sure, once, that the model is what its names say before its residual stream is moved."""
-        if self._prepared or self.model is None:
-            return
-        self._prepared = True
-        model = self.model()
-        config = settings_of(model.config)
-        parts = FOREIGN_OPTIONS.parts if self.foreign is None else self.foreign.parts
-        try:
-            check_function(model, config, symmetry, parts)
-        except SymmetryError as error:
-            log(WARNING, "Replies from other bases will be aligned like all others: %s", error)
-            self.foreign = None
-            return
-        self.foreign = self.foreign or FOREIGN_OPTIONS
-        if reads_text(config):
-            self._evidence = probing(self.model, config, symmetry)
+    def _sent(self, arrays: ArrayRecord) -> ArrayRecord:
+        return arrays if self.wire is None else to_arrays(from_arrays(arrays), self.wire)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Align the replies, let the strategy behind aggregate them, and report."""
-        ordered = sorted(replies, key=client_id)
-        failed = [message for message in ordered if message.has_error()]
-        this_round = Round(server_round, failed=len(failed))
-        this_round.statistics_bytes = sum(map(statistics_bytes, ordered))
-        broadcast = to_tensors(self._broadcast)
-        good = self._good(ordered, broadcast, this_round)
-        if self.align:
-            moved = self._aligned(good, broadcast, this_round)
-        else:
-            moved = [(r, Update(client_id(r.message), r.tensors, r.weight, r.statistics)) for r in good]
-        merged = self._merged([update for _, update in moved], this_round)
-        if merged is not None:
-            accepted = {id(update) for update in merged.accepted}
-            moved = [(reply, update) for reply, update in moved if id(update) in accepted]
-        messages = [_with_tensors(reply, update.tensors) for reply, update in moved]
-        if not messages and (merged is not None or not failed):
-            # Strategies divide by the number of replies.
-            return None, self._report(this_round, None)
-        arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
-            server_round, messages + failed
+        this_round = Round(server_round)
+        broadcast = from_arrays(self._broadcast)
+        with Store(self.spill) as store:
+            good: Iterable[Reply] = self._good(replies, broadcast, this_round)
+            if self._waits:
+                good = self._all(good, broadcast, this_round, store)
+            build = self._aggregator(server_round)
+            if build is None:
+                updates = self._updates(good, broadcast, this_round)
+                result = self._handed_over(updates, this_round, store)
+            else:
+                folding = Folding(build)
+                updates = self._updates(good, broadcast, this_round, folding.mean)
+                result = self._folded(updates, folding, this_round)
+        return self._reported(this_round, *result)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Let the strategy behind aggregate the evaluations that it can read."""
+        check, good, failed = self._asked_to_evaluate.answers(), [], []
+        for message in replies:
+            if message.has_error():
+                failed.append(message)
+                continue
+            try:
+                check(message)
+                read_weight(message.content, self._weighted_by)
+            except UpdateError as error:
+                log(WARNING, "Evaluation of client %d set aside: %s", client_id(message), error)
+            else:
+                good.append(message)
+        good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
+        for message in odd:
+            log(
+                WARNING,
+                "Evaluation of client %d set aside: its metrics are not like most.",
+                client_id(message),
+            )
+        if not good and not failed:
+            return None
+        found: MetricRecord | None = super().aggregate_evaluate(  # type: ignore[safe-super]
+            server_round, good + failed
         )
-        if merged is not None:
-            arrays = merged.arrays
-        if arrays is not None and (self.align or merged is not None):
-            self._keep_dtypes(arrays)
-        return arrays, self._report(this_round, metrics)
+        return found
+
+    @property
+    def _weighted_by(self) -> str:
+        weighting = getattr(self, "strategy", self)
+        return str(getattr(weighting, "weighted_by_key", "num-examples"))
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing can be done with a reply before all have come."""
+        of_all = self.align and (self.anchor in OF_ALL or self._foreign.needs_all)
+        return self.deterministic or self.norm_bound is not None or of_all
+
+    @property
+    def _behind(self) -> type:
+        """The class whose ``aggregate_train`` receives what was aligned."""
+        mro = type(self).__mro__
+        after = mro[mro.index(Aligned) + 1 :]
+        return next(cls for cls in after if "aggregate_train" in vars(cls))
+
+    def _aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+        """Return what builds the aggregator that a round's updates are folded into.
+
+        None hands all of them to the strategy behind.
+        """
+        return Mean if self.align and self._behind in OF_THE_MEAN else None
 
     def _needs(self, server_round: int) -> tuple[str, ...]:
         """Return the kinds of statistics that every reply of a round has to bring."""
         return ()
 
-    def _merged(self, updates: Sequence[Update], this_round: Round) -> Merged | None:
-        """Merge the updates in the place of the strategy behind, which then only sees the accepted.
-
-        None leaves it to that strategy, which knows nothing of statistics.
-        """
-        dropped = sorted({kind for update in updates for kind in update.statistics})
-        if dropped:
-            log(WARNING, "The statistics '%s' are not used: that takes FedRot.", "', '".join(dropped))
-        return None
+    def _statistics(self, reply: Reply) -> Mapping[str, Tensors]:
+        """Return those of a reply's statistics that are used."""
+        if reply.statistics:
+            dropped = "', '".join(sorted(reply.statistics))
+            log(WARNING, "The statistics '%s' are not used: that takes FedRot.", dropped)
+        return {}
 
     def _good(
-        self, replies: list[Message], broadcast: Mapping[str, Tensor], this_round: Round
-    ) -> list[Reply]:
-        """Return the replies that may enter the average; set the others aside."""
-        weighting = getattr(self, "strategy", self)
-        weighted_by = getattr(weighting, "weighted_by_key", "num-examples")
+        self, replies: Iterable[Message], broadcast: Tensors, this_round: Round
+    ) -> Iterator[Reply]:
+        """Yield the replies that may enter the average, as they come; set the others aside."""
+        check = self._asked.answers()
         needs = self._needs(this_round.number)
-        passed: list[Reply] = []
         for message in replies:
             if message.has_error():
+                this_round.fail(client_id(message), message.error.reason or "no reason given")
                 continue
+            this_round.statistics_bytes += statistics_bytes(message)
             try:
-                passed.append(read_reply(message, broadcast, weighted_by, needs))
+                check(message)
+                reply = read_reply(message, broadcast, self._weighted_by, needs)
             except UpdateError as error:
                 this_round.put_aside(client_id(message), str(error))
-        good, odd = with_common_layout(passed)
-        for reply in odd:
-            this_round.put_aside(
-                client_id(reply.message),
-                f"Its records and metrics are {reply.layout}, most clients' are {good[0].layout}. Send "
-                "the same metrics from every client.",
-            )
-        return good
+                continue
+            except Exception as error:
+                # Nothing that a client sends may end the run.
+                what = f"It cannot be read, {type(error).__name__}: {error}"
+                this_round.put_aside(message.metadata.src_node_id, what)
+                continue
+            del message
+            yield reply
+            # Or it would stay until the next one has come.
+            del reply
 
-    def _aligned(
-        self, replies: list[Reply], broadcast: Mapping[str, Tensor], this_round: Round
-    ) -> list[tuple[Reply, Update]]:
-        """Return the replies in the round's coordinates, their statistics moved with them.
+    def _all(
+        self, replies: Iterable[Reply], broadcast: Tensors, this_round: Round, store: Store
+    ) -> Waiting:
+        """Wait for all replies, and set those aside that are too far away."""
+        waiting = Waiting(replies, store)
+        if self.norm_bound is not None:
+            distances = [
+                model_distance(update.tensors, broadcast)
+                for update in self._updates(waiting, broadcast, Round(this_round.number), None, "global")
+            ]
+            far = beyond(distances, self.norm_bound)
+            for index, reason in far.items():
+                this_round.put_aside(waiting[index].client, reason)
+            waiting.remove(far)
+        return waiting
+
+    def _updates(
+        self,
+        replies: Iterable[Reply],
+        broadcast: Tensors,
+        this_round: Round,
+        running: Mean | None = None,
+        anchor: str | None = None,
+    ) -> Iterator[Update]:
+        """Yield the updates in the round's coordinates, their statistics moved with them.
 
         Those whose statistics cannot follow are set aside.
+
+        Args:
+            running: the mean that they are folded into, see ``align_round``.
+            anchor: the strategy's if None.
         """
+        if not self.align:
+            yield from (Update(r, r.tensors, r.weight, self._statistics(r)) for r in replies)
+            return
         assert isinstance(self.symmetry, Symmetry)
-        base = self._base(replies, broadcast, self.symmetry, this_round)
+        symmetry, matching, base = self.symmetry, self._foreign, broadcast
         found: dict[int, AlignedUpdate] = {}
-        if self.match_at_clients and self.foreign is not None and this_round.foreign:
-            found = self._matched_at_clients(replies, base, self.symmetry)
-        others = [index for index in range(len(replies)) if index not in found]
+        if isinstance(replies, Sequence) and matching.needs_all:
+            places = [i for i, reply in enumerate(replies) if is_foreign(reply, broadcast, symmetry)]
+            this_round.foreign = len(places)
+            base = matching.base(replies, places, broadcast)
+            if matching.match_at_clients and places and self._grid is not None:
+                found = matching.matched_at_clients(
+                    replies, base, symmetry, self._grid, self._config, self._timeout
+                )
+            for index, result in found.items():
+                yield from self._moved(replies[index], result, broadcast, this_round)
+        given = deque[Reply]()
+
+        def pairs() -> Iterator[tuple[Tensors, float]]:
+            for index, reply in enumerate(replies):
+                if index in found:
+                    continue
+                if not matching.needs_all:
+                    this_round.foreign += is_foreign(reply, broadcast, symmetry)
+                given.append(reply)
+                yield reply.tensors, reply.weight
+                del reply
+
         aligned = align_round(
-            ((replies[index].tensors, replies[index].weight) for index in others),
+            pairs(),
             base,
-            self.symmetry,
+            symmetry,
             self.options,
-            self.anchor,
-            self.foreign,
-            self._evidence,
+            anchor or self.anchor,
+            matching.options,
+            matching.evidence,
+            running,
         )
-        found |= dict(zip(others, aligned, strict=True))
-        moved = []
-        for index, reply in enumerate(replies):
-            result, client = found[index], client_id(reply.message)
-            this_round.reports.append((client, result.alignment.report))
-            try:
-                statistics = result.alignment.transport(reply.statistics)
-            except FedrotError as error:
-                this_round.put_aside(client, str(error))
-                continue
-            tensors = _without_integers(result.tensors, broadcast)
-            moved.append((reply, Update(client, tensors, result.weight, statistics)))
-        return moved
+        for result in aligned:
+            yield from self._moved(given.popleft(), result, broadcast, this_round)
+            del result
+        if this_round.foreign and matching.options is None and matching.model is None:
+            warn_of(this_round.foreign, len(this_round.reports))
 
-    def _base(
-        self,
-        replies: list[Reply],
-        broadcast: Mapping[str, Tensor],
-        symmetry: Symmetry,
-        this_round: Round,
-    ) -> Mapping[str, Tensor]:
-        """Return whose coordinates the round is in: the broadcast model's, unless few share them."""
-        foreign = [r for r in replies if base_cosine(r.tensors, broadcast, symmetry) < SAME_BASE]
-        this_round.foreign = len(foreign)
-        if foreign and self.foreign is None and self.model is None:
-            log(
-                WARNING,
-                "%d of %d replies come from other bases than the broadcast model; give the strategy "
-                "'model' to match them as a whole.",
-                len(foreign),
-                len(replies),
-            )
-        matched = self.foreign is not None and "residual" in self.foreign.parts
-        if not matched or 2 * len(foreign) <= len(replies):
-            return broadcast
-        heaviest = max(foreign, key=lambda reply: reply.weight)
-        log(
-            INFO,
-            "%d of %d replies come from other bases; the anchor is client %d's model.",
-            len(foreign),
-            len(replies),
-            client_id(heaviest.message),
-        )
-        return heaviest.tensors
+    def _moved(
+        self, reply: Reply, result: AlignedUpdate, broadcast: Tensors, this_round: Round
+    ) -> Iterator[Update]:
+        """Yield a reply's update, unless its statistics cannot follow."""
+        this_round.reports.append((reply.client, result.alignment.report))
+        try:
+            statistics = result.alignment.transport(self._statistics(reply))
+        except FedrotError as error:
+            this_round.put_aside(reply.client, str(error))
+            return
+        yield Update(reply, _without_integers(result.tensors, broadcast), result.weight, statistics)
 
-    def _matched_at_clients(
-        self, replies: list[Reply], base: Mapping[str, Tensor], symmetry: Symmetry
-    ) -> dict[int, AlignedUpdate]:
-        """Return the updates that their senders matched to the base, by place among the replies."""
-        assert self._grid is not None
-        asked = {
-            reply.message.metadata.src_node_id: index
-            for index, reply in enumerate(replies)
-            if base_cosine(reply.tensors, base, symmetry) < SAME_BASE
-        }
-        requests = []
-        for node, index in asked.items():
-            (update,) = model_records(replies[index].message.content).values()
-            requests.append(request(base, update, self._config, node))
-        found = {}
-        for answer in self._grid.send_and_receive(requests):
-            index = asked[answer.metadata.src_node_id]
-            reply = replies[index]
+    def _folded(self, updates: Iterable[Update], folding: Folding, this_round: Round) -> Aggregated:
+        """Fold the updates into an aggregator one at a time, and give the strategy behind the result."""
+        for update in updates:
             try:
-                alignment = read_answer(answer, reply.tensors, base, symmetry)
-                moved = alignment.apply(reply.tensors)
-                check_finite(moved)
+                folding.add(update)
             except UpdateError as error:
-                log(WARNING, "Client %d is matched at the server: %s", client_id(reply.message), error)
-                continue
-            found[index] = AlignedUpdate(moved, reply.weight, alignment)
+                this_round.put_aside(update.reply.client, str(error))
+            del update
+        aggregator, contents = folding.chosen(this_round)
+        this_round.accepted = len(contents)
+        metrics = self._train_metrics(contents) if contents else None
+        if not self._enough(this_round):
+            return None, metrics
+        merged = aggregator.result()
+        this_round.note(aggregator.notes)
+        del aggregator
+        try:
+            check_finite(merged)
+        except UpdateError as error:
+            this_round.lose(f"the aggregation is not finite. {error}")
+            return None, metrics
+        if self._behind is FedAvg:
+            return as_sent(merged, self._broadcast), metrics
+        # To strategies that look at nothing else, the mean is a round's only update.
+        mean = of_mean(as_sent(merged, plain(self._broadcast)), self._weighted_by)
+        ours = self._metrics_function
+        self._metrics_function = lambda *_: MetricRecord()
+        try:
+            arrays, _ = super().aggregate_train(this_round.number, [mean])  # type: ignore[safe-super]
+        finally:
+            self._metrics_function = ours
+        return None if arrays is None else restored(arrays, self._broadcast), metrics
+
+    def _handed_over(self, updates: Iterable[Update], this_round: Round, store: Store) -> Aggregated:
+        """Give all updates to the strategy behind."""
+        held = []
+        for update in updates:
+            held.append((replace(update.reply, tensors={}, statistics={}), with_tensors(update, store)))
+            del update
+        held.sort(key=lambda item: item[0].order)
+        good, odd = with_common_layout(held, lambda item: item[0].layout)
+        for reply, _ in odd:
+            reason = (
+                f"Its records and metrics are {reply.layout}, most clients' are {good[0][0].layout}."
+            )
+            this_round.put_aside(reply.client, f"{reason} Send the same metrics from every client.")
+        this_round.accepted = len(good)
+        if not self._enough(this_round):
+            return None, None
+        arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
+            this_round.number, [message for _, message in good]
+        )
+        if arrays is not None and self.align:
+            arrays = restored(arrays, self._broadcast)
+        return arrays, metrics
+
+    def _train_metrics(self, contents: list[RecordDict]) -> MetricRecord:
+        """Aggregate the clients' metrics like the strategy behind, over those that have the same."""
+        good, odd = with_common_layout(contents, metrics_layout)
+        if odd:
+            log(WARNING, "The metrics of %d clients are left out: they are not like most.", len(odd))
+        return self._metrics_function(good, self._weighted_by)
+
+    @property
+    def _metrics_function(self) -> Callable[[list[RecordDict], str], MetricRecord]:
+        """The function with which the strategy behind aggregates metrics of training."""
+        found: Callable[[list[RecordDict], str], MetricRecord] = vars(self)["train_metrics_aggr_fn"]
         return found
 
-    def _keep_dtypes(self, arrays: ArrayRecord) -> None:
-        """Keep the broadcast model's integer and boolean buffers, and its precision elsewhere."""
-        for name, array in self._broadcast.items():
-            if name not in arrays:
-                continue
-            if not array.dtype.startswith("float"):
-                arrays[name] = array
-            elif arrays[name].dtype != array.dtype:
-                arrays[name] = Array(arrays[name].numpy().astype(array.dtype))
+    @_metrics_function.setter
+    def _metrics_function(self, function: Callable[[list[RecordDict], str], MetricRecord]) -> None:
+        vars(self)["train_metrics_aggr_fn"] = function
 
-    def _report(self, this_round: Round, metrics: MetricRecord | None) -> MetricRecord | None:
+    def _enough(self, this_round: Round) -> bool:
+        """Return whether a round has enough good replies; say so where it has not."""
+        enough = this_round.accepted >= self.min_replies
+        if not enough:
+            this_round.lose(f"{this_round.accepted} good replies, {self.min_replies} needed.")
+        return enough
+
+    def _reported(
+        self, this_round: Round, arrays: ArrayRecord | None, metrics: MetricRecord | None
+    ) -> Aggregated:
+        """Log and write what happened, and add it to the metrics."""
         if self.align:
             ours = this_round.metrics()
             log(
                 INFO,
                 "Alignment: distance %.4g -> %.4g (rotation %.1f%%, permutation %.1f%%), "
-                "%d groups below the threshold skipped, %d replies set aside, %.2f s",
+                "%d groups below the threshold skipped, %d replies accepted, %d set aside, %.2f s",
                 ours["fedrot-distance-before"],
                 ours["fedrot-distance-after"],
                 100 * ours["fedrot-share-rotation"],
                 100 * ours["fedrot-share-permutation"],
                 ours["fedrot-groups-skipped"],
+                ours["fedrot-replies-accepted"],
                 ours["fedrot-replies-set-aside"],
                 ours["fedrot-seconds"],
             )
@@ -352,29 +537,13 @@ class Aligned(Strategy):
             # Nothing but what went wrong: without alignment the metrics are the strategy's own.
             ours = {**this_round.losses()}
         if self.report_path is not None:
-            self.report_path.parent.mkdir(parents=True, exist_ok=True)
-            with self.report_path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in this_round.rows()))
-        return MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
+            append_rows(self.report_path, this_round.rows())
+        return arrays, MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
 
 
-def _without_integers(
-    tensors: Mapping[str, Tensor], broadcast: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]:
     """Return the tensors with the broadcast model's integer and boolean buffers, as floats.
 
     The new model keeps the broadcast ones, and strategies measure distances over everything.
     """
     return {name: t if t.is_floating_point() else broadcast[name].float() for name, t in tensors.items()}
-
-
-def _with_tensors(reply: Reply, tensors: Mapping[str, Tensor]) -> Message:
-    """Return a copy of the reply's message with other tensors and without statistics."""
-    content = RecordDict(dict(reply.message.content))
-    if STATISTICS in content.array_records:
-        del content[STATISTICS]
-    ((name, arrays),) = content.array_records.items()
-    content[name] = replace_changed(arrays, reply.tensors, tensors)
-    message = copy.copy(reply.message)
-    message.content = content
-    return message

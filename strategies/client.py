@@ -10,7 +10,7 @@ from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.common import log
 from torch import Tensor
 
@@ -24,8 +24,8 @@ from fedrot.strategies.records import (
     model_records,
     read_statistics,
     statistics_record,
-    to_tensors,
 )
+from fedrot.strategies.wire import TIED, from_arrays, same_bits, to_arrays
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.validation import check_finite
 
@@ -189,7 +189,7 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
     elif isinstance(described, Symmetry):
         model = _Model(kept, described, tuple(described.shapes))
         # Legacy arrays do not know their shapes either.
-        shapes = {name: tuple(t.shape) for name, t in _tensors(model.named(kept)).items()}
+        shapes = {name: tuple(t.shape) for name, t in from_arrays(model.named(kept)).items()}
     else:
         raise FedrotError(
             "The message's tensors have no names, as in all of Flower's legacy workflows. Give "
@@ -210,19 +210,12 @@ def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]
     if len(models) != 1:
         raise UpdateError(f"The reply holds {len(models)} ArrayRecords; send exactly one.")
     ((name, arrays),) = models.items()
-    return name, _tensors(model.named(arrays))
-
-
-def _tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
-    try:
-        return to_tensors(arrays)
-    except Exception as error:
-        raise UpdateError(f"The arrays cannot be decoded: {error}") from error
+    return name, from_arrays(model.named(arrays), model.named(model.arrays))
 
 
 def _align(update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None) -> Alignment:
     check_finite(update)
-    anchor = _tensors(model.named(model.arrays))
+    anchor = from_arrays(model.named(model.arrays))
     alignment = align(_alike(update, anchor), anchor, model.symmetry, options)
     report = alignment.report
     log(
@@ -251,10 +244,15 @@ def _alike(update: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> dict[s
 def _changed(
     arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> ArrayRecord:
-    """Return the arrays, in their order and under their keys, with those that were moved."""
-    return ArrayRecord(
-        {
-            key: array if after[name] is before[name] else Array(after[name].numpy())
-            for (key, array), name in zip(arrays.items(), before, strict=True)
-        }
-    )
+    """Return the arrays, in their order and under their keys, with those that were moved.
+
+    What was tied to a moved tensor stays tied to it if both were moved alike.
+    """
+    names = dict(zip(arrays, before, strict=True))
+    moved = {key: after[name] for key, name in names.items() if after[name] is not before[name]}
+    for key, array in arrays.items():
+        other = array.data.decode() if array.stype == TIED else None
+        if other in moved:
+            own = after[names[key]]
+            moved[key] = moved[other] if same_bits(own, moved[other]) else own
+    return ArrayRecord({**arrays, **to_arrays(moved)})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from logging import INFO, WARNING
+from collections.abc import Callable, Iterable
+from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -13,15 +12,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.aggregation.statistics import FISHER, TRAINED, untrained
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics
+from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.aligned import Aligned
+from fedrot.strategies.aligned import Aggregated, Aligned
+from fedrot.strategies.folding import Folding
 from fedrot.strategies.matching import FOREIGN_OPTIONS
 from fedrot.strategies.privacy import check_not_behind
 from fedrot.strategies.records import STATISTICS
-from fedrot.strategies.rounds import Merged, Round, Update
-from fedrot.validation import check_finite
+from fedrot.strategies.replies import Reply
+from fedrot.strategies.rounds import Round, Update
+from fedrot.strategies.store import Store
 
 
 class FedRot(Aligned, FedAvg):
@@ -65,7 +66,8 @@ class FedRot(Aligned, FedAvg):
                 "builds it anew for every round."
             )
         needs = aggregation().needs if aggregation is not None else ()
-        given = [self.options, self.foreign or FOREIGN_OPTIONS if self.model else self.foreign]
+        foreign = self._foreign.options
+        given = [self.options, foreign or FOREIGN_OPTIONS if self._foreign.model else foreign]
         if self.align and FISHER in needs and any(map(_rotates, given)):
             raise FedrotError(
                 "Diagonal Fisher information cannot follow rotations of the heads. Let the clients "
@@ -95,61 +97,21 @@ class FedRot(Aligned, FedAvg):
     def _needs(self, server_round: int) -> tuple[str, ...]:
         return self._kinds if (server_round - 1) % self.statistics_every == 0 else ()
 
-    def _merged(self, updates: Sequence[Update], this_round: Round) -> Merged | None:
-        build = self.aggregation if self._needs(this_round.number) == self._kinds else None
-        if build is None and not any(update.statistics.get(TRAINED) for update in updates):
-            return None
-        aggregator, accepted = (build or Mean)(), []
-        for update in _most_alike_first(updates):
-            try:
-                aggregator.add(update.tensors, update.weight, update.statistics)
-            except UpdateError as error:
-                this_round.put_aside(update.client, str(error))
-            else:
-                accepted.append(update)
-        if not accepted:
-            return Merged(None, [])
-        merged = aggregator.result()
-        try:
-            check_finite(merged)
-        except UpdateError as error:
-            log(WARNING, "The aggregation is not finite, the model stays as it was: %s", error)
-            return Merged(None, accepted)
-        this_round.note(aggregator.notes)
-        return Merged(ArrayRecord(merged), accepted)
+    def _aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+        if self.aggregation is not None and self._needs(server_round) == self._kinds:
+            return self.aggregation
+        return super()._aggregator(server_round)
+
+    def _statistics(self, reply: Reply) -> Statistics:
+        return reply.statistics
+
+    def _handed_over(self, updates: Iterable[Update], this_round: Round, store: Store) -> Aggregated:
+        held = list(updates)
+        if any(update.statistics.get(TRAINED) for update in held):
+            return self._folded(held, Folding(Mean), this_round)
+        return super()._handed_over(held, this_round, store)
 
 
 def _rotates(options: AlignmentOptions | None) -> bool:
     found = options is not None and "attention" in options.parts
     return found and options is not None and options.within_heads == "rotation"
-
-
-def _most_alike_first(updates: Sequence[Update]) -> list[Update]:
-    """Put first whoever sends statistics like most: aggregators go by the first update."""
-    shapes, lacking = [], []
-    votes: dict[tuple[str, str], Counter[tuple[int, ...]]] = defaultdict(Counter)
-    for update in updates:
-        lacking.append(untrained(update.statistics))
-        shapes.append(
-            {
-                (kind, name): tuple(value.shape)
-                for kind, by_name in update.statistics.items()
-                for name, value in by_name.items()
-                if kind != TRAINED and name not in lacking[-1]
-            }
-        )
-        for key, shape in shapes[-1].items():
-            votes[key][shape] += 1
-    able = {key: sum(key[1] not in names for names in lacking) for key in votes}
-    usual = {
-        key: counts.most_common(1)[0][0]
-        for key, counts in votes.items()
-        if 2 * counts.total() > able[key]
-    }
-
-    def oddity(index: int) -> int:
-        own = shapes[index]
-        odd = sum(usual.get(key) != shape for key, shape in own.items())
-        return odd + sum(key not in own and key[1] not in lacking[index] for key in usual)
-
-    return [updates[index] for index in sorted(range(len(updates)), key=oddity)]

@@ -21,7 +21,7 @@ from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import collect_activations
 from fedrot.moves import Move
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.records import to_tensors
+from fedrot.strategies.wire import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.kinds import HeadLinear, HeadRotation
 
@@ -71,11 +71,11 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
     def answer(message: Message, context: Context) -> Message:
         alignment = _match(message, setup(message, context))
         elements = {_name(move): move.element for move in alignment.moves}
-        return Message(RecordDict({ELEMENTS: ArrayRecord(elements)}), reply_to=message)
+        return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
 
 
 def _match(message: Message, matching: Matching) -> Alignment:
-    anchor, update = (to_tensors(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
+    anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
     ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
     for model, tensors in ((ours, anchor), (theirs, update)):
@@ -95,10 +95,18 @@ def _name(move: Move) -> str:
 
 
 def request(
-    anchor: Mapping[str, Tensor], update: ArrayRecord, config: ConfigRecord, node: int
+    anchor: Mapping[str, Tensor],
+    update: ArrayRecord | Mapping[str, Tensor],
+    config: ConfigRecord,
+    node: int,
 ) -> Message:
-    """Return the message that asks a node to match its update to an anchor."""
-    content = RecordDict({ANCHOR: ArrayRecord(dict(anchor)), UPDATE: update, "config": config})
+    """Return the message that asks a node to match its update to an anchor.
+
+    A record goes as it came, so it must hold whole tensors: what was sent as unchanged cannot be
+    read without the model that it was unchanged from.
+    """
+    sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
+    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": config})
     return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
 
 
@@ -119,8 +127,8 @@ def read_answer(
     if record is None:
         raise UpdateError(f"the answer holds no ArrayRecord '{ELEMENTS}'.")
     try:
-        elements = to_tensors(record)
-    except Exception as error:
+        elements = from_arrays(record)
+    except UpdateError as error:
         raise UpdateError(f"the elements cannot be decoded: {error}") from error
     return alignment_of(_moves(elements, symmetry), update, anchor, symmetry)
 

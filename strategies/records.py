@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.common.constant import SType
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.wire import decode, encode, from_arrays, wire_bytes
 
 #: Record of a reply that holds its statistics, and key of a request's configuration that names the
 #: kinds the server wants this round, separated by commas.
@@ -20,21 +22,29 @@ _KIND, _NAMES = "/", "|"
 
 
 def to_tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
-    """Return the arrays as CPU tensors of the same names, shapes and dtypes."""
-    return {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
+    """Return the arrays as read-only CPU tensors of the same names, see ``from_arrays``."""
+    return from_arrays(arrays)
 
 
 def replace_changed(
     arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> ArrayRecord:
-    """Return ``after`` as arrays; what was neither replaced nor cast keeps its bytes."""
+    """Return ``after`` as arrays that any strategy can read.
+
+    What is Flower's own array and was neither replaced nor cast keeps its bytes. NumPy has no
+    bfloat16: that becomes float32.
+    """
 
     def same(name: str, array: Array) -> bool:
-        return after[name] is before[name] and f"torch.{array.dtype}" == str(after[name].dtype)
+        as_sent = array.stype == SType.NUMPY and f"torch.{array.dtype}" == str(after[name].dtype)
+        return as_sent and after[name] is before[name]
+
+    def plain(name: str, tensor: Tensor) -> Array:
+        return encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
     return ArrayRecord(
         {
-            name: arrays[name] if same(name, arrays[name]) else Array(tensor.cpu().numpy())
+            name: arrays[name] if name in arrays and same(name, arrays[name]) else plain(name, tensor)
             for name, tensor in after.items()
         }
     )
@@ -68,12 +78,8 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
         for name, value in by_name.items():
             names.setdefault(id(value), []).append(name)
         for shared in names.values():
-            value = by_name[shared[0]].detach().cpu()
-            if value.is_floating_point():
-                value = value.to(dtype)
-            # NumPy has no bfloat16: its bits travel.
-            bits = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-            arrays[f"{kind}{_KIND}{_NAMES.join(shared)}"] = Array(bits.numpy())
+            value, key = by_name[shared[0]], f"{kind}{_KIND}{_NAMES.join(shared)}"
+            arrays[key] = encode(key, value.to(dtype) if value.is_floating_point() else value)
     return ArrayRecord(arrays)
 
 
@@ -87,12 +93,12 @@ def read_statistics(content: RecordDict) -> dict[str, dict[str, Tensor]]:
     for key, array in content.array_records.get(STATISTICS, {}).items():
         kind, separator, names = key.partition(_KIND)
         try:
-            value = torch.from_numpy(array.numpy())
-        except Exception as error:
+            value = decode(key, array)
+        except UpdateError as error:
             raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
         if not separator:
             raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
-        value = value.view(torch.bfloat16).float() if value.dtype == torch.uint16 else value
+        value = value.float() if value.dtype == torch.bfloat16 else value
         found.setdefault(kind, {}).update(dict.fromkeys(names.split(_NAMES), value))
     return found
 
@@ -100,9 +106,14 @@ def read_statistics(content: RecordDict) -> dict[str, dict[str, Tensor]]:
 def statistics_bytes(message: Message) -> int:
     """Return what a reply's statistics weigh on the wire."""
     record = message.content.array_records.get(STATISTICS) if message.has_content() else None
-    return sum(len(array.data) for array in record.values()) if record is not None else 0
+    return wire_bytes(record) if record is not None else 0
 
 
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     """Return a reply's ArrayRecords without its statistics: exactly one, if the reply is good."""
     return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
+
+
+def without_arrays(content: RecordDict) -> RecordDict:
+    """Return what is small in a content: everything but its ArrayRecords."""
+    return RecordDict({n: r for n, r in content.items() if not isinstance(r, ArrayRecord)})

@@ -3,50 +3,100 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation.statistics import Statistics, brings, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.strategies.records import model_records, read_statistics, to_tensors
+from fedrot.strategies.records import model_records, read_statistics
+from fedrot.strategies.wire import from_arrays
 from fedrot.validation import LARGEST_WEIGHT, SMALLEST_WEIGHT, check_finite, check_update
 
 #: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
+
+#: Integers of metrics beyond this cannot be averaged as floats.
+_LARGEST_INTEGER = 2**63
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reply:
     """A reply that passed: its message, its tensors in the broadcast dtypes, and its weight.
 
-    Statistics are as the client sent them, of its update before the server moves it.
+    Attributes:
+        client: see ``client_id``.
+        record: name of its ArrayRecord, which the message may have lost since.
+        statistics: as the client sent them, of its update before the server moves it.
     """
 
     message: Message
-    tensors: dict[str, Tensor]
+    client: int
+    record: str
+    tensors: Mapping[str, Tensor]
     weight: float
     statistics: Statistics = field(default_factory=dict)
 
     @property
+    def order(self) -> tuple[int, int]:
+        """What replies are sorted by: their clients' ids, and their nodes' where these are equal."""
+        return self.client, self.message.metadata.src_node_id
+
+    @property
     def layout(self) -> tuple[object, ...]:
         """What Flower's strategies need to be equal in all replies: record names and metrics."""
-        (arrays,) = model_records(self.message.content)
-        ((metrics, record),) = self.message.content.metric_records.items()
-        lengths = {name: len(v) if isinstance(v, list) else None for name, v in record.items()}
-        return arrays, metrics, tuple(sorted(lengths.items()))
+        return self.record, *metrics_layout(self.message.content)
 
 
-def with_common_layout(replies: Sequence[Reply]) -> tuple[list[Reply], list[Reply]]:
+class Asked:
+    """Whom a round asked: what answers another question, or the same one twice, has no part in it."""
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        # Grids give messages their ids when they are sent.
+        self._metadata = [message.metadata for message in messages]
+
+    def answers(self) -> Callable[[Message], None]:
+        """Return what checks the replies of one round, one after the other.
+
+        It raises ``UpdateError`` for a reply to no question of this round, or to an answered one.
+        """
+        asked = {(m.message_id, m.dst_node_id) for m in self._metadata}
+        answered: set[tuple[str, int]] = set()
+
+        def check(message: Message) -> None:
+            key = message.metadata.reply_to_message_id, message.metadata.src_node_id
+            if key not in asked:
+                raise UpdateError("It answers no request of this round: late, or not meant for us.")
+            if key in answered:
+                raise UpdateError("Its sender has answered before in this round; that answer counts.")
+            answered.add(key)
+
+        return check
+
+
+def with_common_layout(
+    items: Sequence[T], layout: Callable[[T], tuple[object, ...]]
+) -> tuple[list[T], list[T]]:
     """Split replies into those laid out like most, and the others."""
-    counts = Counter(reply.layout for reply in replies)
+    layouts = [layout(item) for item in items]
+    counts = Counter(layouts)
     common = counts.most_common(1)[0][0] if counts else ()
     return (
-        [reply for reply in replies if reply.layout == common],
-        [reply for reply in replies if reply.layout != common],
+        [item for item, own in zip(items, layouts, strict=True) if own == common],
+        [item for item, own in zip(items, layouts, strict=True) if own != common],
     )
+
+
+def metrics_layout(content: RecordDict) -> tuple[object, ...]:
+    """Return the name, keys and list lengths of a content's only MetricRecord."""
+    ((name, record),) = content.metric_records.items()
+    lengths = {key: len(v) if isinstance(v, list) else None for key, v in record.items()}
+    return name, tuple(sorted(lengths.items()))
 
 
 def own_id(content: RecordDict) -> int | None:
@@ -71,6 +121,7 @@ def read_reply(
     """Check a reply and decode it.
 
     Args:
+        broadcast: the model that was sent. Tensors that a client sends as unchanged are its.
         needs: the kinds of statistics that it has to bring.
 
     Raises:
@@ -80,24 +131,15 @@ def read_reply(
     """
     content = message.content
     records = model_records(content)
-    if len(records) != 1 or len(content.metric_records) != 1:
+    if len(records) != 1:
         raise UpdateError(
             f"The reply holds {len(records)} ArrayRecords and "
             f"{len(content.metric_records)} MetricRecords; send exactly one of each."
         )
-    (metrics,) = content.metric_records.values()
-    weight = metrics.get(weighted_by_key)
-    if not isinstance(weight, (int, float)) or not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
-        raise UpdateError(
-            f"The metric '{weighted_by_key}' is {weight!r}; it must be a positive number up to "
-            f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
-        )
-    (arrays,) = records.values()
-    try:
-        tensors = to_tensors(arrays)
-    except Exception as error:
-        raise UpdateError(f"The arrays cannot be decoded: {error}") from error
-    check_update(tensors, {name: tuple(t.shape) for name, t in broadcast.items()})
+    weight = read_weight(content, weighted_by_key, SMALLEST_WEIGHT)
+    ((record, arrays),) = records.items()
+    check_update(arrays, {name: tuple(t.shape) for name, t in broadcast.items()})
+    tensors = from_arrays(arrays, since=broadcast)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() != broadcast[name].is_floating_point():
             raise UpdateError(
@@ -107,6 +149,8 @@ def read_reply(
     check_finite(tensors)
     # In the broadcast order: Flower's wrappers take tensors by their place.
     cast = {name: tensors[name].to(like.dtype) for name, like in broadcast.items()}
+    # A narrower dtype has a smaller range.
+    check_finite({name: t for name, t in cast.items() if t.dtype != tensors[name].dtype})
     statistics = read_statistics(content)
     missing = [kind for kind in needs if not brings(statistics, kind)]
     if missing:
@@ -115,4 +159,29 @@ def read_reply(
             "statistics_record(...) into it under the name 'fedrot-statistics'."
         )
     check_statistics(statistics, {name: tuple(t.shape) for name, t in cast.items()})
-    return Reply(message, cast, float(weight), statistics)
+    return Reply(message, client_id(message), record, cast, weight, statistics)
+
+
+def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:
+    """Return the weight in a content's only MetricRecord.
+
+    Raises:
+        UpdateError: there is not exactly one MetricRecord, its weight is not a number from ``smallest``
+            to ``LARGEST_WEIGHT``, or another integer is too large to be averaged.
+    """
+    if len(content.metric_records) != 1:
+        raise UpdateError(
+            f"The reply holds {len(content.metric_records)} MetricRecords; send exactly one."
+        )
+    (metrics,) = content.metric_records.values()
+    weight = metrics.get(weighted_by_key)
+    if not isinstance(weight, (int, float)) or not smallest <= weight <= LARGEST_WEIGHT:
+        raise UpdateError(
+            f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive number up to "
+            f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
+        )
+    for key, value in metrics.items():
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, int) and abs(number) >= _LARGEST_INTEGER for number in numbers):
+            raise UpdateError(f"The metric '{key}' holds an integer beyond 64 bits. Send a float.")
+    return float(weight)

@@ -1,36 +1,29 @@
-"""One round of an aligned strategy: its updates, what they were merged to, what there is to report."""
+"""One round of an aligned strategy: what came in, what was set aside, what there is to report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import INFO, WARNING
 from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord
 from flwr.common import log
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.report import AlignmentReport
+from fedrot.strategies.replies import Reply
 
 
 class Update(NamedTuple):
-    """A reply in the coordinates of its round: its client, tensors, weight and statistics."""
+    """A reply in the coordinates of its round: tensors, weight and statistics."""
 
-    client: int
+    reply: Reply
     tensors: Mapping[str, Tensor]
     weight: float
     statistics: Statistics
-
-
-class Merged(NamedTuple):
-    """What a round's updates were merged to, None if to nothing, and which of them went in."""
-
-    arrays: ArrayRecord | None
-    accepted: Sequence[Update]
 
 
 @dataclass
@@ -38,17 +31,48 @@ class Round:
     """What happened in one round: reports and set-aside reasons, each with its client."""
 
     number: int
-    failed: int = 0
+    failed: list[tuple[int, str]] = field(default_factory=list)
     start: float = field(default_factory=time.perf_counter)
     reports: list[tuple[int, AlignmentReport]] = field(default_factory=list)
     set_aside: list[tuple[int, str]] = field(default_factory=list)
+    accepted: int = 0
+    lost: str = ""
     foreign: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
 
     def put_aside(self, client: int, reason: str) -> None:
+        """Note a reply that has no part in the average."""
         self.set_aside.append((client, reason))
-        log(WARNING, "Reply of client %d set aside: %s", client, reason)
+        log(
+            WARNING,
+            "Reply of client %d set aside: %s",
+            client,
+            reason,
+            extra={"fedrot": {"round": self.number, "client": client, "set_aside": reason}},
+        )
+
+    def fail(self, client: int, reason: str) -> None:
+        """Note a client that answered with an error."""
+        self.failed.append((client, reason))
+        log(
+            INFO,
+            "\t> Received error in reply from node %d: %s",
+            client,
+            reason,
+            extra={"fedrot": {"round": self.number, "client": client, "failed": reason}},
+        )
+
+    def lose(self, reason: str) -> None:
+        """Note that the round gives no model."""
+        self.lost = reason
+        log(
+            WARNING,
+            "Round %d failed, the model stays as it was: %s",
+            self.number,
+            reason,
+            extra={"fedrot": {"round": self.number, "lost": reason}},
+        )
 
     def note(self, notes: Mapping[str, str]) -> None:
         """Keep what the aggregation found out of the ordinary, by tensor, and log the first."""
@@ -57,11 +81,17 @@ class Round:
             log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(notes), what)
 
     def losses(self) -> dict[str, int]:
-        counts = {"fedrot-replies-set-aside": len(self.set_aside), "fedrot-replies-failed": self.failed}
-        counts["fedrot-statistics-bytes"] = self.statistics_bytes
+        """Return the counts of what went wrong, without those that are 0."""
+        counts = {
+            "fedrot-replies-set-aside": len(self.set_aside),
+            "fedrot-replies-failed": len(self.failed),
+            "fedrot-round-failed": int(bool(self.lost)),
+            "fedrot-statistics-bytes": self.statistics_bytes,
+        }
         return {name: count for name, count in counts.items() if count}
 
     def metrics(self) -> dict[str, float | int]:
+        """Return the round's figures, over all clients."""
         reports = [report for _, report in self.reports]
         before = sum(r.before for r in reports)
 
@@ -79,23 +109,21 @@ class Round:
             "fedrot-heads-moved": sum(r.moved("heads") for r in reports),
             "fedrot-neurons-moved": sum(r.moved("ffn") for r in reports),
             "fedrot-stream-moved": sum(r.moved("residual") for r in reports),
-            "fedrot-replies-foreign": self.foreign,
             "fedrot-groups-skipped": sum(g.skipped for r in reports for g in r.groups),
+            "fedrot-replies-foreign": self.foreign,
+            "fedrot-replies-accepted": self.accepted,
             "fedrot-replies-set-aside": len(self.set_aside),
-            "fedrot-replies-failed": self.failed,
+            "fedrot-replies-failed": len(self.failed),
+            "fedrot-round-failed": int(bool(self.lost)),
             "fedrot-statistics-bytes": self.statistics_bytes,
             "fedrot-seconds": time.perf_counter() - self.start,
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        aligned = [
-            {"round": self.number, "client": client, **row}
-            for client, report in self.reports
-            for row in report.rows()
-        ]
-        aside = [
-            {"round": self.number, "client": client, "set_aside": reason}
-            for client, reason in self.set_aside
-        ]
-        notes = [{"round": self.number, "tensor": t, "note": note} for t, note in self.notes.items()]
-        return aligned + aside + notes
+        """Return the report's rows: per client and group, per reply lost, per note."""
+        aligned = [{"client": client, **row} for client, report in self.reports for row in report.rows()]
+        aside = [{"client": client, "set_aside": reason} for client, reason in self.set_aside]
+        failed = [{"client": client, "failed": reason} for client, reason in self.failed]
+        notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
+        lost = [{"lost": self.lost}] if self.lost else []
+        return [{"round": self.number, **row} for row in [*aligned, *aside, *failed, *notes, *lost]]

@@ -16,8 +16,9 @@ from fedrot.validation import check_update, check_weight
 class Mean:
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 
-    Sums are kept in float32, or float64 for float64 updates, whatever dtype travels; the result has
-    the dtypes of the first update. Integer and boolean tensors are the first update's.
+    The mean so far is held in float32, or float64 for float64 updates, whatever dtype travels, and
+    moved towards every update in place: it is one model large however many updates are added. The
+    result has the dtypes of the first update. Integer and boolean tensors are the first update's.
 
     Statistics ``trained`` say which rows of a tensor a client trained (the labels it has seen, say):
     these rows are averaged over the clients that trained them, and over all where nobody did.
@@ -26,8 +27,8 @@ class Mean:
     needs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._first: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
+        self._mean: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._trained: dict[str, tuple[Tensor, Tensor]] = {}
         self._weight = 0.0
 
@@ -39,7 +40,15 @@ class Mean:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what was added, empty before."""
-        return {name: tuple(tensor.shape) for name, tensor in self._first.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._mean.items()}
+
+    @property
+    def current(self) -> Tensors:
+        """The mean so far over all clients, as it is held: read-only, and changed by the next ``add``.
+
+        Empty before the first.
+        """
+        return self._mean
 
     def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Check what ``add`` would be given.
@@ -48,7 +57,7 @@ class Mean:
             UpdateError: as ``add``.
         """
         check_weight(weight)
-        if self._first:
+        if self._mean:
             check_update(update, self.shapes)
         check_statistics(statistics or {}, {name: tuple(t.shape) for name, t in update.items()})
 
@@ -64,30 +73,36 @@ class Mean:
 
     def fold(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Do what ``add`` does with what ``check`` has passed."""
-        if not self._first:
-            self._first = {name: tensor.detach() for name, tensor in update.items()}
+        if not self._mean:
+            self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
         masks = (statistics or {}).get(TRAINED, {})
+        share = weight / (self._weight + weight)
         for name, tensor in update.items():
-            if not self._first[name].is_floating_point():
+            value, mean = tensor.detach(), self._mean.get(name)
+            if mean is None:
+                held = compute_dtype(value) if value.is_floating_point() else value.dtype
+                mean = self._mean[name] = value.to(held, copy=True)
+            if not mean.is_floating_point():
                 continue
-            value = tensor.detach().to(compute_dtype(self._first[name]))
+            value = value.to(mean.dtype)
             if name in masks or name in self._trained:
-                self._add_rows(name, value, weight, masks.get(name))
-            if name in self._sums:
-                self._sums[name].add_(value, alpha=weight)
-            else:
-                self._sums[name] = value * weight
+                self._fold_rows(name, value, weight, masks.get(name))
+            if share < 1:
+                mean.lerp_(value, share)
         self._weight += weight
 
-    def _add_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
+    def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
+        """Keep the mean of each row over the clients that trained it, and their weight."""
         rows = along_rows(torch.tensor(True) if mask is None else mask, value)
-        share = weight * rows.to(value.dtype)
+        theirs = weight * rows.to(value.dtype)
         if name not in self._trained:
             # Whoever came before without a mask trained all rows.
-            before = self._sums[name].clone() if name in self._sums else torch.zeros_like(value)
-            self._trained[name] = before, torch.full_like(value, self._weight)
-        total, weights = self._trained[name]
-        self._trained[name] = total + share * value, weights + share
+            before = torch.full_like(theirs, self._weight)
+            self._trained[name] = self._mean[name].clone(), before
+        mean, weights = self._trained[name]
+        total = weights + theirs
+        share = torch.where(total > 0, theirs / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
+        self._trained[name] = mean + share * (value - mean), total
 
     def result(self) -> dict[str, Tensor]:
         """Return the mean of what was added so far; adding may go on afterwards.
@@ -95,16 +110,12 @@ class Mean:
         Raises:
             UpdateError: nothing was added.
         """
-        if not self._first:
+        if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
-        return {
-            name: self._mean(name).to(tensor.dtype) if name in self._sums else tensor.clone()
-            for name, tensor in self._first.items()
-        }
+        return {name: self._of(name).to(dtype, copy=True) for name, dtype in self._dtypes.items()}
 
-    def _mean(self, name: str) -> Tensor:
-        mean = self._sums[name] / self._weight
+    def _of(self, name: str) -> Tensor:
         if name not in self._trained:
-            return mean
-        total, weights = self._trained[name]
-        return torch.where(weights > 0, total / weights.clamp_min(torch.finfo(weights.dtype).tiny), mean)
+            return self._mean[name]
+        mean, weights = self._trained[name]
+        return torch.where(weights > 0, mean, self._mean[name])

@@ -61,3 +61,9 @@ def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
 def squared_distance(blocks: Sequence[Pair]) -> float:
     """Return the sum of squared differences over all pairs."""
     return float(sum(torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks))
+
+
+def model_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the distance of two models over all floating-point tensors of ``a``."""
+    dtypes = {name: compute_dtype(t) for name, t in a.items() if t.is_floating_point()}
+    return squared_distance([(a[n].to(dtype), b[n].to(dtype)) for n, dtype in dtypes.items()]) ** 0.5

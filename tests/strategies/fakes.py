@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
-Client = Callable[[Message], Message]
+Client = Callable[[Message], Message | None]
 
 
 def reply(
@@ -39,11 +40,15 @@ def failure(to: Message) -> Message:
 
 
 class FakeGrid(Grid):
-    """Delivers every message to the client of its node and collects the answers."""
+    """Delivers every message to the client of its node, which answers when its answer is fetched.
 
-    def __init__(self, clients: dict[int, Client]) -> None:
-        self.clients = clients
+    A client that returns None never answers.
+    """
+
+    def __init__(self, clients: Mapping[int, Client]) -> None:
+        self.clients = dict(clients)
         self.asked: list[list[int]] = []
+        self._sent: dict[str, Message] = {}
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.clients)
@@ -51,9 +56,7 @@ class FakeGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        sent = list(messages)
-        self.asked.append([message.metadata.dst_node_id for message in sent])
-        return [self.clients[message.metadata.dst_node_id](message) for message in sent]
+        return list(self.pull_messages(self.push_messages(messages)))
 
     def set_run(self, run: Any) -> None: ...
 
@@ -64,11 +67,23 @@ class FakeGrid(Grid):
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         return Message(*args, **kwargs)
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return []
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        self.asked.append([message.metadata.dst_node_id for message in sent])
+        for message in sent:
+            message.metadata.__dict__["_message_id"] = uuid4().hex
+            self._sent[message.metadata.message_id] = message
+        return [message.metadata.message_id for message in sent]
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return []
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        answers = []
+        for message_id in list(message_ids):
+            message = self._sent.get(message_id)
+            answer = message and self.clients[message.metadata.dst_node_id](message)
+            if answer is not None:
+                del self._sent[message_id]
+                answers.append(answer)
+        return answers
 
 
 def broadcast(

@@ -1,0 +1,83 @@
+"""Updates folded into an aggregator as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from flwr.app import RecordDict
+
+from fedrot.aggregation import Aggregator, Mean
+from fedrot.errors import UpdateError
+from fedrot.strategies.records import without_arrays
+from fedrot.strategies.rounds import Round, Update
+
+#: An aggregator goes by the first update it is given. In case that was the odd one, others are built
+#: from what it refuses; being odd in ever new ways costs no more memory than so many of them.
+CANDIDATES = 3
+
+_ODD = "Its statistics are of another form than most clients'. Collect them alike at every client."
+
+
+@dataclass
+class _Candidate:
+    """An aggregator, and of what it took: the clients, why others refused them, the contents."""
+
+    aggregator: Aggregator
+    taken: list[tuple[int, str, RecordDict]] = field(default_factory=list)
+
+    def add(self, update: Update, refusal: str) -> None:
+        self.aggregator.add(update.tensors, update.weight, update.statistics)
+        content = without_arrays(update.reply.message.content)
+        self.taken.append((update.reply.client, refusal or _ODD, content))
+
+
+class Folding:
+    """The aggregators of one round: the one that most updates agree with counts.
+
+    Args:
+        build: returns a new aggregator.
+    """
+
+    def __init__(self, build: Callable[[], Aggregator]) -> None:
+        self._build = build
+        self._candidates = [_Candidate(build())]
+
+    @property
+    def mean(self) -> Mean | None:
+        """The aggregator, if it is a plain mean: no update is odd to that."""
+        first = self._candidates[0].aggregator
+        return first if type(first) is Mean else None
+
+    def add(self, update: Update) -> None:
+        """Fold one update in.
+
+        Raises:
+            UpdateError: no aggregator takes it.
+        """
+        refusals: list[UpdateError] = []
+        for candidate in self._candidates:
+            try:
+                return candidate.add(update, str(refusals[0]) if refusals else "")
+            except UpdateError as error:
+                refusals.append(error)
+        if len(self._candidates) < CANDIDATES and self._candidates[-1].taken:
+            another = _Candidate(self._build())
+            with suppress(UpdateError):
+                another.add(update, str(refusals[0]))
+                self._candidates.append(another)
+                return None
+        raise refusals[0]
+
+    def chosen(self, this_round: Round) -> tuple[Aggregator, list[RecordDict]]:
+        """Return the aggregator that took most, and the contents of its replies, without arrays.
+
+        What the others took is set aside, and nothing is kept.
+        """
+        best = max(self._candidates, key=lambda candidate: len(candidate.taken))
+        for candidate in self._candidates:
+            for client, refusal, _ in candidate.taken if candidate is not best else ():
+                this_round.put_aside(client, refusal)
+        self._candidates = []
+        return best.aggregator, [content for _, _, content in best.taken]

@@ -1,0 +1,139 @@
+"""Replies from other bases than the broadcast model: whose coordinates a round is in, who matches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from logging import INFO, WARNING
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+
+from fedrot.anchors import SAME_BASE, AlignedUpdate, Evidence, base_cosine
+from fedrot.contract import check_function
+from fedrot.errors import SymmetryError, UpdateError
+from fedrot.inputs import reads_text
+from fedrot.matching.activations import probing
+from fedrot.options import AlignmentOptions
+from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
+from fedrot.strategies.replies import Reply
+from fedrot.symmetry import Symmetry
+from fedrot.symmetry.resolve import settings_of
+from fedrot.validation import check_finite
+
+Tensors = Mapping[str, Tensor]
+
+
+class Foreign:
+    """How a strategy treats foreign replies; see ``Aligned`` for the arguments.
+
+    Attributes:
+        options: what to align in them; None treats them like all others.
+        evidence: activations on random tokens, once the model has proved to be what its names say.
+    """
+
+    def __init__(
+        self,
+        options: AlignmentOptions | None,
+        model: Callable[[], nn.Module] | None,
+        match_at_clients: bool,
+    ) -> None:
+        self.options = options
+        self.model = model
+        self.match_at_clients = match_at_clients
+        self.evidence: Evidence | None = None
+        self._prepared = False
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether who is the anchor, or who is asked to match, depends on all replies of a round."""
+        return self.options is not None and (self.match_at_clients or "residual" in self.options.parts)
+
+    def prepare(self, symmetry: Symmetry) -> None:
+        """Make sure, once, that the model is what its names say before its residual stream is moved."""
+        if self._prepared or self.model is None:
+            return
+        self._prepared = True
+        model = self.model()
+        config = settings_of(model.config)
+        parts = FOREIGN_OPTIONS.parts if self.options is None else self.options.parts
+        try:
+            check_function(model, config, symmetry, parts)
+        except SymmetryError as error:
+            log(WARNING, "Replies from other bases will be aligned like all others: %s", error)
+            self.options = None
+            return
+        self.options = self.options or FOREIGN_OPTIONS
+        if reads_text(config):
+            self.evidence = probing(self.model, config, symmetry)
+
+    def base(
+        self, replies: Sequence[Reply], foreign: Sequence[int], broadcast: Tensors
+    ) -> Mapping[str, Tensor]:
+        """Return whose coordinates the round is in: the broadcast model's, unless few share them.
+
+        Args:
+            replies: all of the round's.
+            foreign: the places of the foreign ones.
+        """
+        matched = self.options is not None and "residual" in self.options.parts
+        if not matched or 2 * len(foreign) <= len(replies):
+            return broadcast
+        heaviest = max((replies[index] for index in foreign), key=lambda reply: reply.weight)
+        log(
+            INFO,
+            "%d of %d replies come from other bases; the anchor is client %d's model.",
+            len(foreign),
+            len(replies),
+            heaviest.client,
+        )
+        return heaviest.tensors
+
+    def matched_at_clients(
+        self,
+        replies: Sequence[Reply],
+        base: Tensors,
+        symmetry: Symmetry,
+        grid: Grid,
+        config: ConfigRecord,
+        timeout: float | None,
+    ) -> dict[int, AlignedUpdate]:
+        """Return the updates that their senders matched to the base, by place among the replies."""
+        asked, requests = {}, []
+        for index, reply in enumerate(replies):
+            if is_foreign(reply, base, symmetry):
+                node = reply.message.metadata.src_node_id
+                asked[node] = index
+                requests.append(request(base, ArrayRecord(dict(reply.tensors)), config, node))
+        found: dict[int, AlignedUpdate] = {}
+        for answer in grid.send_and_receive(requests, timeout=timeout) if requests else ():
+            index = asked.get(answer.metadata.src_node_id, -1)
+            if index < 0 or index in found:
+                continue
+            reply = replies[index]
+            try:
+                alignment = read_answer(answer, reply.tensors, base, symmetry)
+                moved = alignment.apply(reply.tensors)
+                check_finite(moved)
+            except UpdateError as error:
+                log(WARNING, "Client %d is matched at the server: %s", reply.client, error)
+                continue
+            found[index] = AlignedUpdate(moved, reply.weight, alignment)
+        return found
+
+
+def is_foreign(reply: Reply, base: Tensors, symmetry: Symmetry) -> bool:
+    """Return whether a reply comes from another base."""
+    return base_cosine(reply.tensors, base, symmetry) < SAME_BASE
+
+
+def warn_of(foreign: int, replies: int) -> None:
+    """Say that foreign replies were aligned like all others."""
+    log(
+        WARNING,
+        "%d of %d replies come from other bases than the broadcast model; give the strategy 'model' to "
+        "match them as a whole.",
+        foreign,
+        replies,
+    )

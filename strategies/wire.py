@@ -1,0 +1,243 @@
+"""What travels: a model's tensors as Flower arrays and back, with nothing sent that need not be.
+
+Ordinary tensors stay Flower's own arrays (npy bytes). Three kinds are fedrot's, told apart by their
+``stype``; ``Array.numpy()`` refuses them, so that no stock strategy averages their bytes in silence:
+bfloat16, which NumPy does not have; a tensor that shares another's memory, sent as the other's name;
+and one that did not change since it was received, sent as nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.common.constant import SType
+from numpy.lib import format as npy
+from torch import Tensor
+
+from fedrot.errors import FedrotError, UpdateError
+
+#: npy bytes of the bits as uint16; the name of a tensor of the same record; nothing.
+BFLOAT16, TIED, UNCHANGED = "fedrot.bfloat16", "fedrot.tied", "fedrot.unchanged"
+
+#: The precisions in which floating-point tensors can travel.
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_FLOATS = ("float16", "float32", "float64")
+_TORCH = {np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: An npy header of up to this many dimensions fits into this many bytes.
+_DIMENSIONS, _HEADER = 32, 1024
+
+#: Elements of one tensor; far beyond any, and far from where sizes overflow.
+_ELEMENTS = 2**48
+
+
+def to_arrays(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    since: ArrayRecord | Mapping[str, Tensor] | None = None,
+) -> ArrayRecord:
+    """Return a model's tensors, under all of their names, as what travels.
+
+    Tensors of one shape and layout that share memory (tied embeddings) travel once. Nothing is
+    checked: a value too large for float16 arrives as Inf, and the server sets the reply aside.
+
+    Args:
+        tensors: on any device.
+        dtype: in which floating-point tensors travel, one of ``PRECISIONS``; their own if None.
+            Integer and boolean tensors keep theirs.
+        since: what was received. A tensor that equals it bit for bit, both of them in the precision
+            that travels, travels as "unchanged", and the receiver keeps what it has.
+
+    Raises:
+        FedrotError: another ``dtype``, or a tensor that has one which cannot travel (complex, float8).
+    """
+    if dtype is not None and dtype not in PRECISIONS:
+        raise FedrotError(f"Weights travel as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
+    known = from_arrays(since) if isinstance(since, ArrayRecord) else since or {}
+    arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
+    for name, tensor in tensors.items():
+        cast = dtype is not None and tensor.is_floating_point()
+        sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
+        memory = _memory(tensor)
+        if name in known and _alike(sent, known[name]) and same_bits(sent, known[name].to(sent)):
+            arrays[name] = _array(sent, UNCHANGED, b"")
+        elif memory in first:
+            arrays[name] = _array(sent, TIED, first[memory].encode())
+        else:
+            arrays[name] = encode(name, sent)
+            if tensor.numel():
+                first[memory] = name
+    return arrays
+
+
+def from_arrays(
+    record: ArrayRecord,
+    since: ArrayRecord | Mapping[str, Tensor] | None = None,
+    *,
+    writable: bool = False,
+) -> dict[str, Tensor]:
+    """Return what ``to_arrays`` made, or any record of Flower's own arrays, as CPU tensors.
+
+    Nothing received is trusted: what is not exactly an array of the shape and dtype that it claims is
+    refused, before anything of the claimed size is allocated. Tied names give one and the same tensor,
+    unchanged ones the tensor that was sent, in the precision that it has here.
+
+    Args:
+        since: what the sender had received, if it sent only what changed.
+        writable: give every tensor memory of its own. Otherwise they are views of the received bytes
+            wherever those are aligned: never write into them in place, it would change the record.
+            (``load_state_dict`` copies.)
+
+    Raises:
+        UpdateError: naming the tensor, and what is wrong with it.
+    """
+    known = from_arrays(since) if isinstance(since, ArrayRecord) else since
+    found: dict[str, Tensor] = {}
+    for name, array in record.items():
+        if array.stype == UNCHANGED:
+            found[name] = _kept(name, array, known)
+        elif array.stype != TIED:
+            found[name] = decode(name, array)
+        if writable and name in found:
+            found[name] = found[name].clone(memory_format=torch.contiguous_format)
+    # In the record's order: ties point forward or back.
+    return {name: found[name] if name in found else _tied(name, record, found) for name in record}
+
+
+def wire_bytes(record: ArrayRecord) -> int:
+    """Return what a record's arrays weigh on the wire, without their names and metadata."""
+    return sum(len(array.data) for array in record.values())
+
+
+def encode(name: str, tensor: Tensor) -> Array:
+    """Return a tensor as an array: Flower's own, but for bfloat16."""
+    value = tensor.detach().cpu().contiguous()
+    if value.dtype == torch.bfloat16:
+        return _array(value, BFLOAT16, _npy(value.view(torch.uint16)))
+    if value.dtype not in _TORCH.values():
+        raise FedrotError(f"The tensor '{name}' is {value.dtype}, which cannot travel; convert it.")
+    return _array(value, SType.NUMPY, _npy(value))
+
+
+def decode(name: str, array: Array) -> Tensor:
+    """Return the tensor that an array carries, a view of its bytes where they are aligned.
+
+    Raises:
+        UpdateError: see ``from_arrays``.
+    """
+    if array.stype not in (SType.NUMPY, BFLOAT16):
+        raise _unreadable(name, f"is serialised as {array.stype!r:.60}, which carries no values here")
+    bits = array.stype == BFLOAT16
+    dtype, shape, fortran, offset = _header(name, array)
+    held = "bfloat16" if bits and dtype == np.uint16 else str(dtype)
+    # Flower's legacy workflows leave both fields empty.
+    silent = not bits and (array.dtype, array.shape) == ("", ())
+    if not silent and (bits, array.dtype, array.shape) != (held == "bfloat16", held, shape):
+        claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
+        raise _unreadable(name, f"claims to be {claim}, but its header says {held} {shape!r:.60}")
+    expected = prod(shape) * dtype.itemsize
+    if len(array.data) - offset != expected:
+        raise _unreadable(name, f"brings {len(array.data) - offset} bytes where {expected} belong")
+    values = np.frombuffer(array.data, dtype, prod(shape), offset)
+    if dtype == np.bool_ and values.view(np.uint8).max(initial=0) > 1:
+        raise _unreadable(name, "holds truth values other than 0 and 1")
+    # A header of an odd length puts the values where they cannot be read; a copy is aligned.
+    values = values if values.flags.aligned else values.copy()
+    values = values.reshape(shape, order="F" if fortran else "C")
+    tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
+    return tensor.view(torch.bfloat16) if bits else tensor
+
+
+def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    """Return dtype, shape, order and length of an npy header, once they are possible."""
+    stream = BytesIO(array.data[:_HEADER])
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    try:
+        shape, fortran, dtype = read[npy.read_magic(stream)](stream, max_header_size=_HEADER)
+    except Exception as error:  # Python's parser, behind it, raises all kinds.
+        raise _unreadable(name, f"has no readable npy header ({error!s:.200})") from error
+    if dtype not in _TORCH:
+        raise _unreadable(name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order")
+    if len(shape) > _DIMENSIONS or min(shape, default=0) < 0 or prod(n or 1 for n in shape) > _ELEMENTS:
+        raise _unreadable(name, f"has the impossible shape {shape!r:.60}")
+    return dtype, tuple(map(int, shape)), fortran, stream.tell()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two CPU tensors of one shape and dtype are equal bit for bit, NaN and -0 too."""
+    a, b = (tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in (one, other))
+    return torch.equal(a, b)
+
+
+class _Unlocked:
+    """An array that does not call itself read-only: torch warns about those, once per process."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        interface = values.__array_interface__
+        self.values = values
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _npy(value: Tensor) -> bytes:
+    """Return what ``np.save`` writes, with one copy of the values."""
+    values, header = value.numpy(), BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
+    return b"".join((header.getvalue(), values.reshape(-1).view(np.uint8).data))
+
+
+def _array(like: Tensor, stype: str, data: bytes) -> Array:
+    return Array(_name(like.dtype), tuple(like.shape), stype, data)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*place, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _alike(sent: Tensor, known: Tensor) -> bool:
+    floating = sent.is_floating_point() and known.is_floating_point()
+    return sent.shape == known.shape and (floating or sent.dtype == known.dtype)
+
+
+def _kept(name: str, array: Array, known: Mapping[str, Tensor] | None) -> Tensor:
+    if known is None:
+        raise _unreadable(name, "was sent as unchanged; give from_arrays what the sender received")
+    if name not in known:
+        raise _unreadable(name, "was sent as unchanged, but was never received. Send it whole")
+    here = known[name]
+    dtypes = map(_name, PRECISIONS if here.is_floating_point() else (here.dtype,))
+    if array.dtype not in dtypes or array.shape != tuple(here.shape) or array.data:
+        claim = f"{array.dtype!r:.60} {array.shape!r:.60} ({len(array.data)} bytes)"
+        what = f"{_name(here.dtype)} {tuple(here.shape)}"
+        raise _unreadable(name, f"was sent as unchanged {claim}, but {what} is here. Send it whole")
+    return here
+
+
+def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor:
+    array = record[name]
+    try:
+        other = array.data.decode()
+    except UnicodeDecodeError as error:
+        raise _unreadable(name, "is tied to what is no name") from error
+    if other not in record or record[other].stype not in (SType.NUMPY, BFLOAT16):
+        raise _unreadable(name, f"is tied to {other!r:.60}, which is not in the record with values")
+    if (array.shape, array.dtype) != (record[other].shape, record[other].dtype):
+        raise _unreadable(name, f"is tied to {other!r:.60}, which has another shape or dtype")
+    return found[other]
+
+
+def _unreadable(name: str, problem: str) -> UpdateError:
+    return UpdateError(f"The tensor '{name}' cannot be decoded: it {problem}.")

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types wheel clean
+.PHONY: demo test fuzz lint types wheel clean
 
 # The environment is made once, and again when what it is made from changes.
 .venv/installed: pyproject.toml constraints.txt
@@ -15,6 +15,11 @@ demo: .venv/installed
 
 test: lint types
 	$(BIN)/python -m pytest
+
+# Random replies, partitions, configurations and models, new ones every time: five minutes of one core.
+# (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.
+fuzz: .venv/installed
+	FEDROT_FUZZ_CASES=$${FEDROT_FUZZ_CASES:-100000} $(BIN)/python -m pytest --timeout 3600 tests/fuzz
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -56,6 +56,9 @@ class AlignedUpdate:
 
 
 Updates = Iterable[tuple[Tensors, float]]
+
+#: Aligns a round's updates. What it has yielded it forgets before it asks for the next one, so that no
+#: two updates are held at a time.
 _Round = Callable[[Updates, Anchor, Aligner], Iterator[AlignedUpdate]]
 
 
@@ -89,6 +92,7 @@ def _aligned(update: Tensors, weight: float, anchor: Anchor, align_one: Aligner)
 def _to_global(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
     for update, weight in updates:
         yield _aligned(update, weight, broadcast, align_one)
+        del update
 
 
 def _to_first(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
@@ -97,6 +101,7 @@ def _to_first(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterat
         result = _aligned(update, weight, anchor, align_one)
         anchor = Anchor(result.tensors) if anchor is broadcast else anchor
         yield result
+        del update, result
 
 
 def _to_running(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
@@ -104,6 +109,7 @@ def _to_running(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iter
     for result in _to_mean(updates, broadcast, align_one, mean):
         mean.add(result.tensors, result.weight)
         yield result
+        del result
 
 
 def _to_mean(
@@ -113,6 +119,7 @@ def _to_mean(
     for update, weight in updates:
         anchor = Anchor(mean.current) if mean.current else broadcast
         yield _aligned(update, weight, anchor, align_one)
+        del update
 
 
 def _to_medoid(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import re
 import signal
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedrot.errors import FedrotError
+from fedrot.files import replacing
 from fedrot.simulations.barriers import (
     METHODS,
     Line,
@@ -29,7 +28,7 @@ from fedrot.simulations.barriers import (
     write_rows,
     write_whole,
 )
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.config import SimulationConfig, read_grid
 from fedrot.simulations.runfolder import read_rows, versions
 
 Sharing = Literal["same", "thirds", "disjoint"]
@@ -105,14 +104,11 @@ class Grid(BaseModel):
         Raises:
             ValueError: the file is no TOML, or describes no task or an impossible one.
         """
-        with path.open("rb") as file:
-            described = tomllib.load(file)
-        base = dict(described.get("base", {}))
-        methods = check_methods(base.pop("methods", METHODS))
+        base, tasks = read_grid(path, "task")
+        methods = base.pop("methods", [*METHODS])
+        methods = check_methods(map(str, methods if isinstance(methods, list) else [methods]))
         given = {"data_dir": data_dir} if data_dir else {}
-        cells = tuple(
-            cell for task in described.get("task", []) for cell in _cells({**base, **task, **given})
-        )
+        cells = tuple(cell for task in tasks for cell in _cells({**base, **task, **given}))
         names = [cell.name for cell in cells]
         if not cells or len(set(names)) != len(names):
             raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
@@ -130,7 +126,7 @@ class Grid(BaseModel):
 
 def _cells(task: dict[str, Any]) -> Iterator[Cell]:
     pairs = task.pop("pairs", {})
-    if not pairs:
+    if not isinstance(pairs, dict) or not pairs:
         raise FedrotError(f"Task '{task.get('setting', task.get('data'))}' of the grid has no pairs.")
     own = {name: task.pop(name) for name in ("points", "rows") if name in task}
     config = SimulationConfig.from_flat(task)
@@ -263,9 +259,8 @@ def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, fol
     }
     # Tied tensors share memory, which the format does not know.
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, temporary, {"training": json.dumps(about)})
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, {"training": json.dumps(about)})
     return model.eval()
 
 

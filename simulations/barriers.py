@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +18,7 @@ from fedrot import diagnostics
 from fedrot.alignment import align, alignment_of
 from fedrot.diagnostics import Barrier, loss_barrier
 from fedrot.errors import FedrotError
+from fedrot.files import replacing
 from fedrot.inputs import random_inputs
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.matching.activations import Activations, Moments, collect_activations
@@ -308,9 +308,8 @@ def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_rows(path: Path, lines: Iterable[Line]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -121,11 +120,12 @@ def compare(
     """Run a grid of settings, each with its arms, starts and seeds."""
 
     def run() -> None:
-        with grid.open("rb") as file:
-            described = tomllib.load(file)
+        from fedrot.simulations.config import read_grid
+
         options = {"data_dir": data_dir, "model": model}
-        base, given = described.get("base", {}), {k: v for k, v in options.items() if v is not None}
-        settings = [{**base, **setting, **given} for setting in described.get("setting", [])]
+        given = {key: value for key, value in options.items() if value is not None}
+        base, entries = read_grid(grid, "setting")
+        settings = [{**base, **setting, **given} for setting in entries]
         if not settings:
             raise ValueError(f"'{grid}' describes no [[setting]].")
         _simulate(settings, out)

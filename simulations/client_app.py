@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from fedrot.aggregation.statistics import FISHER, GRAMS
+from fedrot.files import replacing
 from fedrot.strategies.matching import Matching, match_at_client
 from fedrot.strategies.records import STATISTICS, statistics_record, wanted_statistics
 from fedrot.strategies.replies import CLIENT_KEY, CLIENT_RECORD
@@ -295,8 +295,7 @@ def _cached(job: Job, key: str, compute: Callable[[], Result]) -> Result:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return state, json.loads(file.metadata()["metrics"])
     state, metrics = compute()
-    temporary = path.with_suffix(f".{os.getpid()}")
     separate = {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(separate, temporary, metadata={"metrics": json.dumps(metrics)})
-    temporary.rename(path)
+    with replacing(path) as temporary:
+        save_file(separate, temporary, metadata={"metrics": json.dumps(metrics)})
     return state, metrics

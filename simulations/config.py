@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ TASKS: Mapping[str, TaskTraits] = {
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
 
+#: A number of seeds above this is a seed.
+MOST_SEEDS = 10_000
 
 #: How an arm matches replies from other bases: by weights, also by activations on random tokens, at
 #: the clients by activations on their data, or learned there.
@@ -162,7 +165,7 @@ class SimulationConfig(BaseModel):
     starts: tuple[Start, ...] = ("same",)
     head: Literal["same", "different"] = Field("same", description="Where task heads start from.")
     arms: tuple[str, ...] = ("plain", "aligned")
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0, 1, 2)
     rounds: int = Field(3, gt=0)
     local_epochs: float = Field(1, gt=0, description="Epochs of a round; may be a part of one.")
     first_epochs: Annotated[float, Field(gt=0)] | None = Field(
@@ -273,9 +276,13 @@ class SimulationConfig(BaseModel):
             if isinstance(flat.get(name), str):
                 flat[name] = tuple(p.strip() for p in flat[name].split(",") if p.strip())
         first = flat.pop("first_seed", 0)
+        if not isinstance(first, int):
+            raise ValueError(f"first_seed is {first!r}; give a whole number")
         if first and not isinstance(flat.get("seeds"), int):
             raise ValueError("first_seed goes with a number of seeds, not with a list of them")
         if isinstance(flat.get("seeds"), int):
+            if flat["seeds"] > MOST_SEEDS:
+                raise ValueError(f"seeds is their number, {MOST_SEEDS} at most, not {flat['seeds']}")
             flat["seeds"] = tuple(range(first, first + flat["seeds"]))
         return cls.model_validate(flat)
 
@@ -301,3 +308,20 @@ class SimulationConfig(BaseModel):
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+
+def read_grid(path: Path, entries: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the ``[base]`` of a TOML file and each of its ``[[entries]]``.
+
+    Raises:
+        ValueError: the file is no TOML, or these are no tables.
+    """
+    with path.open("rb") as file:
+        described = tomllib.load(file)
+    base, found = described.get("base", {}), described.get(entries, [])
+    tables = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
+    if not isinstance(base, dict) or not tables:
+        raise ValueError(
+            f"'{path}' is no grid; write one [base], and [[{entries}]] before each {entries}"
+        )
+    return base, found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fedrot.files import replacing
 
 _PACKAGES = (
     "fedrot",
@@ -77,20 +78,20 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all."""
-        temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(self.path / name)
+        with replacing(self.path / name) as temporary:
+            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def close(self, complete: bool) -> None:
         """Finish: write the CSV beside the rows, and whether the run is complete."""
         self._rows.close()
         self._alignments.close()
-        temporary = self.path / f".rows.csv.{os.getpid()}"
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        with (
+            replacing(self.path / "rows.csv") as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.DictWriter(file, ROW_FIELDS)
             writer.writeheader()
             writer.writerows(read_rows(self.path))
-        temporary.replace(self.path / "rows.csv")
         self.write_json("status.json", {"complete": complete})
 
 

@@ -276,7 +276,8 @@ class Aligned(Strategy):
                 "Evaluation of client %d set aside: its metrics are not like most.",
                 client_id(message),
             )
-        if not good and not failed:
+        weights = [read_weight(message.content, self._weighted_by) for message in good]
+        if not sum(weights) and not failed:
             return None
         found: MetricRecord | None = super().aggregate_evaluate(  # type: ignore[safe-super]
             server_round, good + failed
@@ -379,7 +380,9 @@ class Aligned(Strategy):
             anchor: the strategy's if None.
         """
         if not self.align:
-            yield from (Update(r, r.tensors, r.weight, self._statistics(r)) for r in replies)
+            for reply in replies:
+                yield Update(reply, reply.tensors, reply.weight, self._statistics(reply))
+                del reply
             return
         assert isinstance(self.symmetry, Symmetry)
         symmetry, matching, base = self.symmetry, self._foreign, broadcast
@@ -397,7 +400,10 @@ class Aligned(Strategy):
         given = deque[Reply]()
 
         def pairs() -> Iterator[tuple[Tensors, float]]:
-            for index, reply in enumerate(replies):
+            index = -1
+            # Not with enumerate, which keeps the last reply until it has the next one.
+            for reply in replies:
+                index += 1
                 if index in found:
                     continue
                 if not matching.needs_all:
@@ -471,20 +477,19 @@ class Aligned(Strategy):
         """Give all updates to the strategy behind."""
         held = []
         for update in updates:
-            held.append((replace(update.reply, tensors={}, statistics={}), with_tensors(update, store)))
+            message = with_tensors(update, store)
+            held.append(replace(update.reply, message=message, tensors={}, statistics={}))
             del update
-        held.sort(key=lambda item: item[0].order)
-        good, odd = with_common_layout(held, lambda item: item[0].layout)
-        for reply, _ in odd:
-            reason = (
-                f"Its records and metrics are {reply.layout}, most clients' are {good[0][0].layout}."
-            )
+        held.sort(key=lambda reply: reply.order)
+        good, odd = with_common_layout(held, lambda reply: reply.layout)
+        for reply in odd:
+            reason = f"Its records and metrics are {reply.layout}, most clients' are {good[0].layout}."
             this_round.put_aside(reply.client, f"{reason} Send the same metrics from every client.")
         this_round.accepted = len(good)
         if not self._enough(this_round):
             return None, None
         arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
-            this_round.number, [message for _, message in good]
+            this_round.number, [reply.message for reply in good]
         )
         if arrays is not None and self.align:
             arrays = restored(arrays, self._broadcast)

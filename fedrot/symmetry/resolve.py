@@ -88,6 +88,13 @@ def _described(family: Family, settings: Mapping[str, Any], names: Collection[st
             f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
             "transformers configuration of the model."
         ) from missing
+    except SymmetryError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise SymmetryError(
+            f"The config describes no model of family '{family.name}': {error}. Pass the transformers "
+            "configuration that the model was built from."
+        ) from error
 
 
 def _across_layers(

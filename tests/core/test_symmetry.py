@@ -327,3 +327,19 @@ def test_a_moved_tensor_tied_to_one_that_stays_is_refused() -> None:
     state["bert.pooler.dense.weight"] = state[f"{names.of(0, 'query')}.weight"]
     with pytest.raises(fedrot.SymmetryError, match="share storage"):
         fedrot.symmetry_of(config_of(name), state)
+
+
+@pytest.mark.parametrize("value", [None, "many", [2], {}, 1.5, float("nan")])
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_hidden_layers", "hidden_size"])
+def test_a_config_of_impossible_values_is_refused(key: str, value: Any) -> None:
+    name = "bert-classifier"
+    config = {**config_of(name).to_dict(), key: value}
+    with pytest.raises(fedrot.SymmetryError):
+        fedrot.symmetry_of(config, state_of(name))
+
+
+def test_a_config_without_heads_is_refused() -> None:
+    name = "bert-classifier"
+    config = {**config_of(name).to_dict(), "num_attention_heads": 0}
+    with pytest.raises(fedrot.SymmetryError, match="describes no model of family 'bert'"):
+        fedrot.symmetry_of(config, state_of(name))

@@ -227,6 +227,24 @@ def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("base = 3", "is no grid"),
+        ("[task]\ndata = 'sst2'", "is no grid"),
+        ("[base]\nmethods = 0", "Unknown method '0'"),
+        ("[base]\nmethods = [[0]]", "Unknown method"),
+        ("[[task]]\ndata = 'sst2'\npairs = 5", "has no pairs"),
+    ],
+)
+def test_a_grid_of_something_else_than_tables_is_refused(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    (path := tmp_path / "grid.toml").write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=problem):
+        Grid.read(path)
+
+
 def test_the_experiment_is_a_grid_of_nine_cells() -> None:
     grid = Grid.read(ROOT / "experiments" / "barriers.toml", Path("anywhere"))
     assert len(grid.cells) == 9

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli import BAD_INPUT, app
 from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
@@ -333,3 +334,31 @@ def test_flat_settings_of_flower_become_the_same_configuration() -> None:
     config = SimulationConfig.from_flat(flat)
     assert config == SimulationConfig(arms=("plain", "aligned@global"), seeds=(5, 6), lr=0.01)
     assert SimulationConfig.model_validate_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    "settings", [{"first_seed": "x"}, {"first_seed": "x", "seeds": 2}, {"first-seed": 1.5}]
+)
+def test_a_first_seed_that_is_no_whole_number_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="first_seed"):
+        SimulationConfig.from_flat(settings)
+
+
+def test_a_seed_in_the_place_of_their_number_takes_no_memory() -> None:
+    with pytest.raises(ValueError, match="seeds is their number"):
+        SimulationConfig.from_flat({"seeds": 2**62})
+
+
+def test_negative_seeds_are_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        SimulationConfig.from_flat({"seeds": 2, "first_seed": -1})
+
+
+@pytest.mark.parametrize(
+    "text", ["base = 3", "[setting]\nclients = 4", "setting = 'x'", "setting = [1]"]
+)
+def test_a_grid_of_something_else_than_tables_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (grid := tmp_path / "grid.toml").write_text(text, "utf-8")
+    result = CliRunner().invoke(app, ["compare", str(grid), "--out", str(tmp_path / "run")])
+    assert result.exit_code == BAD_INPUT
+    assert "is no grid" in " ".join(result.output.split())

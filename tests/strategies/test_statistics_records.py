@@ -138,6 +138,23 @@ def test_what_cannot_be_read_is_named() -> None:
         read_statistics(RecordDict({STATISTICS: ArrayRecord({"gram": torch.ones(2)})}))
 
 
+def test_complex_statistics_neither_leave_nor_arrive() -> None:
+    value = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(fedrot.FedrotError, match=r"'fisher/w' is torch\.complex64"):
+        statistics_record({"fisher": {"w": value}})
+    with pytest.raises(UpdateError, match="'fisher/w' cannot be decoded"):
+        read_statistics(RecordDict({STATISTICS: ArrayRecord({"fisher/w": Array(value.numpy())})}))
+
+
+def test_bits_of_bfloat16_say_that_they_are() -> None:
+    record = statistics_record({"fisher": {"w": torch.ones(2)}}, torch.bfloat16)
+    assert record["fisher/w"].dtype == "bfloat16"
+    # Plain integers stay integers, for check_statistics to refuse.
+    integers = ArrayRecord({"fisher/w": torch.ones(2).bfloat16().view(torch.uint16)})
+    found = read_statistics(RecordDict({STATISTICS: integers}))["fisher"]["w"]
+    assert found.dtype == torch.uint16
+
+
 def test_a_client_reads_what_is_wanted_from_whatever_record_it_is_in() -> None:
     found = message()
     assert wanted_statistics(found) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import tracemalloc
@@ -26,10 +27,12 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 import fedrot
+from fedrot.anchors import ANCHORS
 from fedrot.errors import UpdateError
 from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays
 from fedrot.strategies.records import replace_changed, to_tensors
 from fedrot.strategies.wire import BFLOAT16, PRECISIONS, TIED, UNCHANGED, decode, same_bits, wire_bytes
+from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast, reply
 
@@ -490,6 +493,24 @@ def test_stock_strategies_get_numpys_arrays() -> None:
     for name, tensor in after.items():
         assert torch.equal(torch.from_numpy(record[name].numpy()), tensor.float())
     assert all(identical(t, after[name].float()) for name, t in to_tensors(record).items())
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_no_round_writes_into_what_was_received(anchor: str) -> None:
+    base = state(0)
+    strategy = FedRot(SYMMETRY, anchor=anchor, min_train_nodes=3, min_available_nodes=3)
+    answers, received = [], []
+    for seed, asked in enumerate(broadcast(strategy, base, 3)):
+        update = fedrot.random_equivalent(near(base, 0.01, seed), SYMMETRY, seed)
+        answer = reply(asked, {}, 1, seed)
+        answer.content["arrays"] = to_arrays(update, torch.bfloat16 if seed else None, base)
+        answers.append(answer)
+        received += [array.data for array in answer.content.array_records["arrays"].values()]
+    before = [hashlib.sha256(data).digest() for data in received]
+    arrays, _ = strategy.aggregate_train(1, answers)
+    assert arrays is not None
+    assert [hashlib.sha256(data).digest() for data in received] == before
+    assert all(torch.isfinite(torch.from_numpy(array.numpy())).all() for array in arrays.values())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -1,0 +1,127 @@
+"""Python values as JSON and NumPy arrays, and back with the same bits."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from torch import Tensor
+
+#: Kinds of numbers that safetensors has: booleans, integers and floats, of up to eight bytes.
+_NUMBERS = "?bBhHiIlLqQefd"
+_RECORDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
+
+
+class UnknownValueError(TypeError):
+    """A value, or a part of it, is of a type that cannot be written."""
+
+
+def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+    """Return a value as what ``json`` writes, putting its numbers in bulk into ``arrays``.
+
+    Known are None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors, Flower's
+    ``Array`` and records, and lists, tuples, sets and dictionaries of these. Every list is JSON's own,
+    everything that JSON lacks is an object with one key, its kind.
+
+    Args:
+        value: what to write. Arrays and tensors are not copied if their layout allows.
+        path: what the value is called, for the names in ``arrays``.
+        arrays: receives every array under a name of its own.
+
+    Raises:
+        UnknownValueError: the value is of another type; no subclass is taken for its base.
+    """
+
+    def keep(array: np.ndarray) -> str:
+        arrays[name := f"{len(arrays)}:{path}"] = array
+        return name
+
+    def inner(items: Any) -> list[Any]:
+        return [encode(item, f"{path}/{index}", arrays) for index, item in enumerate(items)]
+
+    def pairs(items: Any) -> list[Any]:
+        return [[encode(k, path, arrays), encode(v, f"{path}/{k}", arrays)] for k, v in items.items()]
+
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is float:
+        return {"float": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is list:
+        return inner(value)
+    if kind in (tuple, set, frozenset):
+        return {kind.__name__: inner(value)}
+    if kind is dict:
+        return {"dict": pairs(value)}
+    for name, record in _RECORDS.items():
+        if kind is record:
+            return {name: pairs(value)}
+    if kind is Array:
+        data = keep(np.frombuffer(value.data, np.uint8))
+        return {"array": [value.dtype, list(value.shape), value.stype, data]}
+    if isinstance(value, np.generic):
+        return {"scalar": encode(np.asarray(value), path, arrays)}
+    if kind is np.ndarray:
+        if value.dtype.char not in _NUMBERS or not value.dtype.isnative:
+            return {"npy": keep(np.frombuffer(_npy(value), np.uint8))}
+        # How an array lies in memory decides in which order its numbers are summed.
+        if value.flags.f_contiguous and not value.flags.c_contiguous:
+            return {"transposed": keep(value.T)}
+        return {"ndarray": keep(np.asarray(value, order="C"))}
+    if kind is Tensor:
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(value.shape), str(value.device), keep(flat.numpy())]}
+    raise UnknownValueError(f"{path} is a {kind.__name__}.")
+
+
+def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """Return what ``encode`` was given; arrays own their memory and can be written to."""
+    if isinstance(value, list):
+        return [decode(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, body),) = value.items()
+    if kind in ("dict", *_RECORDS):
+        made = {decode(k, arrays): decode(v, arrays) for k, v in body}
+        return _RECORDS[kind](made) if kind in _RECORDS else made
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(body, arrays))
+    match kind:
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(body))[0]
+        case "bytes":
+            return base64.b64decode(body)
+        case "array":
+            dtype, shape, stype, data = body
+            return Array(dtype, tuple(shape), stype, arrays[data].tobytes())
+        case "scalar":
+            return decode(body, arrays)[()]
+        case "ndarray":
+            return np.array(arrays[body], order="C")
+        case "transposed":
+            return np.array(arrays[body], order="C").T
+        case "npy":
+            return np.load(BytesIO(arrays[body].tobytes()), allow_pickle=False)
+        case "tensor":
+            dtype, shape, device, data = body
+            flat = torch.from_numpy(np.array(arrays[data]))
+            return flat.view(getattr(torch, dtype)).reshape(shape).to(device)
+    raise UnknownValueError(f"'{kind}' is no kind of value.")
+
+
+def _npy(value: np.ndarray) -> bytes:
+    stream = BytesIO()
+    try:
+        np.save(stream, value, allow_pickle=False)
+    except ValueError as error:
+        raise UnknownValueError(f"an array of {value.dtype}") from error
+    return stream.getvalue()

@@ -1,0 +1,1 @@
+"""An app whose final model can be computed by hand."""

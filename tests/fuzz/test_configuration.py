@@ -1,0 +1,159 @@
+"""Whatever is written into a configuration is a valid one, or a documented error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from flwr.app import Context, RecordDict
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fedrot.simulations import config as configuration
+from fedrot.simulations import runner, server_app
+from fedrot.simulations.barrier_grid import Grid
+from fedrot.simulations.cli import BAD_INPUT, app
+from fedrot.simulations.config import Arm, SimulationConfig
+from tests.fuzz.cases import EDGES, fuzzed, misspelt
+
+ROOT = Path(__file__).parents[2]
+FILES = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "experiments").glob("*.toml"))}
+APP = re.search(
+    r"\[tool\.flwr\.app\.config\]\n(.*)", (ROOT / "flower-app/pyproject.toml").read_text(), re.S
+)
+assert APP is not None
+FIELDS = sorted(
+    {*SimulationConfig.model_fields, "first_seed", "first-seed", "local-epochs", "x", "rows"}
+)
+ARMS = ("plain", "aligned@running~probe", "heads+ffn@global/regmean", "plain/ensemble", "whole~weights")
+WORDS = (
+    *configuration.TASKS,
+    *ARMS,
+    "iid",
+    "dirichlet:0.5",
+    "same",
+    "different,scrambled",
+    "bert",
+    "llama",
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 40)
+    | st.sampled_from(EDGES)
+    | st.floats()
+    | st.sampled_from(WORDS)
+    | st.sampled_from(WORDS).flatmap(misspelt)
+    | st.text(max_size=5)
+)
+anything = (
+    scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=3), scalars, max_size=2)
+)
+TOML = """"" 0 -1 1e400 nan true '' "iid" [] [1,1] {} {a=1} 99999999999 [[0,0]] [1,[2]] {same=[[0,1]]}"""
+literals = st.sampled_from(TOML.split())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_read() -> Iterator[None]:
+    """Let commands read what they would run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "simulate", lambda *args: True)
+        patch.setattr(server_app, "run_cells", lambda *args, **kwargs: None)
+        patch.setattr(server_app, "RunFolder", lambda *args: _NoFolder())
+        yield
+
+
+class _NoFolder:
+    def close(self, complete: bool) -> None:
+        assert complete
+
+
+def valid(config: SimulationConfig) -> None:
+    assert SimulationConfig.model_validate_json(config.to_json()) == config
+    assert len(config.cells()) == len(config.seeds) * len(config.starts) * len(config.arms)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    """Draw an experiment file with something else in it."""
+    lines = FILES[draw(st.sampled_from(sorted(FILES)))].splitlines()
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(lines) - 1))
+        match draw(st.integers(0, 5)):
+            case 0:
+                lines[at] = draw(misspelt(lines[at]))
+            case 1:
+                del lines[at : at + draw(st.integers(1, 5))]
+            case 2:
+                lines.insert(at, lines[draw(st.integers(0, len(lines) - 1))])
+            case 3:
+                lines[at] = lines[at].replace("[[", "[").replace("]]", "]")
+            case 4:
+                lines.insert(at, f"{draw(st.sampled_from(FIELDS))} = {draw(literals)}")
+            case _:
+                found = [i for i, line in enumerate(lines) if "=" in line]
+                if found:
+                    i = draw(st.sampled_from(found))
+                    lines[i] = f"{lines[i].partition('=')[0]}= {draw(literals)}"
+        lines = lines or [""]
+    return "\n".join(lines)
+
+
+@fuzzed(3, settings=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
+def test_settings_are_a_configuration_or_refused(settings: dict[str, Any]) -> None:
+    try:
+        found = SimulationConfig.from_flat(settings)
+    except ValueError:
+        return
+    valid(found)
+
+
+@fuzzed(2, text=st.sampled_from(WORDS).flatmap(misspelt) | st.text(max_size=8))
+def test_an_arm_is_read_or_refused(text: str) -> None:
+    try:
+        found = Arm.parse(text)
+    except ValueError:
+        return
+    assert found.name == text
+
+
+@fuzzed(3, text=documents())
+def test_a_grid_is_simulated_or_refused_in_one_line(text: str) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "grid.toml")
+        path.write_text(text, "utf-8")
+        result = CliRunner().invoke(app, ["compare", str(path), "--out", f"{folder}/run"])
+    assert result.exit_code in (0, BAD_INPUT), result.exception
+    assert result.exit_code == 0 or "Error" in result.output
+
+
+@fuzzed(3, text=documents())
+def test_a_grid_of_barriers_is_read_or_refused(text: str) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "grid.toml")
+        path.write_text(text, "utf-8")
+        try:
+            found = Grid.read(path)
+        except ValueError:
+            return
+    for cell in found.cells:
+        valid(cell.config)
+
+
+dashed = st.dictionaries(
+    st.sampled_from(FIELDS).map(lambda name: name.replace("_", "-")), scalars, max_size=3
+)
+
+
+@fuzzed(3, settings=dashed, out=st.sampled_from(("/results", "", "here", "/")))
+def test_the_flower_app_runs_or_says_what_is_wrong(settings: dict[str, Any], out: str) -> None:
+    context = Context(1, 1, {}, RecordDict(), {**settings, "out": out})
+    try:
+        server_app.main(None, context)
+    except ValueError:
+        return
+    assert out.startswith("/")

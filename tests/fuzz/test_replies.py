@@ -1,0 +1,247 @@
+"""Whatever a client sends is an update that fits, or is refused as one that does not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import SType
+from flwr.serverapp.strategy import FedAvg
+from hypothesis import event
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fedrot
+from fedrot.aggregation.statistics import check_statistics
+from fedrot.alignment import Alignment
+from fedrot.errors import UpdateError
+from fedrot.strategies import statistics_record, to_arrays
+from fedrot.strategies.matching import ELEMENTS, read_answer
+from fedrot.strategies.records import STATISTICS, read_statistics
+from fedrot.strategies.replies import read_reply
+from fedrot.strategies.wire import BFLOAT16, TIED, UNCHANGED, from_arrays
+from tests.fuzz.cases import EDGES, fuzzed, mutated
+from tests.models import near
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import broadcast
+
+MODEL = {
+    "embeddings": torch.linspace(-1, 1, 12).reshape(4, 3),
+    "layer.weight": torch.linspace(0, 2, 6).reshape(2, 3),
+    "layer.bias": torch.tensor([0.5, -0.5]).bfloat16(),
+    "half": torch.ones(3).half(),
+    "double": torch.zeros(2, 1, 2).double(),
+    "count": torch.tensor(3),
+    "mask": torch.tensor([True, False]),
+    "empty": torch.zeros(0, 3),
+}
+UPDATE = {name: t + 1 if t.is_floating_point() else t for name, t in MODEL.items()}
+UPDATE["decoder"] = UPDATE["embeddings"]
+MODEL["decoder"] = MODEL["embeddings"]
+STATS = {
+    "gram": {"layer.weight": torch.eye(3), "embeddings": torch.ones(3)},
+    "fisher": {"half": torch.rand(3)},
+    "trained": {"layer.weight": torch.tensor([True, False])},
+}
+HEADER = 128
+#: Records that good clients send.
+GOOD = (
+    to_arrays(UPDATE),
+    to_arrays(UPDATE, torch.bfloat16),
+    to_arrays(UPDATE, torch.float16, MODEL),
+    ArrayRecord({n: Array(t.float().numpy()) for n, t in UPDATE.items() if t.is_floating_point()}
+                | {n: Array(UPDATE[n].numpy()) for n in ("count", "mask")}),
+)  # fmt: skip
+SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
+(ASKED,) = broadcast(FedAvg(min_train_nodes=1, min_available_nodes=1), {"w": torch.ones(2)}, 1)
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")
+STYPES = (SType.NUMPY, BFLOAT16, TIED, UNCHANGED, "", "torch")
+NAMES = (*MODEL, "layer.weigh", "", "\0", "x" * 300, "gram/layer.weight", "fisher/half|empty", "gram")
+dimensions = st.integers(-1, 5) | st.sampled_from(EDGES)
+shapes = st.lists(dimensions, max_size=4).map(tuple) | st.just((1,) * 70)
+floats = st.floats() | st.sampled_from((0.0, 1e-320, 1e13, 1e38, 1e300))
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> bytes:
+    """Draw npy bytes with a header of its own, true or not."""
+    descr = draw(
+        st.sampled_from(("<f4", "<f8", "|b1", "<i8", "<u2", "|O", ">f4", "<f2", "<c8", "<U9", ""))
+    )
+    described: dict[str, Any] = {"descr": descr, "fortran_order": draw(st.booleans())}
+    described["shape"] = draw(shapes)
+    if draw(st.integers(0, 9)) == 0:
+        described[draw(st.sampled_from(("descr", "shape", "fortran_order", "more")))] = draw(
+            st.none() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+        )
+    stream = io.BytesIO()
+    text = (str(described) + " " * draw(st.integers(0, 70)) + "\n").encode("latin1", "replace")
+    stream.write(b"\x93NUMPY" + bytes([draw(st.sampled_from((1, 1, 1, 2, 3))), 0]))
+    stream.write(len(text).to_bytes(2, "little") + text + draw(st.binary(max_size=64)))
+    return stream.getvalue()
+
+
+@st.composite
+def values(draw: st.DrawFn) -> Array:
+    """Draw a well-formed array of edge values."""
+    dtype = draw(st.sampled_from(("float32", "float64", "float16", "int64", "bool", "uint16", "int8")))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    with np.errstate(all="ignore"):
+        value = np.full(shape, draw(floats if "f" in dtype else st.integers(0, 1))).astype(dtype)
+    return Array(np.asarray(value))
+
+
+@st.composite
+def arrays(draw: st.DrawFn, good: Array) -> Array:
+    """Draw an array like a good one."""
+    dtype, shape, stype, data = good.dtype, good.shape, good.stype, good.data
+    for _ in range(draw(st.integers(1, 2))):
+        match draw(st.integers(0, 9)):
+            case 0 | 1:
+                data = draw(mutated(data))
+            case 6 | 7 | 8:
+                # The values only: of the right size and, often, possible.
+                size = max(0, len(data) - HEADER)
+                data = data[: len(data) - size] + draw(st.binary(min_size=size, max_size=size))
+            case 2:
+                data = draw(headers() | st.binary(max_size=40))
+            case 3:
+                dtype = draw(st.sampled_from(DTYPES) | st.text(max_size=4))
+            case 4:
+                shape = draw(shapes)
+            case 5:
+                stype = draw(st.sampled_from(STYPES))
+                if stype == TIED:
+                    data = draw(st.sampled_from(NAMES).map(str.encode) | st.binary(max_size=4))
+            case _:
+                return draw(values())
+    return Array(dtype=dtype, shape=shape, stype=stype, data=data)
+
+
+@st.composite
+def records(draw: st.DrawFn, good: Mapping[str, Array]) -> ArrayRecord:
+    """Draw a record like a good one."""
+    found = dict(good)
+    for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
+        name = draw(st.sampled_from(sorted(good)))
+        match draw(st.integers(0, 7)):
+            case 0:
+                found.pop(name, None)
+            case 1:
+                found[draw(st.sampled_from(NAMES))] = good[name]
+            case 2:
+                found[name] = good[draw(st.sampled_from(sorted(good)))]
+            case 3:
+                found = dict(sorted(found.items(), reverse=True))
+            case _:
+                found[name] = draw(arrays(good[name]))
+    return ArrayRecord(found)
+
+
+metric_values = (
+    floats
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.lists(floats, max_size=3)
+    | st.lists(st.integers(0, 9))
+)
+metrics = st.dictionaries(st.sampled_from(("num-examples", "loss", "")), metric_values, max_size=3)
+good_metrics = st.just({"num-examples": 7})
+GOOD_STATISTICS = statistics_record(STATS)
+statistics = records(GOOD_STATISTICS) | records(statistics_record(STATS, torch.bfloat16))
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> RecordDict:
+    """Draw what a reply holds."""
+    good = draw(st.sampled_from(GOOD))
+    content = RecordDict({"arrays": draw(st.just(good) | records(good) | records(good))})
+    content["metrics"] = MetricRecord(draw(metrics if draw(st.integers(0, 9)) == 0 else good_metrics))
+    if draw(st.booleans()):
+        content[STATISTICS] = draw(st.just(GOOD_STATISTICS) | st.just(GOOD_STATISTICS) | statistics)
+    match draw(st.integers(0, 30)):
+        case 0:
+            del content[draw(st.sampled_from(sorted(content)))]
+        case 1:
+            content["more"] = draw(st.sampled_from((good, MetricRecord({"num-examples": 1}))))
+        case 2:
+            content["client"] = ConfigRecord(
+                {"partition-id": draw(st.text(max_size=3) | st.integers(-9, 9))}
+            )
+    return content
+
+
+@fuzzed(40, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
+def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tuple[str, ...]) -> None:
+    try:
+        reply = read_reply(Message(content, reply_to=ASKED), MODEL, "num-examples", needs)
+    except UpdateError:
+        event("refused")
+        return
+    event("accepted")
+    assert list(reply.tensors) == list(MODEL)
+    for name, tensor in reply.tensors.items():
+        assert (tensor.dtype, tensor.shape) == (MODEL[name].dtype, MODEL[name].shape)
+        assert bool(tensor.isfinite().all())
+    assert 0 < reply.weight < float("inf")
+    check_statistics(reply.statistics, SHAPES)
+
+
+def test_good_replies_are_accepted() -> None:
+    for good in GOOD:
+        content = RecordDict({"arrays": to_arrays(from_arrays(good, MODEL) | UPDATE)})
+        for arrays in (good, content["arrays"]):
+            metrics = MetricRecord({"num-examples": 7})
+            found = RecordDict({"arrays": arrays, "m": metrics, STATISTICS: GOOD_STATISTICS})
+            reply = read_reply(Message(found, reply_to=ASKED), MODEL, "num-examples", ("gram",))
+            assert list(reply.tensors) == list(MODEL)
+
+
+raw = st.binary(max_size=300) | headers() | mutated(GOOD[0]["embeddings"].data)
+models = st.sampled_from((None, MODEL))
+
+
+@fuzzed(12, data=raw, claim=values(), stype=st.sampled_from(STYPES), since=models)
+def test_bytes_are_an_array_or_refused(
+    data: bytes, claim: Array, stype: str, since: Mapping[str, Tensor] | None
+) -> None:
+    record = ArrayRecord({"embeddings": Array(claim.dtype, claim.shape, stype, data)})
+    try:
+        found = from_arrays(record, since)["embeddings"]
+    except UpdateError:
+        return
+    assert tuple(found.shape) == claim.shape
+    found.clone()
+
+
+@fuzzed(10, record=statistics)
+def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> None:
+    try:
+        found = read_statistics(RecordDict({STATISTICS: record}))
+        check_statistics(found, SHAPES)
+    except UpdateError:
+        return
+    for by_name in found.values():
+        assert all(bool(value.isfinite().all()) for value in by_name.values())
+
+
+ANCHOR = state(0)
+FOREIGN = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
+MOVES = fedrot.align(FOREIGN, ANCHOR, SYMMETRY, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)).moves
+GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
+
+
+@fuzzed(6, record=records(GOOD_ELEMENTS))
+def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> None:
+    message = Message(RecordDict({ELEMENTS: record}), reply_to=ASKED)
+    try:
+        alignment = read_answer(message, FOREIGN, ANCHOR, SYMMETRY)
+    except UpdateError:
+        return
+    assert isinstance(alignment, Alignment)
+    moved = alignment.apply(FOREIGN)
+    assert all(bool(tensor.isfinite().all()) for tensor in moved.values())

@@ -17,6 +17,7 @@ from fedrot.matching.match import Anchor, Problem
 from fedrot.matching.solve import solve
 from fedrot.moves import Move, apply_moves, transport_statistics
 from fedrot.options import AlignmentOptions
+from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
 from fedrot.validation import check_update
@@ -97,6 +98,7 @@ def alignment_of(
     )
 
 
+@full_float32()
 def align(
     update: Tensors,
     anchor: Tensors | Anchor,

@@ -23,6 +23,7 @@ from fedrot.matching.activations import Activations
 from fedrot.matching.blocks import compute_dtype
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
+from fedrot.precision import full_float32
 from fedrot.symmetry.description import Symmetry
 
 Tensors = Mapping[str, Tensor]
@@ -62,6 +63,7 @@ Updates = Iterable[tuple[Tensors, float]]
 _Round = Callable[[Updates, Anchor, Aligner], Iterator[AlignedUpdate]]
 
 
+@full_float32()
 def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     """Return the cosine of the two models' embeddings: near 0 if their residual streams differ.
 
@@ -73,15 +75,15 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     inside = {s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots}
     stream = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
     names = [name for name in stream - inside if len(symmetry.shapes[name]) > 1]
-    products = [0.0, 0.0, 0.0]
+    products = []
     for name in names:
         step = math.ceil(math.prod(symmetry.shapes[name]) / _COMPARED)
         u, a = (t[name].detach()[::step] for t in (update, anchor))
         u, a = (t.to(compute_dtype(t)).flatten() for t in (u, a))
-        for index, (left, right) in enumerate(((u, a), (u, u), (a, a))):
-            products[index] += float(torch.dot(left, right))
-    size = math.sqrt(products[1] * products[2])
-    return products[0] / size if size > 0 else 1.0
+        products.append(torch.stack([torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]).double())
+    across, ours, theirs = torch.stack(products).sum(0).tolist() if products else (0.0, 0.0, 0.0)
+    size = math.sqrt(ours * theirs)
+    return across / size if size > 0 else 1.0
 
 
 def _aligned(update: Tensors, weight: float, anchor: Anchor, align_one: Aligner) -> AlignedUpdate:
@@ -116,10 +118,13 @@ def _to_mean(
     updates: Updates, broadcast: Anchor, align_one: Aligner, mean: Mean
 ) -> Iterator[AlignedUpdate]:
     """Align every update to a mean that somebody else folds them into, once there is one."""
+    anchor = broadcast
     for update, weight in updates:
-        anchor = Anchor(mean.current) if mean.current else broadcast
+        before = mean.weight
         yield _aligned(update, weight, anchor, align_one)
         del update
+        if mean.weight > before:
+            anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
 
 
 def _to_medoid(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:

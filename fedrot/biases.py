@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.blocks import compute_dtype
+from fedrot.precision import full_float32
 from fedrot.symmetry.description import Symmetry
 from fedrot.validation import check_update
 
 
+@full_float32()
 def canonical_biases(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Tensor]:
     """Return the same function with every attention bias that is a gauge set to 0.
 

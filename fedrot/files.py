@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,4 +35,17 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a JSON-lines file in one write; it and its folder are made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.write("".join(json_line(row) for row in rows))
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of JSON: numbers that are not finite as null, what JSON lacks as text."""
+    return json.dumps(_finite(row), allow_nan=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

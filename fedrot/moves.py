@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError
 from fedrot.matching.blocks import compute_dtype
+from fedrot.precision import full_float32
 from fedrot.symmetry.description import Group, Slot
 from fedrot.symmetry.kinds import HeadRotation
 
@@ -41,6 +42,7 @@ class Move:
         return out
 
 
+@full_float32()
 def apply_moves(tensors: Mapping[str, Tensor], moves: Iterable[Move]) -> dict[str, Tensor]:
     """Return a new dictionary with the moves applied in order; untouched tensors are shared."""
     out = dict(tensors)
@@ -123,6 +125,7 @@ _TRANSPORT: dict[str, Callable[[Tensor, Slot, Move], Tensor]] = {
 }
 
 
+@full_float32()
 def transport_statistics(
     statistics: Mapping[str, Mapping[str, Tensor]],
     moves: Iterable[Move],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedrot.files import replacing
 from fedrot.simulations.statistics import CENTRAL, Row, removed_shares
 
 if TYPE_CHECKING:
@@ -190,8 +190,7 @@ def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.tight_layout()
-    figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")
     return path

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedrot.files import replacing
 from fedrot.simulations.runfolder import read_rows
 from fedrot.simulations.statistics import CENTRAL, LOWER_IS_BETTER, Row, metrics_in, setting_of
 from fedrot.simulations.tables import (
@@ -72,9 +72,8 @@ def write_report(run_dir: Path) -> Path:
         versions=_json(run_dir, "versions.json"),
     )
     path = run_dir / "report.html"
-    temporary = run_dir / f".report.html.{os.getpid()}"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
     return path
 
 

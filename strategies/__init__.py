@@ -8,7 +8,9 @@ if find_spec("flwr") is None:
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.fedrot import FedRot
+from fedrot.strategies.logs import JsonLines
 from fedrot.strategies.matching import Matching, match_at_client
+from fedrot.strategies.metrics import MetricsLog
 from fedrot.strategies.records import statistics_record, wanted_statistics
 from fedrot.strategies.wire import from_arrays, to_arrays
 
@@ -16,7 +18,9 @@ __all__ = [
     "DEFAULT_ANCHOR",
     "Aligned",
     "FedRot",
+    "JsonLines",
     "Matching",
+    "MetricsLog",
     "align_mod",
     "from_arrays",
     "match_at_client",

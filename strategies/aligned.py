@@ -30,10 +30,14 @@ from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.files import append_rows
 from fedrot.matching.blocks import model_distance
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.checkpoints import Checkpoints
 from fedrot.strategies.folding import Folding
 from fedrot.strategies.foreign import Foreign, is_foreign, warn_of
 from fedrot.strategies.grids import LazyGrid
+from fedrot.strategies.logs import log_fields
+from fedrot.strategies.loop import cut_rows, run
 from fedrot.strategies.messages import as_sent, of_mean, plain, restored, with_arrays, with_tensors
+from fedrot.strategies.metrics import EVALUATE, TRAIN, MetricsLog
 from fedrot.strategies.privacy import check_in_front, check_not_behind
 from fedrot.strategies.records import statistics_bytes
 from fedrot.strategies.replies import (
@@ -107,15 +111,27 @@ class Aligned(Strategy):
         wire: in which precision the model travels to the clients, float16 or bfloat16, while the
             server keeps its own; clients read it with ``from_arrays``, and may answer in any.
         device: where updates are aligned and averaged, ``cuda`` for the server's GPU.
+        checkpoints: a folder that receives a checkpoint after every round, see docs/checkpoints.md.
+        keep_checkpoints: so many of them stay.
+        resume: a folder of checkpoints to go on from; it may be the same, and empty at first.
         report_path: a JSON-lines file that receives one row per round, client and group, and one per
             reply that was lost.
+        metrics_path: a JSON-lines file that receives one row per round and stage, see ``MetricsLog``.
+        tensorboard: a folder for TensorBoard that receives the same, ``pip install
+            'fedrot[tensorboard]'``.
         **kwargs: passed to the strategy.
 
     Raises:
         FedrotError: the anchor is unknown, or it would undo the differential privacy of the strategy
-            behind; a number makes no sense; on the first round, the symmetry does not fit the model, or
-            a privacy wrapper is around this strategy.
+            behind; a number makes no sense; TensorBoard is asked for and not installed; on the first
+            round, the symmetry does not fit the model, or a privacy wrapper is around this strategy.
     """
+
+    #: What a checkpoint leaves out: it is given anew, or belongs to one round.
+    not_in_checkpoints = (
+        *("symmetry", "checkpoints", "resume", "metrics_log", "_foreign", "_broadcast", "_config"),
+        *("_grid", "_timeout", "_asked", "_asked_to_evaluate"),
+    )
 
     def __init__(
         self,
@@ -133,7 +149,12 @@ class Aligned(Strategy):
         norm_bound: float | None = None,
         wire: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        checkpoints: str | Path | None = None,
+        keep_checkpoints: int = 3,
+        resume: str | Path | None = None,
         report_path: str | Path | None = None,
+        metrics_path: str | Path | None = None,
+        tensorboard: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -162,6 +183,14 @@ class Aligned(Strategy):
         self.wire = wire
         self.device = torch.device(device)
         self.report_path = Path(report_path) if report_path is not None else None
+        self.metrics_log = MetricsLog(
+            Path(metrics_path) if metrics_path is not None else None,
+            Path(tensorboard) if tensorboard is not None else None,
+        )
+        self.checkpoints = (
+            Checkpoints(checkpoints, keep_checkpoints) if checkpoints is not None else None
+        )
+        self.resume = resume
         self._foreign = Foreign(foreign, model, match_at_clients)
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
@@ -194,9 +223,20 @@ class Aligned(Strategy):
         """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time."""
         self._timeout = timeout
         lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
-        return super().start(
-            lazy, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
+        with self.metrics_log as metrics:
+            evaluating = metrics.evaluating(evaluate_fn)
+            given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
+            if self.checkpoints is None and self.resume is None:
+                return super().start(lazy, initial_arrays, *given)
+            return run(
+                self, lazy, initial_arrays, *given, checkpoints=self.checkpoints, resume=self.resume
+            )
+
+    def restored(self, after_round: int) -> None:
+        """Forget the reported rows of rounds that will be played again; a resumed run calls it."""
+        if self.report_path is not None:
+            cut_rows(self.report_path, after_round)
+        self.metrics_log.cut(after_round)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -220,7 +260,7 @@ class Aligned(Strategy):
             server_round, readable, config, grid
         )
         sent = with_arrays(messages, readable, self._sent(arrays))
-        self._asked = Asked(sent)
+        self._asked = Asked(sent, self._asked.clients)
         return sent
 
     def configure_evaluate(
@@ -240,7 +280,7 @@ class Aligned(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Align the replies, let the strategy behind aggregate them, and report."""
         this_round = Round(server_round)
-        broadcast = from_arrays(self._broadcast)
+        broadcast = from_arrays(self._broadcast, writable=self.deterministic)
         with Store(self.spill) as store:
             good: Iterable[Reply] = self._good(replies, broadcast, this_round)
             if self._waits:
@@ -253,35 +293,44 @@ class Aligned(Strategy):
                 folding = Folding(build)
                 updates = self._updates(good, broadcast, this_round, folding.mean)
                 result = self._folded(updates, folding, this_round)
-        return self._reported(this_round, *result)
+        arrays, metrics = self._reported(this_round, *result)
+        self.metrics_log.write(server_round, TRAIN, metrics)
+        return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the strategy behind aggregate the evaluations that it can read."""
-        check, good, failed = self._asked_to_evaluate.answers(), [], []
+        answers = self._asked_to_evaluate.answers()
+        good: list[Message] = []
+        failed: list[Message] = []
+
+        def put_aside(message: Message, reason: str) -> None:
+            client = client_id(message)
+            fields = {"round": server_round, "stage": EVALUATE, "client": client, "set_aside": reason}
+            log_fields(WARNING, fields, "Evaluation of client %d set aside: %s", client, reason)
+
         for message in replies:
             if message.has_error():
                 failed.append(message)
                 continue
             try:
-                check(message)
+                answers.check(message)
                 read_weight(message.content, self._weighted_by)
             except UpdateError as error:
-                log(WARNING, "Evaluation of client %d set aside: %s", client_id(message), error)
+                put_aside(message, str(error))
             else:
                 good.append(message)
         good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
         for message in odd:
-            log(
-                WARNING,
-                "Evaluation of client %d set aside: its metrics are not like most.",
-                client_id(message),
-            )
-        weights = [read_weight(message.content, self._weighted_by) for message in good]
-        if not sum(weights) and not failed:
+            put_aside(message, "Its metrics are not like most.")
+        if not sum(read_weight(message.content, self._weighted_by) for message in good):
+            # Without an example there is nothing to average.
+            good = []
+        if not good and not failed:
             return None
         found: MetricRecord | None = super().aggregate_evaluate(  # type: ignore[safe-super]
             server_round, good + failed
         )
+        self.metrics_log.write(server_round, EVALUATE, found)
         return found
 
     @property
@@ -324,16 +373,18 @@ class Aligned(Strategy):
         self, replies: Iterable[Message], broadcast: Tensors, this_round: Round
     ) -> Iterator[Reply]:
         """Yield the replies that may enter the average, as they come; set the others aside."""
-        check = self._asked.answers()
-        needs = self._needs(this_round.number)
+        answers, needs = self._asked.answers(), self._needs(this_round.number)
         for message in replies:
             if message.has_error():
-                this_round.fail(client_id(message), message.error.reason or "no reason given")
+                reason = message.error.reason or "no reason given"
+                this_round.fail(answers.failed(message), reason)
                 continue
-            this_round.statistics_bytes += statistics_bytes(message)
             try:
-                check(message)
-                reply = read_reply(message, broadcast, self._weighted_by, needs)
+                answers.check(message)
+                this_round.statistics_bytes += statistics_bytes(message)
+                reply = read_reply(
+                    message, broadcast, self._weighted_by, needs, copy=self.deterministic
+                )
             except UpdateError as error:
                 this_round.put_aside(client_id(message), str(error))
                 continue
@@ -343,9 +394,12 @@ class Aligned(Strategy):
                 this_round.put_aside(message.metadata.src_node_id, what)
                 continue
             del message
+            this_round.take(reply)
             yield reply
             # Or it would stay until the next one has come.
             del reply
+        for client in answers.silent:
+            this_round.miss(client)
 
     def _all(
         self, replies: Iterable[Reply], broadcast: Tensors, this_round: Round, store: Store
@@ -432,7 +486,7 @@ class Aligned(Strategy):
         self, reply: Reply, result: AlignedUpdate, broadcast: Tensors, this_round: Round
     ) -> Iterator[Update]:
         """Yield a reply's update, unless its statistics cannot follow."""
-        this_round.reports.append((reply.client, result.alignment.report))
+        this_round.report(reply.client, result.alignment.report)
         try:
             statistics = result.alignment.transport(self._statistics(reply))
         except FedrotError as error:
@@ -523,24 +577,9 @@ class Aligned(Strategy):
         self, this_round: Round, arrays: ArrayRecord | None, metrics: MetricRecord | None
     ) -> Aggregated:
         """Log and write what happened, and add it to the metrics."""
-        if self.align:
-            ours = this_round.metrics()
-            log(
-                INFO,
-                "Alignment: distance %.4g -> %.4g (rotation %.1f%%, permutation %.1f%%), "
-                "%d groups below the threshold skipped, %d replies accepted, %d set aside, %.2f s",
-                ours["fedrot-distance-before"],
-                ours["fedrot-distance-after"],
-                100 * ours["fedrot-share-rotation"],
-                100 * ours["fedrot-share-permutation"],
-                ours["fedrot-groups-skipped"],
-                ours["fedrot-replies-accepted"],
-                ours["fedrot-replies-set-aside"],
-                ours["fedrot-seconds"],
-            )
-        else:
-            # Nothing but what went wrong: without alignment the metrics are the strategy's own.
-            ours = {**this_round.losses()}
+        this_round.log_end(self.align)
+        # Without alignment the metrics are the strategy's own; only what went wrong is added.
+        ours = this_round.metrics() if self.align else {**this_round.losses()}
         if self.report_path is not None:
             append_rows(self.report_path, this_round.rows())
         return arrays, MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.files import sync
+from fedrot.strategies.logs import log_fields
 from fedrot.strategies.state import RunState
 from fedrot.strategies.values import decode, encode
 from fedrot.strategies.wire import TIED
@@ -143,7 +144,9 @@ class Checkpoints:
             try:
                 return _read(self._path(number))
             except _DamagedError as error:
-                log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
+                fields = {"checkpoint": str(self._path(number)), "damaged": str(error)}
+                message = "The checkpoint '%s' cannot be used: %s"
+                log_fields(WARNING, fields, message, self._path(number), error)
         raise FedrotError(
             f"There is no usable checkpoint in '{self.folder}'. Give a folder that 'checkpoints' was "
             "given to, or start anew without 'resume'."

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from logging import INFO, WARNING
 
-from flwr.app import ArrayRecord, ConfigRecord
+import torch
+from flwr.app import ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor, nn
@@ -55,7 +56,9 @@ class Foreign:
         if self._prepared or self.model is None:
             return
         self._prepared = True
-        model = self.model()
+        # Building a model draws random numbers, which a resumed run would draw in another round.
+        with torch.random.fork_rng(devices=[]):
+            model = self.model()
         config = settings_of(model.config)
         parts = FOREIGN_OPTIONS.parts if self.options is None else self.options.parts
         try:
@@ -105,7 +108,7 @@ class Foreign:
             if is_foreign(reply, base, symmetry):
                 node = reply.message.metadata.src_node_id
                 asked[node] = index
-                requests.append(request(base, ArrayRecord(dict(reply.tensors)), config, node))
+                requests.append(request(base, reply.tensors, config, node))
         found: dict[int, AlignedUpdate] = {}
         for answer in grid.send_and_receive(requests, timeout=timeout) if requests else ():
             index = asked.get(answer.metadata.src_node_id, -1)

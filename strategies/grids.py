@@ -39,7 +39,8 @@ class LazyGrid(Grid):
             arrived = set()
             for message_id in waiting:
                 for message in self.pull_messages([message_id]):
-                    arrived.add(message_id)
+                    # An answer to another question leaves this one open.
+                    arrived.add(message.metadata.reply_to_message_id)
                     yield message
                     del message
             waiting = [message_id for message_id in waiting if message_id not in arrived]

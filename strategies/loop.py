@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedrot.errors import FedrotError
 from fedrot.files import replacing
 from fedrot.strategies.checkpoints import Checkpoint, Checkpoints
+from fedrot.strategies.logs import log_fields
 from fedrot.strategies.state import RunState, restore_random
 from fedrot.strategies.wire import wire_bytes
 
@@ -76,7 +77,8 @@ def run(
         started = time.time()
         if found is not None:
             restore_random(found.state, found.state_arrays)
-            log(INFO, "Resumed after round %d from '%s'.", done, found.folder)
+            fields = {"round": done, "checkpoint": str(found.folder), "resumed": True}
+            log_fields(INFO, fields, "Resumed after round %d from '%s'.", done, found.folder)
             del found
         elif evaluate_fn is not None:
             metrics = evaluate_fn(0, initial_arrays)
@@ -97,7 +99,9 @@ def run(
             if checkpoints is not None:
                 saving = time.time()
                 folder = checkpoints.save(number, arrays, result, state)
-                log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - saving)
+                seconds = time.time() - saving
+                fields = {"round": number, "checkpoint": str(folder), "seconds": seconds}
+                log_fields(INFO, fields, "Checkpoint written to '%s' in %.2fs", folder, seconds)
     _log_end(result, time.time() - started)
     return result
 

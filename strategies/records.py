@@ -83,8 +83,8 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
     return ArrayRecord(arrays)
 
 
-def read_statistics(content: RecordDict) -> dict[str, dict[str, Tensor]]:
-    """Return the statistics of a reply, empty if it has none.
+def read_statistics(content: RecordDict, copy: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Return the statistics of a reply, empty if it has none; ``copy`` as in ``read_reply``.
 
     Raises:
         UpdateError: they cannot be decoded.
@@ -98,7 +98,7 @@ def read_statistics(content: RecordDict) -> dict[str, dict[str, Tensor]]:
             raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
         if not separator:
             raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
-        value = value.float() if value.dtype == torch.bfloat16 else value
+        value = value.float() if value.dtype == torch.bfloat16 else value.clone() if copy else value
         found.setdefault(kind, {}).update(dict.fromkeys(names.split(_NAMES), value))
     return found
 

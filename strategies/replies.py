@@ -54,29 +54,59 @@ class Reply:
 
 
 class Asked:
-    """Whom a round asked: what answers another question, or the same one twice, has no part in it."""
+    """Whom a round asked: what answers another question, or the same one twice, has no part in it.
 
-    def __init__(self, messages: Iterable[Message] = ()) -> None:
+    Attributes:
+        clients: the clients' own ids by node, as far as they have named themselves in this run.
+    """
+
+    def __init__(self, messages: Iterable[Message] = (), clients: dict[int, int] | None = None) -> None:
         # Grids give messages their ids when they are sent.
         self._metadata = [message.metadata for message in messages]
+        self.clients = {} if clients is None else clients
 
-    def answers(self) -> Callable[[Message], None]:
-        """Return what checks the replies of one round, one after the other.
+    def answers(self) -> Answers:
+        """Return what keeps account of the replies of one round."""
+        return Answers({(m.message_id, m.dst_node_id) for m in self._metadata}, self.clients)
 
-        It raises ``UpdateError`` for a reply to no question of this round, or to an answered one.
+
+class Answers:
+    """The replies of one round, as they come."""
+
+    def __init__(self, asked: set[tuple[str, int]], clients: dict[int, int]) -> None:
+        self._asked = asked
+        self._silent = set(asked)
+        self._clients = clients
+
+    def check(self, message: Message) -> None:
+        """Note a reply.
+
+        Raises:
+            UpdateError: it answers no question of this round, or one that was answered already.
         """
-        asked = {(m.message_id, m.dst_node_id) for m in self._metadata}
-        answered: set[tuple[str, int]] = set()
+        question = message.metadata.reply_to_message_id, message.metadata.src_node_id
+        if question not in self._asked:
+            raise UpdateError("It answers no request of this round: late, or not meant for us.")
+        if question not in self._silent:
+            raise UpdateError("Its sender has answered before in this round; that answer counts.")
+        self._silent.remove(question)
+        self._clients[question[1]] = client_id(message)
 
-        def check(message: Message) -> None:
-            key = message.metadata.reply_to_message_id, message.metadata.src_node_id
-            if key not in asked:
-                raise UpdateError("It answers no request of this round: late, or not meant for us.")
-            if key in answered:
-                raise UpdateError("Its sender has answered before in this round; that answer counts.")
-            answered.add(key)
+    def failed(self, message: Message) -> int:
+        """Note an error in the place of a reply, and return whose it is.
 
-        return check
+        For a node that is gone the SuperLink answers, under its own id.
+        """
+        to = message.metadata.reply_to_message_id
+        of = [question for question in self._asked if question[0] == to]
+        node = of[0][1] if len(of) == 1 else message.metadata.src_node_id
+        self._silent.discard((to, node))
+        return self._clients.get(node, node)
+
+    @property
+    def silent(self) -> list[int]:
+        """The clients that have not answered, by their own ids where they have named themselves."""
+        return sorted(self._clients.get(node, node) for _, node in self._silent)
 
 
 def with_common_layout(
@@ -117,12 +147,16 @@ def read_reply(
     broadcast: Mapping[str, Tensor],
     weighted_by_key: str,
     needs: Collection[str] = (),
+    copy: bool = False,
 ) -> Reply:
     """Check a reply and decode it.
 
     Args:
         broadcast: the model that was sent. Tensors that a client sends as unchanged are its.
         needs: the kinds of statistics that it has to bring.
+        copy: give the update memory of its own in place of views of what was received. Libraries add
+            up in another order where numbers lie elsewhere relative to vector registers, so that without
+            it the last bits depend on where a message happens to be.
 
     Raises:
         UpdateError: it does not hold exactly one ArrayRecord (statistics apart) and one MetricRecord,
@@ -139,7 +173,7 @@ def read_reply(
     weight = read_weight(content, weighted_by_key, SMALLEST_WEIGHT)
     ((record, arrays),) = records.items()
     check_update(arrays, {name: tuple(t.shape) for name, t in broadcast.items()})
-    tensors = from_arrays(arrays, since=broadcast)
+    tensors = from_arrays(arrays, since=broadcast, writable=copy)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() != broadcast[name].is_floating_point():
             raise UpdateError(
@@ -151,7 +185,7 @@ def read_reply(
     cast = {name: tensors[name].to(like.dtype) for name, like in broadcast.items()}
     # A narrower dtype has a smaller range.
     check_finite({name: t for name, t in cast.items() if t.dtype != tensors[name].dtype})
-    statistics = read_statistics(content)
+    statistics = read_statistics(content, copy)
     missing = [kind for kind in needs if not brings(statistics, kind)]
     if missing:
         raise UpdateError(

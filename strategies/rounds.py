@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from logging import INFO, WARNING
+from logging import DEBUG, INFO, WARNING
 from typing import Any, NamedTuple
 
 from flwr.common import log
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.report import AlignmentReport
+from fedrot.strategies.logs import log_fields
 from fedrot.strategies.replies import Reply
 
 
@@ -44,35 +45,47 @@ class Round:
     def put_aside(self, client: int, reason: str) -> None:
         """Note a reply that has no part in the average."""
         self.set_aside.append((client, reason))
-        log(
-            WARNING,
-            "Reply of client %d set aside: %s",
-            client,
-            reason,
-            extra={"fedrot": {"round": self.number, "client": client, "set_aside": reason}},
-        )
+        fields = {"round": self.number, "client": client, "set_aside": reason}
+        log_fields(WARNING, fields, "Reply of client %d set aside: %s", client, reason)
 
     def fail(self, client: int, reason: str) -> None:
         """Note a client that answered with an error."""
+        self._failed(client, reason, "\t> Received error in reply from node %d: %s")
+
+    def miss(self, client: int) -> None:
+        """Note a client that did not answer."""
+        self._failed(client, "No answer came in time.", "\t> Client %d: %s")
+
+    def _failed(self, client: int, reason: str, message: str) -> None:
         self.failed.append((client, reason))
-        log(
-            INFO,
-            "\t> Received error in reply from node %d: %s",
-            client,
-            reason,
-            extra={"fedrot": {"round": self.number, "client": client, "failed": reason}},
-        )
+        fields = {"round": self.number, "client": client, "failed": reason}
+        log_fields(INFO, fields, message, client, reason)
+
+    def take(self, reply: Reply) -> None:
+        """Log a good reply, on the level of details."""
+        fields = {"round": self.number, "client": reply.client, "weight": reply.weight}
+        log_fields(DEBUG, fields, "Reply of client %d: weight %g", reply.client, reply.weight)
+
+    def report(self, client: int, report: AlignmentReport) -> None:
+        """Keep what the alignment of a reply did, and log it on the level of details."""
+        self.reports.append((client, report))
+        before, after = report.before, report.after
+        fields = {
+            "round": self.number,
+            "client": client,
+            "before": before,
+            "after": after,
+            "seconds": report.seconds,
+        }
+        message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
+        log_fields(DEBUG, fields, message, client, before, after)
 
     def lose(self, reason: str) -> None:
         """Note that the round gives no model."""
         self.lost = reason
-        log(
-            WARNING,
-            "Round %d failed, the model stays as it was: %s",
-            self.number,
-            reason,
-            extra={"fedrot": {"round": self.number, "lost": reason}},
-        )
+        fields = {"round": self.number, "lost": reason}
+        message = "Round %d failed, the model stays as it was: %s"
+        log_fields(WARNING, fields, message, self.number, reason)
 
     def note(self, notes: Mapping[str, str]) -> None:
         """Keep what the aggregation found out of the ordinary, by tensor, and log the first."""
@@ -118,6 +131,23 @@ class Round:
             "fedrot-statistics-bytes": self.statistics_bytes,
             "fedrot-seconds": time.perf_counter() - self.start,
         }
+
+    def log_end(self, aligned: bool) -> None:
+        """Log the round's figures."""
+        ours = self.metrics()
+        moved = (
+            "distance {fedrot-distance-before:.4g} -> {fedrot-distance-after:.4g} (rotation "
+            "{fedrot-share-rotation:.1%}, permutation {fedrot-share-permutation:.1%}), "
+            "{fedrot-groups-skipped} groups below the threshold skipped"
+            if aligned
+            else "off"
+        )
+        counts = (
+            "{fedrot-replies-accepted} replies accepted, {fedrot-replies-set-aside} set aside, "
+            "{fedrot-replies-failed} failed, {fedrot-seconds:.2f} s"
+        )
+        fields = {"round": self.number, "metrics": ours}
+        log_fields(INFO, fields, "Alignment: %s, %s", moved.format(**ours), counts.format(**ours))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per reply lost, per note."""

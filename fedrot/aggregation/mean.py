@@ -27,10 +27,11 @@ class Mean:
     needs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
+        #: Of all updates that were added.
+        self.weight = 0.0
         self._mean: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._trained: dict[str, tuple[Tensor, Tensor]] = {}
-        self._weight = 0.0
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -76,7 +77,7 @@ class Mean:
         if not self._mean:
             self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
         masks = (statistics or {}).get(TRAINED, {})
-        share = weight / (self._weight + weight)
+        share = weight / (self.weight + weight)
         for name, tensor in update.items():
             value, mean = tensor.detach(), self._mean.get(name)
             if mean is None:
@@ -89,7 +90,7 @@ class Mean:
                 self._fold_rows(name, value, weight, masks.get(name))
             if share < 1:
                 mean.lerp_(value, share)
-        self._weight += weight
+        self.weight += weight
 
     def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
         """Keep the mean of each row over the clients that trained it, and their weight."""
@@ -97,7 +98,7 @@ class Mean:
         theirs = weight * rows.to(value.dtype)
         if name not in self._trained:
             # Whoever came before without a mask trained all rows.
-            before = torch.full_like(theirs, self._weight)
+            before = torch.full_like(theirs, self.weight)
             self._trained[name] = self._mean[name].clone(), before
         mean, weights = self._trained[name]
         total = weights + theirs

@@ -13,6 +13,7 @@ from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.blocks import compute_dtype, pairs
 from fedrot.matching.match import by_sign
+from fedrot.precision import full_float32
 from fedrot.symmetry.description import Group, Symmetry
 from fedrot.symmetry.kinds import Permutation
 
@@ -92,6 +93,7 @@ class OptimalTransport:
             self._anchor = dict(update)
         self._mean.fold(self.transported(update), weight, statistics)
 
+    @full_float32()
     def transported(self, update: Tensors) -> dict[str, Tensor]:
         """Return the update with its units in the anchor's places; the input is not changed."""
         moved = dict(update)

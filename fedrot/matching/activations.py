@@ -280,7 +280,13 @@ def probing(
         seed: of the random inputs.
     """
     # ``build`` may return one and the same model every time, or one that its owner still needs.
-    pair = cache(lambda: (copy.deepcopy(build()), copy.deepcopy(build())))
+
+    @cache
+    def pair() -> tuple[nn.Module, nn.Module]:
+        # Initialising them draws random numbers, which is not for others to notice.
+        with torch.random.fork_rng(devices=[]):
+            return copy.deepcopy(build()), copy.deepcopy(build())
+
 
     def evidence(anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> Activations:
         ours, theirs = pair()

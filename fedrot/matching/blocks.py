@@ -40,27 +40,32 @@ def distance_once(
         length = client[slot.tensor].shape[slot.axis]
         mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
         mask |= slot.stretch.mask(length)
-    total = 0.0
+    squares: list[Tensor] = []
     for name, by_axis in masks.items():
         c = client[name].detach()
         a, c = (t.to(compute_dtype(c)) for t in (anchor[name].detach(), c))
         if not any(bool(mask.all()) for mask in by_axis.values()):
             for axis, mask in by_axis.items():
-                seen = mask.to(c.device)
-                total += squared_distance([(_where(a, seen, axis), _where(c, seen, axis))])
-                a, c = _where(a, ~seen, axis), _where(c, ~seen, axis)
+                squares.append(_squares([(_where(a, mask, axis), _where(c, mask, axis))]))
+                a, c = _where(a, ~mask, axis), _where(c, ~mask, axis)
             continue
-        total += squared_distance([(a, c)])
-    return total
+        squares.append(_squares([(a, c)]))
+    return float(sum(squares))
 
 
 def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
-    return tensor.index_select(axis, mask.nonzero()[:, 0])
+    return tensor.index_select(axis, mask.nonzero()[:, 0].to(tensor.device))
 
 
 def squared_distance(blocks: Sequence[Pair]) -> float:
     """Return the sum of squared differences over all pairs."""
-    return float(sum(torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks))
+    return float(_squares(blocks))
+
+
+def _squares(blocks: Sequence[Pair]) -> Tensor:
+    """Return ``squared_distance`` as a scalar of its own device: the host waits where it reads it."""
+    squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
+    return sum(squares, start=torch.zeros((), dtype=torch.float64))
 
 
 def model_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

@@ -7,7 +7,7 @@ once; then the query heads of the pair of groups are assigned to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,11 +160,14 @@ def head_scores(
             worth = group.solver.worth(group.kind, evidence, options)
         scores = scores.to(worth.device) + worth
     if elements:
-        for i in range(heads):
-            for j in range(heads):
-                zero = torch.zeros((), dtype=torch.float64)
-                queries = (_of_queries(g, e[i, j], i, j) for g, e in elements.items())
-                scores[i, j] += _best_sum(sum(queries, start=zero))
+        every = [
+            _summed(_of_queries(g, e[i, j], i, j) for g, e in elements.items())
+            for i in range(heads)
+            for j in range(heads)
+        ]
+        # The host assigns: one copy for all pairs.
+        worth = torch.stack([_best_sum(score) for score in torch.stack(every).cpu()])
+        scores = scores + worth.reshape(heads, heads).to(scores.device)
     return scores
 
 
@@ -175,19 +178,22 @@ def query_orders(inside: Sequence[Inside], order: QueryPermutation, options: Ali
 
 def assigned(scores: Tensor) -> tuple[Tensor, float]:
     """Return the best order for each of the scores ``[groups, n, n]``, and what they gain together."""
-    found = [best_assignment(score) for score in scores]
+    found = [best_assignment(score) for score in scores.cpu()]
     still = torch.arange(scores.shape[-1])
     orders = torch.stack([still if element is None else element for element, _ in found])
-    return orders, sum(gain for _, gain in found)
+    return orders.to(scores.device), sum(gain for _, gain in found)
 
 
 def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:
     """Return the score of every pair of query heads of the same group, ``[groups, n, n]``."""
     elements = [(g, g.solver.best(g.kind, own_pair(g), options, g.precise)) for g in inside]
-    zero = torch.zeros((), dtype=torch.float64)
     return torch.stack(
-        [sum((_of_queries(g, e[i], i, i) for g, e in elements), start=zero) for i in range(groups)]
+        [_summed(_of_queries(g, e[i], i, i) for g, e in elements) for i in range(groups)]
     )
+
+
+def _summed(scores: Iterable[Tensor]) -> Tensor:
+    return sum(scores, start=torch.zeros((), dtype=torch.float64))
 
 
 def _of_queries(inside: Inside, element: Tensor, i: int, j: int) -> Tensor:
@@ -196,20 +202,20 @@ def _of_queries(inside: Inside, element: Tensor, i: int, j: int) -> Tensor:
     Weights alone decide here: activations are seen where key heads have them once.
     """
     one = replace(inside.kind, heads=1)
-    total = torch.zeros((), dtype=torch.float64)
+    scores = []
     for a, c in inside.shared():
         ours = a.unflatten(0, (inside.kind.heads, -1))[i]
         theirs = one.act(element[None], c.unflatten(0, (inside.kind.heads, -1))[j], 0)
         n = len(ours) // inside.kind.dim
-        total = total + (ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).double().cpu()
-    return total
+        scores.append((ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).double())
+    return _summed(scores)
 
 
-def _best_sum(score: Tensor) -> float:
+def _best_sum(score: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
-    return float(score[rows, columns].sum())
+    return score[rows, columns].sum()
 
 
 def own_blocks(matrix: Tensor, heads: int) -> Tensor:

@@ -47,6 +47,9 @@ Tensors = Mapping[str, Tensor]
 
 T = TypeVar("T")
 
+#: Parts that share tensors with others: the best element of one depends on the others.
+COUPLED = ("residual", "output")
+
 
 @dataclass
 class Anchor:
@@ -54,6 +57,8 @@ class Anchor:
 
     tensors: Tensors
     _separation: dict[tuple[str, int | None], Tensor] = field(default_factory=dict, repr=False)
+    _last: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _sizes: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def separation(self, group: Group, columns: int | None) -> Tensor:
         """Return the memoised bound of ``permutation.separation`` for one group."""
@@ -61,7 +66,32 @@ class Anchor:
         if key not in self._separation:
             blocks = [a for a, _ in pairs(group, self.tensors, self.tensors)]
             self._separation[key] = permutation.separation(*by_sign(group, blocks), columns)
+            self._sizes.setdefault(group.name, permutation.largest(blocks))
         return self._separation[key]
+
+    def note(self, group: Group, distances: Tensor) -> None:
+        """Remember the squared distances ``[n]`` of a client's neurons, which stay where they are."""
+        self._last[group.name] = distances
+
+    def towards_last(self, tensors: Tensors, share: float) -> Anchor:
+        """Return the anchor that lies ``share`` of the way to the last client aligned to this one.
+
+        Its neurons have moved no further than that, so the bounds on their separation still hold, less
+        the way of the neuron itself and of the others, and what rounding moved them.
+
+        Args:
+            tensors: the new anchor's.
+            share: 0 to 1.
+        """
+        moved = Anchor(tensors)
+        for (name, columns), bound in self._separation.items():
+            if name in self._last:
+                way = share * self._last[name].sqrt() * permutation.SLACK
+                size = self._sizes[name] + way.max()
+                rounding = 4 * torch.finfo(torch.float32).eps * size
+                moved._separation[name, columns] = (bound - way - way.max() - rounding).clamp_min(0)
+                moved._sizes[name] = size
+        return moved
 
 
 @dataclass(frozen=True)
@@ -288,7 +318,7 @@ def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, floa
     scores = torch.zeros(kind.groups, kind.n, kind.n, dtype=torch.float64)
     for pair in blocks:
         ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in pair)
-        scores += (ours @ theirs.mT).cpu()
+        scores = scores.to(ours.device) + ours @ theirs.mT
     return assigned(scores)
 
 
@@ -369,6 +399,8 @@ def match_neurons(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
             after = before if element is None else _distance_after(group, element, problem)
             matches.append(Match(element, before, after, gain))
         elif permutation.identity_certified(distances, partial(problem.anchor.separation, group)):
+            if not set(COUPLED) & set(problem.options.parts):
+                problem.anchor.note(group, distances)
             matches.append(Match(None, before, before, certified=True))
         else:
             element, gain = permutation.assignment(*_unit_scores(group, blocks, 1.0, None))

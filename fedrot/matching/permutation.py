@@ -27,10 +27,18 @@ HOPELESS = 8.0
 
 _ROWS = 256
 
+#: By how much distances are taken to be longer than they were computed.
+SLACK = 1 + 1e-5
+
 
 def row_distances(blocks: Sequence[Pair]) -> Tensor:
     """Return ``|f_i - a_i|^2`` for every neuron, shape ``[n]``, over all slots together."""
     return sum(((c - a).square_().sum(1).double() for a, c in blocks), start=torch.zeros(())).double()
+
+
+def largest(blocks: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the largest neuron over all slots together, a scalar."""
+    return sum((b.square().sum(1).double() for b in blocks), start=torch.zeros(())).amax().sqrt()
 
 
 def separation(
@@ -90,7 +98,7 @@ def _gram(
 
 def certified(distances: Tensor, bound: Tensor) -> bool:
     """Return whether ``|f_i - a_i| <= bound_i / 2`` for all neurons (``distances`` are squared)."""
-    return bool((2 * distances.sqrt() * (1 + 1e-5) <= bound).all())
+    return bool((2 * distances.sqrt() * SLACK <= bound).all())
 
 
 def identity_certified(distances: Tensor, separation: Callable[[int | None], Tensor]) -> bool:
@@ -136,10 +144,11 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
     # Importing scipy.optimize takes a third of the time of importing torch, and is rarely needed.
     from scipy.optimize import linear_sum_assignment
 
-    total = score if signed is None else score + signed.abs()
-    _, column = linear_sum_assignment(total.cpu().numpy(), maximize=True)
+    place = score.device if signed is None else signed.device
+    total = (score if signed is None else score + signed.abs()).cpu()
+    _, column = linear_sum_assignment(total.numpy(), maximize=True)
     index = torch.from_numpy(column)
-    chosen = total.double().cpu().gather(1, index[:, None]).sum()
+    chosen = total.gather(1, index[:, None]).double().sum()
     trace = (score if signed is None else score + signed).diagonal().double().sum().cpu()
     improvement = float(chosen - trace)
     if improvement <= MINIMUM_GAIN * abs(float(trace)):
@@ -147,4 +156,4 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
     if signed is not None:
         turned = signed.cpu().gather(1, index[:, None])[:, 0] < 0
         index = (index + 1) * torch.where(turned, -1, 1)
-    return index, 2 * improvement
+    return index.to(place), 2 * improvement

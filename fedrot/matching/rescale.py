@@ -33,7 +33,7 @@ def best_scale(uu: Tensor, ua: Tensor, vv: Tensor, va: Tensor) -> tuple[Tensor, 
     usable = (uu > 0) & (vv > 0)
     safe = torch.where(usable, uu, torch.ones_like(uu))
     companion = torch.zeros(len(uu), 4, 4, dtype=torch.float64, device=uu.device)
-    companion[:, 1:, :3] = torch.eye(3, dtype=torch.float64)
+    companion[:, 1:, :3] = torch.eye(3, dtype=torch.float64, device=uu.device)
     companion[:, 0, 0], companion[:, 0, 2], companion[:, 0, 3] = ua / safe, -va / safe, vv / safe
     roots = torch.linalg.eigvals(companion)
     real = (roots.imag.abs() <= 1e-9 * roots.abs()) & (roots.abs() > 0) & usable[:, None]

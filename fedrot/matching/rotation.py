@@ -30,8 +30,8 @@ def similarity(kind: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
         raise ValueError("a rotation group needs at least one slot")
     # The size of rounding in M: directions below it carry no information about the rotation.
     noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(total.double())
-    return total.double() + noise[:, None, None] * torch.eye(kind.dim, dtype=torch.float64).to(
-        total.device
+    return total.double() + noise[:, None, None] * torch.eye(
+        kind.dim, dtype=torch.float64, device=total.device
     )
 
 
@@ -76,7 +76,7 @@ def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
     """
     if ridge > 0:
         sigma = torch.linalg.matrix_norm(m, ord=2)
-        m = m + ridge * sigma[..., None, None] * torch.eye(m.shape[-1]).to(m)
+        m = m + ridge * sigma[..., None, None] * _eye(m)
     if precise:
         return _polar_by_svd(m)
     r = _newton_schulz(m.float()).double()
@@ -94,7 +94,7 @@ def best_orders(m: Tensor) -> Tensor:
 
     flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
     orders = torch.tensor(np.stack([linear_sum_assignment(s, maximize=True)[1] for s in flat]))
-    return torch.eye(m.shape[-1]).to(m)[orders.to(m.device)].reshape(m.shape)
+    return _eye(m)[orders.to(m.device)].reshape(m.shape)
 
 
 def _newton_schulz(m: Tensor) -> Tensor:
@@ -113,7 +113,12 @@ def _newton_schulz(m: Tensor) -> Tensor:
 
 def _residual(gram: Tensor) -> Tensor:
     """Return ``max |X^T X - I|`` per matrix."""
-    return (gram - torch.eye(gram.shape[-1]).to(gram)).abs().amax((-2, -1))
+    return (gram - _eye(gram)).abs().amax((-2, -1))
+
+
+def _eye(like: Tensor) -> Tensor:
+    """Return the identity in the size, dtype and place of square matrices."""
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def _polar_by_svd(m: Tensor) -> Tensor:

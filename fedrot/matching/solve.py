@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.blocks import distance_once
-from fedrot.matching.match import STAGES, Match, Problem, stage_of
+from fedrot.matching.match import COUPLED, STAGES, Match, Problem, stage_of
 from fedrot.moves import Move
 from fedrot.report import GroupReport
 from fedrot.symmetry.description import Group, Slot
 from fedrot.symmetry.kinds import HeadPermutation
-
-#: Parts that share tensors with others: the best element of one depends on the others.
-COUPLED = ("residual", "output")
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,8 @@ class _Descent:
         elsewhere = _tensors(others)
         for group in self.stages["residual"]:
             if seed:
-                element: Tensor | None = group.kind.random(generator)
+                place = self.problem.client[group.slots[0].tensor].device
+                element: Tensor | None = group.kind.random(generator).to(place)
             else:
                 alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
                 reduced = (replace(group, slots=alone),) if alone else ()

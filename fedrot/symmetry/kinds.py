@@ -188,6 +188,10 @@ class HeadRotation:
         return self.heads
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        if x.ndim == 2 and axis == 1 and x.shape[1] == self.heads * self.dim:
+            # In place of the transposed matrix, which would be copied twice.
+            heads = x.unflatten(1, (self.heads, self.dim)).transpose(0, 1)
+            return (heads @ element.to(x).mT).transpose(0, 1).flatten(1)
         leading = x.movedim(axis, 0)
         blocks = leading.reshape(self.heads, -1, self.dim, leading[0].numel())
         return (element.to(x).unsqueeze(1) @ blocks).reshape(leading.shape).movedim(0, axis)

@@ -16,6 +16,9 @@ from torch import Tensor
 
 import fedrot
 from fedrot.matching import permutation
+from fedrot.matching.match import Anchor
+from fedrot.symmetry.description import Group, Slot, Stretch
+from fedrot.symmetry.kinds import Permutation
 from tests.core.oracles import Array, seeded
 from tests.models import (
     CASES,
@@ -107,6 +110,55 @@ def test_separation_never_exceeds_the_true_distance(
     assert bound.shape == (n,)
     assert (bound >= 0).all()
     assert (bound <= true.min(1) * (1 + 1e-12)).all()
+
+
+@settings(max_examples=150, deadline=None)
+@_NEURONS
+def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
+    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+) -> None:
+    kind = Permutation(n)
+    slot = Slot("w", 0, Stretch(0, n))
+    group = Group("ffn", 0, "ffn", kind, (slot,))
+    start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
+    anchor, generator = Anchor({"w": start}), torch.Generator().manual_seed(seed)
+    anchor.separation(group, columns)
+    current = start
+    for step in range(4):
+        drift = 0.1 * spread * size * torch.randn(start.shape, generator=generator, dtype=dtype)
+        client = current + drift
+        anchor.note(group, permutation.row_distances([(current, client)]))
+        share = 1 / (1 + step)
+        current = torch.lerp(current, client, share)
+        anchor = anchor.towards_last({"w": current}, share)
+        true = cdist(current.double().numpy(), current.double().numpy())
+        np.fill_diagonal(true, np.inf)
+        bound = anchor.separation(group, columns).numpy()
+        assert (bound <= true.min(1) * (1 + 1e-12)).all()
+
+
+def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> None:
+    group = Group("ffn", 0, "ffn", Permutation(64), (Slot("w", 0, Stretch(0, 64)),))
+    generator = torch.Generator().manual_seed(0)
+    current = torch.randn(64, 256, generator=generator)
+    anchor = Anchor({"w": current})
+    before = anchor.separation(group, None)
+    for step in range(20):
+        client = current + 0.02 * torch.randn(64, 256, generator=generator)
+        distances = permutation.row_distances([(current, client)])
+        assert permutation.certified(distances, anchor.separation(group, None))
+        anchor.note(group, distances)
+        current = torch.lerp(current, client, 1 / (1 + step))
+        anchor = anchor.towards_last({"w": current}, 1 / (1 + step))
+    assert (anchor.separation(group, None) > 0.7 * before).all()
+
+
+def test_what_was_not_noted_is_measured_anew() -> None:
+    group = Group("ffn", 0, "ffn", Permutation(3), (Slot("w", 0, Stretch(0, 3)),))
+    anchor = Anchor({"w": torch.eye(3)})
+    before = anchor.separation(group, None)
+    moved = anchor.towards_last({"w": 0.1 * torch.eye(3)}, 1.0)
+    assert torch.allclose(moved.separation(group, None), 0.1 * before, atol=1e-3)
 
 
 def test_separation_is_tight_and_spans_row_blocks() -> None:

@@ -26,7 +26,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from fedrot.files import replacing
 from fedrot.strategies import Aligned
 from fedrot.strategies.checkpoints import Checkpoints
-from fedrot.strategies.loop import cut_rows, run
+from fedrot.strategies.loop import run
 from fedrot.strategies.state import RunState
 from tests.models import near
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
@@ -57,11 +57,6 @@ class MarkedStrategy(Aligned, FedAdam):
         aggregated = super().aggregate_train(server_round, replies)
         mark("aggregated", server_round)
         return aggregated
-
-    def restored(self, after_round: int) -> None:
-        """Forget the rows of rounds that are played again."""
-        assert self.report_path is not None
-        cut_rows(self.report_path, after_round)
 
 
 class MarkedCheckpoints(Checkpoints):

@@ -607,10 +607,10 @@ def finish(server: Server, folder: Path, expected: Any) -> None:
     assert ended.code == 0, server.log.read_text(encoding="utf-8")[-5000:]
     found = json.loads((folder / "end.json").read_text(encoding="utf-8"))
     assert found == expected
-    assert {p.name for p in (folder / "checkpoints").iterdir()} == {
-        ".lock",
-        *(f"round-{n:06d}" for n in (KILLED_ROUNDS - 1, KILLED_ROUNDS)),
-    }
+    left = {p.name for p in (folder / "checkpoints").iterdir()}
+    newest = {".lock", *(f"round-{n:06d}" for n in (KILLED_ROUNDS - 1, KILLED_ROUNDS))}
+    # Killed between the last checkpoint and the removal of the oldest, a run has nothing left to save.
+    assert newest <= left <= newest | {f"round-{KILLED_ROUNDS - 2:06d}"}
 
 
 def test_kills_at_random_moments(tmp_path: Path, server: Server, undisturbed: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import (
     FedAdam,
     FedAvg,
@@ -130,8 +130,8 @@ def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
         messages = broadcast(strategy, state(), COUNT)
         arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))
         found.append((arrays, {k: v for k, v in (metrics or {}).items() if k != "fedrot-seconds"}))
-    assert largest_difference(found[0][0], found[1][0]) == 0
-    assert found[0][1] == found[1][1]
+    assert largest_difference(found[0][0], found[1][0]) < 1e-6
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
 
 
 def test_statistics_are_spilled_with_their_update(tmp_path: Path) -> None:
@@ -141,7 +141,8 @@ def test_statistics_are_spilled_with_their_update(tmp_path: Path) -> None:
         messages = broadcast(strategy, state(), 3)
         sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))]
         found.append(strategy.aggregate_train(1, sent)[0])
-    assert largest_difference(*found) == 0
+    # Mapped from a file, numbers lie elsewhere relative to vector registers.
+    assert largest_difference(*found) < 1e-6
 
 
 def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path) -> None:
@@ -177,6 +178,35 @@ def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: 
 
 
 ORDERS = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3])
+
+
+def elsewhere(array: Array, shift: int) -> Array:
+    """Return the array with a longer header, so that its values start elsewhere in memory."""
+    size = int.from_bytes(array.data[8:10], "little")
+    header, values = array.data[10 : 10 + size - 1], array.data[10 + size :]
+    start = array.data[:8] + (size + shift).to_bytes(2, "little")
+    data = start + header + b" " * shift + b"\n" + values
+    return Array(array.dtype, array.shape, array.stype, data)
+
+
+def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() -> None:
+    def results(**settings: Any) -> Iterator[ArrayRecord | None]:
+        strategy = FedRot(CONFIG, anchor="global", aggregation=RegMean, **settings)
+        messages = broadcast(strategy, state(), 3)
+        for shift in range(0, 64, 8):
+            sent = [
+                answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))
+            ]
+            for message in sent:
+                for record in message.content.array_records.values():
+                    for name, array in record.items():
+                        record[name] = elsewhere(array, shift)
+            yield strategy.aggregate_train(1, sent)[0]
+
+    first, *others = results(deterministic=True)
+    assert {largest_difference(first, other) for other in others} == {0.0}
+    first, *others = results()
+    assert max(largest_difference(first, other) for other in others) < 1e-4
 
 
 def test_in_order_of_arrival_the_mean_is_the_same_to_rounding() -> None:

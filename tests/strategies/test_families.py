@@ -45,4 +45,4 @@ def test_replies_from_other_bases_are_matched_in_every_family(name: str, asked: 
     arrays, _ = strategy.aggregate_train(1, replies)
     # Most replies have a base of their own: the first of these is the anchor of this round.
     assert largest_difference(arrays, ArrayRecord(foreign)) <= 1e-4
-    assert (strategy._evidence is not None) == asked
+    assert (strategy._foreign.evidence is not None) == asked

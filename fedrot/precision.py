@@ -1,7 +1,7 @@
 """What is computed to many digits, whatever the model or the user asks for.
 
-Products that have to stay orthogonal are float32 to the last bit, never TF32; and what is checked to many
-digits is computed in float64 where a model asks for float32.
+Products that have to stay orthogonal are float32 to the last bit, never TF32; and what is checked to
+many digits is computed in float64 where a model asks for float32.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """While it lasts, float32 matrices are multiplied as float32, not rounded to TF32 or bfloat16 before.
+    """While it lasts, float32 matrices are multiplied as they are, not rounded to TF32 or bfloat16.
 
     A user may have allowed that for training (``torch.set_float32_matmul_precision``), on a GPU or on a
-    CPU; a rotation would lose its orthogonality to 1e-3. What the user had is restored. Also a decorator.
-    Like torch's own switches it holds for all threads of the process.
+    CPU; a rotation would lose its orthogonality to 1e-3. What the user had is restored. Also a
+    decorator. Like torch's own switches it holds for all threads of the process.
     """
     try:
         chosen = torch.get_float32_matmul_precision()

@@ -135,26 +135,48 @@ def compare(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    run_or_file: Annotated[
+        Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Of a file: its metrics_path; default: metrics.jsonl beside it.")
+    ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Also write the table of results to this Markdown file.")
+        Path | None,
+        typer.Option(help="Of a folder: also write the table of results to this Markdown file."),
     ] = None,
 ) -> None:
-    """Rebuild the plots and the HTML report of a run folder, complete or not."""
+    """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
 
     def run() -> None:
-        from fedrot.simulations.runner import present
+        if run_or_file.is_file():
+            if markdown is not None:
+                raise ValueError("--markdown is for run folders; a strategy's file has no results.")
+            from fedrot.simulations.strategy_report import write_strategy_report
 
-        if not (folder / "rows.jsonl").exists():
-            raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
-        present(folder, console)
-        if markdown is not None:
-            from fedrot.simulations.report import markdown_table
-            from fedrot.simulations.runfolder import read_rows
-
-            markdown.write_text(markdown_table(read_rows(folder)), encoding="utf-8")
+            _say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
+            return
+        if out is not None or metrics is not None:
+            raise ValueError("--out and --metrics are for a strategy's file; a folder has its own.")
+        _report_folder(run_or_file, markdown)
 
     _guarded(run)
+
+
+def _report_folder(folder: Path, markdown: Path | None) -> None:
+    from fedrot.simulations.runner import present
+
+    if not (folder / "rows.jsonl").exists():
+        raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
+    present(folder, console)
+    if markdown is not None:
+        from fedrot.simulations.report import markdown_table
+        from fedrot.simulations.runfolder import read_rows
+
+        markdown.write_text(markdown_table(read_rows(folder)), encoding="utf-8")
 
 
 @app.command()

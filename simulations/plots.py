@@ -1,17 +1,16 @@
-"""The pictures of a run's report: partition, metrics by round, distance removed by alignment."""
+"""The pictures of a run's report: partition, metrics by round."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedrot.files import replacing
-from fedrot.simulations.statistics import CENTRAL, Row, removed_shares
+from fedrot.simulations.statistics import CENTRAL, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,33 +77,20 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
     return save_figure(figure, path)
 
 
-def alignment_plot(path: Path, rows: Iterable[Row], arms: Sequence[str]) -> Path:
-    """Share of the squared distance to the anchor removed: bars per layer and arm.
-
-    A row of panels per start, a panel per part; distances are summed over rounds, clients, seeds
-    and groups. ``rows`` belong to one setting and have ``before`` and ``after``.
-    """
-    shares = {key[1:]: share for key, share in removed_shares(rows).items()}
-    starts = list(dict.fromkeys(start for start, _, _, _ in shares))
-    aligned = list(dict.fromkeys(arm for _, arm, _, _ in shares))
-    parts = list(dict.fromkeys(part for _, _, part, _ in shares))
-    figure, axes = new_figure(len(starts), len(parts), sharey=True)
-    width = 0.8 / len(aligned)
-    for (row, start), (column, part) in product(enumerate(starts), enumerate(parts)):
-        ax = axes[row][column]
-        layers = sorted({key[3] for key in shares if key[2] == part})
-        for index, arm in enumerate(aligned):
-            places = np.arange(len(layers)) + (index - (len(aligned) - 1) / 2) * width
-            heights = [100 * shares.get((start, arm, part, layer), 0.0) for layer in layers]
-            colour = _colour(arms.index(arm) if arm in arms else index, len(PALETTE))
-            ax.bar(places, heights, 0.9 * width, label=arm, color=colour)
-        ax.set_xticks(np.arange(len(layers)), [str(layer) for layer in layers])
-        ax.set_title(f"{part}, start: {start}", loc="left")
-        ax.set_xlabel("layer")
-        ax.axhline(0, color="0.4", lw=0.8)
-    for panels in axes:
-        panels[0].set_ylabel("squared distance removed (%)")
-    shared_legend(figure, axes.flat)
+def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
+    """A small panel per metric: its values (round -> value) by round."""
+    across = min(3, len(series))
+    down = -(-len(series) // across)
+    figure, axes = new_figure(down, across, width=4.0 * across, height=2.0)
+    for ax in axes.flat[len(series) :]:
+        ax.set_axis_off()
+    for ax, (name, values) in zip(axes.flat, series.items(), strict=False):
+        rounds = sorted(values)
+        marker = "o" if len(rounds) <= 30 else ""
+        ax.plot(rounds, [values[r] for r in rounds], marker=marker, ms=3, lw=1.4, color=PALETTE[0])
+        ax.set_title(name, loc="left", fontsize="small")
+        ax.tick_params(labelsize="small")
+        _whole_numbers(ax)
     return save_figure(figure, path)
 
 

@@ -40,23 +40,15 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         FileNotFoundError: if ``run_dir`` is not a folder.
     """
-    import jinja2
-
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
     rows, alignment = (_rows(run_dir, name) for name in ("rows.jsonl", "alignment.jsonl"))
     config, partition = _json(run_dir, "config.json"), _json(run_dir, "partition.json")
     metrics = metrics_in(rows)
     lines = result_lines(rows, metrics)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedrot.simulations", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(score=format_score, difference=format_difference)
-    page = environment.get_template("report.html.j2").render(
+    return write_page(
+        run_dir / "report.html",
+        "report.html.j2",
         name=run_dir.resolve().name,
         incomplete=_incomplete(run_dir, config, rows),
         command=config.get("command"),
@@ -71,7 +63,21 @@ def write_report(run_dir: Path) -> Path:
         settings=config.get("settings", []),
         versions=_json(run_dir, "versions.json"),
     )
-    path = run_dir / "report.html"
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Render a template of this package into a file, which is replaced whole."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fedrot.simulations", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(score=format_score, difference=format_difference)
+    page = environment.get_template(template).render(**values)
     with replacing(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path
@@ -84,7 +90,7 @@ def _sections(
     partition: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Per setting its plots, as (caption, data URI), and the partition of its first seed."""
-    from fedrot.simulations import plots
+    from fedrot.simulations import heat_map, plots
 
     folder = run_dir / "plots"
     folder.mkdir(exist_ok=True)
@@ -101,8 +107,8 @@ def _sections(
             picture = plots.metric_plot(folder / f"{stem}-{metric}.png", own, metric, arms)
             pictures.append((caption, picture))
         if aligned:
-            picture = plots.alignment_plot(folder / f"{stem}-alignment.png", aligned, arms)
-            pictures.append(("squared distance to the anchor removed by alignment", picture))
+            picture = heat_map.alignment_plot(folder / f"{stem}-alignment.png", aligned)
+            pictures.append((heat_map.CAPTION, picture))
         described = partition.get(setting, {})
         names, seeds = described.get("label_names", []), described.get("seeds", {})
         seed, first = next(iter(seeds.items()), (None, None))
@@ -115,7 +121,7 @@ def _sections(
                     picture,
                 )
             )
-        embedded = [(caption, _data_uri(path)) for caption, path in pictures]
+        embedded = [(caption, data_uri(path)) for caption, path in pictures]
         sections.append({"setting": setting, "pictures": embedded, "names": names, "seeds": seeds})
     return sections
 
@@ -162,5 +168,6 @@ def _json(run_dir: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _data_uri(path: Path) -> str:
+def data_uri(path: Path) -> str:
+    """Return a PNG file as what a page can hold in the place of a link."""
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")

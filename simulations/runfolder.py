@@ -102,13 +102,19 @@ def refuse_used(path: Path) -> None:
 
 
 def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
-    """Read a JSON-lines file of a run folder; an unfinished last line is left out, null is NaN."""
+    """Read a JSON-lines file of a run folder; an unfinished last line is left out, null is NaN.
+
+    Raises:
+        ValueError: a line is JSON and no object.
+    """
     rows = []
     for line in (path / name).read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict):
+            raise ValueError(f"'{path / name}' has a line that is no row: {line:.60}")
         rows.append({**row, "value": math.nan} if row.get("value", 0) is None else row)
     return rows
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 Row: TypeAlias = Mapping[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 Verdict: TypeAlias = Literal[
     "better",
     "worse",
@@ -159,23 +160,29 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
     return Paired(mean, low, high, n, "better" if improved else "worse")
 
 
-def removed_shares(rows: Iterable[Row]) -> dict[tuple[str, str, str, str, int], float]:
+def removed_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, float]:
     """Share of the squared distance to the anchor that alignment removed: 1 - after / before.
 
-    Keys are (setting, start, arm, part, layer), layers ascending; distances are summed over rounds,
-    clients, seeds and groups first. Rows without distances (replies set aside) do not count.
+    Distances are summed over the rows with the same key first. Rows without distances (replies set
+    aside) do not count.
     """
-    sums: dict[tuple[str, str, str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in rows:
         if "before" in row:
-            names = (str(row["start"]), str(row["arm"]), str(row["part"]), int(row["layer"]))
-            total = sums[(setting_of(row), *names)]
+            total = sums[key(row)]
             total[0] += float(row["before"])
             total[1] += float(row["after"])
-    return {
-        key: 1 - after / before if before > 0 else 0.0
-        for key, (before, after) in sorted(sums.items(), key=lambda item: item[0][-1])
-    }
+    return {own: 1 - after / before if before > 0 else 0.0 for own, (before, after) in sums.items()}
+
+
+def removed_shares(rows: Iterable[Row]) -> dict[tuple[str, str, str, str, int], float]:
+    """``removed_by`` (setting, start, arm, part, layer), layers ascending."""
+
+    def key(row: Row) -> tuple[str, str, str, str, int]:
+        names = (str(row["start"]), str(row["arm"]), str(row["part"]), int(row["layer"]))
+        return (setting_of(row), *names)
+
+    return dict(sorted(removed_by(rows, key).items(), key=lambda item: item[0][-1]))
 
 
 def _mean_and_sd(values: Sequence[float]) -> tuple[float, float]:

@@ -28,7 +28,9 @@ from fedrot.aggregation import Aggregator, Mean
 from fedrot.anchors import ANCHORS, OF_ALL, AlignedUpdate, align_round
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.files import append_rows
+from fedrot.layerwise import checked_device, fold_by_layer
 from fedrot.matching.blocks import model_distance
+from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.checkpoints import Checkpoints
 from fedrot.strategies.folding import Folding
@@ -110,7 +112,9 @@ class Aligned(Strategy):
             it, is more than so many times the round's median; needs three replies.
         wire: in which precision the model travels to the clients, float16 or bfloat16, while the
             server keeps its own; clients read it with ``from_arrays``, and may answer in any.
-        device: where updates are aligned and averaged, ``cuda`` for the server's GPU.
+        device: where updates are aligned and averaged, ``cuda`` for the server's GPU. With the anchors
+            ``global`` and ``running`` a plain mean is all that it holds beside two layers at a time;
+            other anchors and aggregations, and foreign replies, take whole updates there.
         checkpoints: a folder that receives a checkpoint after every round, see docs/checkpoints.md.
         keep_checkpoints: so many of them stay.
         resume: a folder of checkpoints to go on from; it may be the same, and empty at first.
@@ -181,7 +185,7 @@ class Aligned(Strategy):
         self.min_replies = min_replies
         self.norm_bound = norm_bound
         self.wire = wire
-        self.device = torch.device(device)
+        self.device = checked_device(device)
         self.report_path = Path(report_path) if report_path is not None else None
         self.metrics_log = MetricsLog(
             Path(metrics_path) if metrics_path is not None else None,
@@ -281,6 +285,7 @@ class Aligned(Strategy):
         """Align the replies, let the strategy behind aggregate them, and report."""
         this_round = Round(server_round)
         broadcast = from_arrays(self._broadcast, writable=self.deterministic)
+        updates: Iterable[Update] = ()
         with Store(self.spill) as store:
             good: Iterable[Reply] = self._good(replies, broadcast, this_round)
             if self._waits:
@@ -291,7 +296,10 @@ class Aligned(Strategy):
                 result = self._handed_over(updates, this_round, store)
             else:
                 folding = Folding(build)
-                updates = self._updates(good, broadcast, this_round, folding.mean)
+                if self._by_layer and folding.mean is not None:
+                    self._fold_by_layer(good, broadcast, this_round, folding)
+                else:
+                    updates = self._updates(good, broadcast, this_round, folding.mean)
                 result = self._folded(updates, folding, this_round)
         arrays, metrics = self._reported(this_round, *result)
         self.metrics_log.write(server_round, TRAIN, metrics)
@@ -382,9 +390,7 @@ class Aligned(Strategy):
             try:
                 answers.check(message)
                 this_round.statistics_bytes += statistics_bytes(message)
-                reply = read_reply(
-                    message, broadcast, self._weighted_by, needs, copy=self.deterministic
-                )
+                reply = read_reply(message, broadcast, self._weighted_by, needs, copy=self.deterministic)
             except UpdateError as error:
                 this_round.put_aside(client_id(message), str(error))
                 continue
@@ -463,12 +469,12 @@ class Aligned(Strategy):
                 if not matching.needs_all:
                     this_round.foreign += is_foreign(reply, broadcast, symmetry)
                 given.append(reply)
-                yield reply.tensors, reply.weight
+                yield self._there(reply.tensors), reply.weight
                 del reply
 
         aligned = align_round(
             pairs(),
-            base,
+            self._there(base),
             symmetry,
             self.options,
             anchor or self.anchor,
@@ -488,11 +494,52 @@ class Aligned(Strategy):
         """Yield a reply's update, unless its statistics cannot follow."""
         this_round.report(reply.client, result.alignment.report)
         try:
-            statistics = result.alignment.transport(self._statistics(reply))
+            given = {kind: self._there(by_name) for kind, by_name in self._statistics(reply).items()}
+            statistics = result.alignment.transport(given)
         except FedrotError as error:
             this_round.put_aside(reply.client, str(error))
             return
-        yield Update(reply, _without_integers(result.tensors, broadcast), result.weight, statistics)
+        tensors = _without_integers(self._there(result.tensors), broadcast)
+        yield Update(reply, tensors, result.weight, statistics)
+
+    def _there(self, tensors: Tensors) -> Tensors:
+        """Return tensors where updates are aligned; what is one tensor under several names stays one."""
+        if self.device.type == "cpu":
+            return tensors
+        given = dict(tensors)
+        moved = {id(tensor): tensor.to(self.device) for tensor in given.values()}
+        return {name: moved[id(tensor)] for name, tensor in given.items()}
+
+    @property
+    def _by_layer(self) -> bool:
+        """Whether updates go through another device's memory layer by layer."""
+        alone = self._foreign.options is None and self.anchor in ("global", "running")
+        return self.device.type != "cpu" and self.align and alone
+
+    def _fold_by_layer(
+        self, replies: Iterable[Reply], broadcast: Tensors, this_round: Round, folding: Folding
+    ) -> None:
+        """Align the replies and fold them into the mean on the device, a layer at a time."""
+        assert isinstance(self.symmetry, Symmetry)
+        assert folding.mean is not None
+        mean, anchor = folding.mean, Anchor(broadcast)
+        how = self.symmetry, self.options, self.device
+        for reply in replies:
+            this_round.foreign += is_foreign(reply, broadcast, self.symmetry)
+            update, before = _without_integers(reply.tensors, broadcast), mean.weight
+            statistics = self._statistics(reply)
+            try:
+                report = fold_by_layer(mean, update, reply.weight, anchor, *how, statistics)
+            except FedrotError as error:
+                this_round.put_aside(reply.client, str(error))
+                continue
+            this_round.report(reply.client, report)
+            folding.note(reply)
+            del reply, update
+            if self.anchor == "running":
+                anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
+        if this_round.foreign and self._foreign.model is None:
+            warn_of(this_round.foreign, len(this_round.reports))
 
     def _folded(self, updates: Iterable[Update], folding: Folding, this_round: Round) -> Aggregated:
         """Fold the updates into an aggregator one at a time, and give the strategy behind the result."""
@@ -507,7 +554,7 @@ class Aligned(Strategy):
         metrics = self._train_metrics(contents) if contents else None
         if not self._enough(this_round):
             return None, metrics
-        merged = aggregator.result()
+        merged = aggregator.result("cpu") if type(aggregator) is Mean else aggregator.result()
         this_round.note(aggregator.notes)
         del aggregator
         try:
@@ -590,4 +637,7 @@ def _without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]
 
     The new model keeps the broadcast ones, and strategies measure distances over everything.
     """
-    return {name: t if t.is_floating_point() else broadcast[name].float() for name, t in tensors.items()}
+    return {
+        name: t if t.is_floating_point() else broadcast[name].float().to(t.device)
+        for name, t in tensors.items()
+    }

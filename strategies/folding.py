@@ -11,6 +11,7 @@ from flwr.app import RecordDict
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.errors import UpdateError
 from fedrot.strategies.records import without_arrays
+from fedrot.strategies.replies import Reply
 from fedrot.strategies.rounds import Round, Update
 
 #: An aggregator goes by the first update it is given. In case that was the odd one, others are built
@@ -29,8 +30,10 @@ class _Candidate:
 
     def add(self, update: Update, refusal: str) -> None:
         self.aggregator.add(update.tensors, update.weight, update.statistics)
-        content = without_arrays(update.reply.message.content)
-        self.taken.append((update.reply.client, refusal or _ODD, content))
+        self.note(update.reply, refusal)
+
+    def note(self, reply: Reply, refusal: str = "") -> None:
+        self.taken.append((reply.client, refusal or _ODD, without_arrays(reply.message.content)))
 
 
 class Folding:
@@ -49,6 +52,10 @@ class Folding:
         """The aggregator, if it is a plain mean: no update is odd to that."""
         first = self._candidates[0].aggregator
         return first if type(first) is Mean else None
+
+    def note(self, reply: Reply) -> None:
+        """Note the reply whose update somebody else has folded into ``mean``."""
+        self._candidates[0].note(reply)
 
     def add(self, update: Update) -> None:
         """Fold one update in.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -74,13 +74,28 @@ class Mean:
 
     def fold(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Do what ``add`` does with what ``check`` has passed."""
-        if not self._mean:
-            self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
+        self.fold_parts([update], weight, statistics)
+
+    def fold_parts(
+        self, parts: Iterable[Tensors], weight: float, statistics: Statistics | None = None
+    ) -> None:
+        """Fold in an update that ``check`` has passed and that comes in parts, its weight once.
+
+        Where a part does not come, those before it have been folded in.
+        """
         masks = (statistics or {}).get(TRAINED, {})
         share = weight / (self.weight + weight)
-        for name, tensor in update.items():
+        for part in parts:
+            self._fold_part(part, weight, share, masks)
+            # Or it would stay until the next one has come.
+            del part
+        self.weight += weight
+
+    def _fold_part(self, part: Tensors, weight: float, share: float, masks: Tensors) -> None:
+        for name, tensor in part.items():
             value, mean = tensor.detach(), self._mean.get(name)
             if mean is None:
+                self._dtypes[name] = tensor.dtype
                 held = compute_dtype(value) if value.is_floating_point() else value.dtype
                 mean = self._mean[name] = value.to(held, copy=True)
             if not mean.is_floating_point():
@@ -90,7 +105,6 @@ class Mean:
                 self._fold_rows(name, value, weight, masks.get(name))
             if share < 1:
                 mean.lerp_(value, share)
-        self.weight += weight
 
     def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
         """Keep the mean of each row over the clients that trained it, and their weight."""
@@ -105,15 +119,20 @@ class Mean:
         share = torch.where(total > 0, theirs / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Return the mean of what was added so far; adding may go on afterwards.
+
+        Args:
+            device: where to; None leaves it where the updates were.
 
         Raises:
             UpdateError: nothing was added.
         """
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
-        return {name: self._of(name).to(dtype, copy=True) for name, dtype in self._dtypes.items()}
+        return {
+            name: self._of(name).to(device, dtype, copy=True) for name, dtype in self._dtypes.items()
+        }
 
     def _of(self, name: str) -> Tensor:
         if name not in self._trained:

@@ -287,7 +287,6 @@ def probing(
         with torch.random.fork_rng(devices=[]):
             return copy.deepcopy(build()), copy.deepcopy(build())
 
-
     def evidence(anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> Activations:
         ours, theirs = pair()
         ours.load_state_dict(dict(anchor))

@@ -71,4 +71,5 @@ def _squares(blocks: Sequence[Pair]) -> Tensor:
 def model_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Return the distance of two models over all floating-point tensors of ``a``."""
     dtypes = {name: compute_dtype(t) for name, t in a.items() if t.is_floating_point()}
-    return squared_distance([(a[n].to(dtype), b[n].to(dtype)) for n, dtype in dtypes.items()]) ** 0.5
+    both = ((a[n].to(dtype), b[n].to(a[n].device, dtype)) for n, dtype in dtypes.items())
+    return squared_distance(list(both)) ** 0.5

@@ -187,9 +187,7 @@ def assigned(scores: Tensor) -> tuple[Tensor, float]:
 def query_scores(inside: Sequence[Inside], groups: int, options: AlignmentOptions) -> Tensor:
     """Return the score of every pair of query heads of the same group, ``[groups, n, n]``."""
     elements = [(g, g.solver.best(g.kind, own_pair(g), options, g.precise)) for g in inside]
-    return torch.stack(
-        [_summed(_of_queries(g, e[i], i, i) for g, e in elements) for i in range(groups)]
-    )
+    return torch.stack([_summed(_of_queries(g, e[i], i, i) for g, e in elements) for i in range(groups)])
 
 
 def _summed(scores: Iterable[Tensor]) -> Tensor:

@@ -35,7 +35,8 @@ def best_scale(uu: Tensor, ua: Tensor, vv: Tensor, va: Tensor) -> tuple[Tensor, 
     companion = torch.zeros(len(uu), 4, 4, dtype=torch.float64, device=uu.device)
     companion[:, 1:, :3] = torch.eye(3, dtype=torch.float64, device=uu.device)
     companion[:, 0, 0], companion[:, 0, 2], companion[:, 0, 3] = ua / safe, -va / safe, vv / safe
-    roots = torch.linalg.eigvals(companion)
+    # Few GPU builds of torch have eigenvalues of what is not symmetric, and these matrices are tiny.
+    roots = torch.linalg.eigvals(companion.cpu()).to(uu.device)
     real = (roots.imag.abs() <= 1e-9 * roots.abs()) & (roots.abs() > 0) & usable[:, None]
     one = torch.ones_like(uu)[:, None]
     candidates = torch.cat([one, torch.where(real, roots.real, one)], dim=1)

@@ -91,7 +91,9 @@ def test_the_wheel_holds_one_package_with_types_data_and_licences(wheel: Path) -
         "fedrot/simulations/bundled/goemotions_ekman_test.parquet",
         "fedrot/simulations/bundled/tokenizer.json",
         "fedrot/simulations/bundled/LICENSE-goemotions.txt",
+        "fedrot/simulations/templates/base.html.j2",
         "fedrot/simulations/templates/report.html.j2",
+        "fedrot/simulations/templates/strategy.html.j2",
     ):
         assert expected in names
     assert sum(name.endswith("licenses/LICENSE") for name in names) == 1

@@ -51,7 +51,7 @@ from fedrot.strategies.replies import (
     read_weight,
     with_common_layout,
 )
-from fedrot.strategies.rounds import Round, Update
+from fedrot.strategies.rounds import Round, Update, legible
 from fedrot.strategies.store import Store
 from fedrot.strategies.waiting import Waiting, beyond
 from fedrot.strategies.wire import PRECISIONS, from_arrays, to_arrays
@@ -80,7 +80,8 @@ class Aligned(Strategy):
     Replies are fetched, checked, aligned and folded into the mean one at a time, in the order of
     arrival, so that memory does not grow with the number of clients. Strategies that look at every
     update (medians, Krum, q-FedAvg, privacy wrappers) and the anchors ``consensus`` and ``medoid``
-    hold all of them; so do ``deterministic``, ``norm_bound`` and matching foreign replies as a whole.
+    hold all of them; so do ``align=False`` without an aggregation of fedrot's, ``deterministic``,
+    ``norm_bound`` and matching foreign replies as a whole.
     ``spill`` keeps on disk what waits. A reply that is not a finite update of the broadcast model,
     comes without examples, twice, or unasked, is set aside with a warning and the round goes on with
     the others.
@@ -127,8 +128,9 @@ class Aligned(Strategy):
 
     Raises:
         FedrotError: the anchor is unknown, or it would undo the differential privacy of the strategy
-            behind; a number makes no sense; TensorBoard is asked for and not installed; on the first
-            round, the symmetry does not fit the model, or a privacy wrapper is around this strategy.
+            behind; a number makes no sense; ``spill`` cannot be written to; TensorBoard is asked for and
+            not installed; on the first round, the symmetry does not fit the model, or a privacy wrapper
+            is around this strategy.
     """
 
     #: What a checkpoint leaves out: it is given anew, or belongs to one round.
@@ -182,6 +184,8 @@ class Aligned(Strategy):
         self.align = align
         self.deterministic = deterministic
         self.spill = Path(spill) if spill is not None else None
+        with Store(self.spill):
+            pass  # that it cannot be written to had better be known before clients train
         self.min_replies = min_replies
         self.norm_bound = norm_bound
         self.wire = wire
@@ -264,7 +268,7 @@ class Aligned(Strategy):
             server_round, readable, config, grid
         )
         sent = with_arrays(messages, readable, self._sent(arrays))
-        self._asked = Asked(sent, self._asked.clients)
+        self._asked = Asked([message.metadata for message in sent], self._asked.clients)
         return sent
 
     def configure_evaluate(
@@ -275,7 +279,7 @@ class Aligned(Strategy):
             server_round, arrays, config, grid
         )
         sent = with_arrays(messages, arrays, self._sent(arrays))
-        self._asked_to_evaluate = Asked(sent)
+        self._asked_to_evaluate = Asked([message.metadata for message in sent])
         return sent
 
     def _sent(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -283,6 +287,9 @@ class Aligned(Strategy):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Align the replies, let the strategy behind aggregate them, and report."""
+        self._asked = self._really(self._asked)
+        if not self._asked.anybody and not replies:
+            return None, None
         this_round = Round(server_round)
         broadcast = from_arrays(self._broadcast, writable=self.deterministic)
         updates: Iterable[Update] = ()
@@ -299,7 +306,7 @@ class Aligned(Strategy):
                 if self._by_layer and folding.mean is not None:
                     self._fold_by_layer(good, broadcast, this_round, folding)
                 else:
-                    updates = self._updates(good, broadcast, this_round, folding.mean)
+                    updates = self._updates(good, broadcast, this_round, folding.anchor)
                 result = self._folded(updates, folding, this_round)
         arrays, metrics = self._reported(this_round, *result)
         self.metrics_log.write(server_round, TRAIN, metrics)
@@ -307,14 +314,14 @@ class Aligned(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the strategy behind aggregate the evaluations that it can read."""
-        answers = self._asked_to_evaluate.answers()
+        answers = self._really(self._asked_to_evaluate).answers()
         good: list[Message] = []
         failed: list[Message] = []
 
         def put_aside(message: Message, reason: str) -> None:
             client = client_id(message)
             fields = {"round": server_round, "stage": EVALUATE, "client": client, "set_aside": reason}
-            log_fields(WARNING, fields, "Evaluation of client %d set aside: %s", client, reason)
+            log_fields(WARNING, fields, "Evaluation of client %d set aside: %s", client, legible(reason))
 
         for message in replies:
             if message.has_error():
@@ -341,10 +348,19 @@ class Aligned(Strategy):
         self.metrics_log.write(server_round, EVALUATE, found)
         return found
 
+    def _really(self, asked: Asked) -> Asked:
+        """Return whom the grid sent messages to: a subclass may have sent others than were made here."""
+        sent = self._grid.sent if isinstance(self._grid, LazyGrid) else []
+        return Asked(sent, asked.clients) if sent else asked
+
+    @property
+    def _weighting(self) -> object:
+        """The strategy that weights updates: this one, or the one that it wraps."""
+        return getattr(self, "strategy", self)
+
     @property
     def _weighted_by(self) -> str:
-        weighting = getattr(self, "strategy", self)
-        return str(getattr(weighting, "weighted_by_key", "num-examples"))
+        return str(getattr(self._weighting, "weighted_by_key", "num-examples"))
 
     @property
     def _waits(self) -> bool:
@@ -382,15 +398,18 @@ class Aligned(Strategy):
     ) -> Iterator[Reply]:
         """Yield the replies that may enter the average, as they come; set the others aside."""
         answers, needs = self._asked.answers(), self._needs(this_round.number)
+        how = self.deterministic, getattr(self._weighting, "train_loss_key", None)
         for message in replies:
             if message.has_error():
                 reason = message.error.reason or "no reason given"
-                this_round.fail(answers.failed(message), reason)
+                client = answers.failed(message)
+                if client is not None:
+                    this_round.fail(client, reason)
                 continue
             try:
                 answers.check(message)
                 this_round.statistics_bytes += statistics_bytes(message)
-                reply = read_reply(message, broadcast, self._weighted_by, needs, copy=self.deterministic)
+                reply = read_reply(message, broadcast, self._weighted_by, needs, *how)
             except UpdateError as error:
                 this_round.put_aside(client_id(message), str(error))
                 continue
@@ -413,15 +432,23 @@ class Aligned(Strategy):
         """Wait for all replies, and set those aside that are too far away."""
         waiting = Waiting(replies, store)
         if self.norm_bound is not None:
-            distances = [
-                model_distance(update.tensors, broadcast)
-                for update in self._updates(waiting, broadcast, Round(this_round.number), None, "global")
-            ]
-            far = beyond(distances, self.norm_bound)
+            far = beyond(list(self._distances(waiting, broadcast)), self.norm_bound)
             for index, reason in far.items():
                 this_round.put_aside(waiting[index].client, reason)
             waiting.remove(far)
         return waiting
+
+    def _distances(self, replies: Iterable[Reply], broadcast: Tensors) -> Iterator[float]:
+        """Yield every update's distance from the broadcast model, in the coordinates of that one."""
+        given = ((self._there(reply.tensors), reply.weight) for reply in replies)
+        if not self.align:
+            yield from (model_distance(tensors, broadcast) for tensors, _ in given)
+            return
+        assert isinstance(self.symmetry, Symmetry)
+        base, foreign = self._there(broadcast), self._foreign
+        how = (self.symmetry, self.options, "global", foreign.options, foreign.evidence)
+        for result in align_round(given, base, *how):
+            yield model_distance(result.tensors, base)
 
     def _updates(
         self,
@@ -429,15 +456,13 @@ class Aligned(Strategy):
         broadcast: Tensors,
         this_round: Round,
         running: Mean | None = None,
-        anchor: str | None = None,
     ) -> Iterator[Update]:
         """Yield the updates in the round's coordinates, their statistics moved with them.
 
         Those whose statistics cannot follow are set aside.
 
         Args:
-            running: the mean that they are folded into, see ``align_round``.
-            anchor: the strategy's if None.
+            running: the mean that they are folded into, see ``align_round``; None if that is none.
         """
         if not self.align:
             for reply in replies:
@@ -455,8 +480,18 @@ class Aligned(Strategy):
                 found = matching.matched_at_clients(
                     replies, base, symmetry, self._grid, self._config, self._timeout
                 )
-            for index, result in found.items():
-                yield from self._moved(replies[index], result, broadcast, this_round)
+        own = Mean() if running is None and self.anchor == "running" else None
+
+        def moved(reply: Reply, result: AlignedUpdate) -> Iterator[Update]:
+            for update in self._moved(reply, result, broadcast, this_round):
+                before = len(this_round.set_aside)
+                yield update
+                # Whoever was refused has no part in the anchor either.
+                if own is not None and len(this_round.set_aside) == before:
+                    own.fold(update.tensors, update.weight)
+
+        for index, result in sorted(found.items()):
+            yield from moved(replies[index], result)  # type: ignore[index]
         given = deque[Reply]()
 
         def pairs() -> Iterator[tuple[Tensors, float]]:
@@ -477,13 +512,13 @@ class Aligned(Strategy):
             self._there(base),
             symmetry,
             self.options,
-            anchor or self.anchor,
+            self.anchor,
             matching.options,
             matching.evidence,
-            running,
+            running or own,
         )
         for result in aligned:
-            yield from self._moved(given.popleft(), result, broadcast, this_round)
+            yield from moved(given.popleft(), result)
             del result
         if this_round.foreign and matching.options is None and matching.model is None:
             warn_of(this_round.foreign, len(this_round.reports))
@@ -557,10 +592,7 @@ class Aligned(Strategy):
         merged = aggregator.result("cpu") if type(aggregator) is Mean else aggregator.result()
         this_round.note(aggregator.notes)
         del aggregator
-        try:
-            check_finite(merged)
-        except UpdateError as error:
-            this_round.lose(f"the aggregation is not finite. {error}")
+        if not self._finite(merged, this_round):
             return None, metrics
         if self._behind is FedAvg:
             return as_sent(merged, self._broadcast), metrics
@@ -572,7 +604,9 @@ class Aligned(Strategy):
             arrays, _ = super().aggregate_train(this_round.number, [mean])  # type: ignore[safe-super]
         finally:
             self._metrics_function = ours
-        return None if arrays is None else restored(arrays, self._broadcast), metrics
+        if arrays is None or not self._finite(from_arrays(arrays), this_round):
+            return None, metrics
+        return restored(arrays, self._broadcast), metrics
 
     def _handed_over(self, updates: Iterable[Update], this_round: Round, store: Store) -> Aggregated:
         """Give all updates to the strategy behind."""
@@ -581,7 +615,6 @@ class Aligned(Strategy):
             message = with_tensors(update, store)
             held.append(replace(update.reply, message=message, tensors={}, statistics={}))
             del update
-        held.sort(key=lambda reply: reply.order)
         good, odd = with_common_layout(held, lambda reply: reply.layout)
         for reply in odd:
             reason = f"Its records and metrics are {reply.layout}, most clients' are {good[0].layout}."
@@ -592,9 +625,19 @@ class Aligned(Strategy):
         arrays, metrics = super().aggregate_train(  # type: ignore[safe-super]
             this_round.number, [reply.message for reply in good]
         )
-        if arrays is not None and self.align:
-            arrays = restored(arrays, self._broadcast)
-        return arrays, metrics
+        if arrays is None or not self._finite(from_arrays(arrays), this_round):
+            return None, metrics
+        return restored(arrays, self._broadcast) if self.align else arrays, metrics
+
+    @staticmethod
+    def _finite(tensors: Tensors, this_round: Round) -> bool:
+        """Return whether a new model is finite; say so where it is not."""
+        try:
+            check_finite(tensors)
+        except UpdateError as error:
+            this_round.lose(f"the aggregation is not finite. {error}")
+            return False
+        return True
 
     def _train_metrics(self, contents: list[RecordDict]) -> MetricRecord:
         """Aggregate the clients' metrics like the strategy behind, over those that have the same."""

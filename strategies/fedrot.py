@@ -29,7 +29,8 @@ class FedRot(Aligned, FedAvg):
     """Aligned FedAvg: every FedAvg argument works, and ``align=False`` is FedAvg itself.
 
     Only where clients mark rows that they have not trained (``fedrot.completed``) the average leaves
-    these out.
+    these out. ``train_metrics_aggr_fn`` sees the replies' metrics and small configurations; of
+    updates that are folded in one at a time it does not see the arrays.
 
     Args:
         *args: of ``Aligned``, then of FedAvg.
@@ -101,6 +102,11 @@ class FedRot(Aligned, FedAvg):
         if self.aggregation is not None and self._needs(server_round) == self._kinds:
             return self.aggregation
         return super()._aggregator(server_round)
+
+    @property
+    def _waits(self) -> bool:
+        # FedAvg looks at every update, and whether some are marked is known once all have come.
+        return super()._waits or (self.spill is not None and self._aggregator(1) is None)
 
     def _statistics(self, reply: Reply) -> Statistics:
         return reply.statistics

@@ -41,11 +41,16 @@ class Folding:
 
     Args:
         build: returns a new aggregator.
+
+    Attributes:
+        anchor: the mean of the updates in the aggregator that is ahead: itself, if it is a plain mean.
     """
 
     def __init__(self, build: Callable[[], Aggregator]) -> None:
         self._build = build
         self._candidates = [_Candidate(build())]
+        self._gone: list[tuple[int, str, RecordDict]] = []
+        self.anchor = self.mean or Mean()
 
     @property
     def mean(self) -> Mean | None:
@@ -63,28 +68,45 @@ class Folding:
         Raises:
             UpdateError: no aggregator takes it.
         """
+        candidate = self._taker(update)
+        if self.anchor is not self.mean and candidate is self._best:
+            self.anchor.fold(update.tensors, update.weight)
+
+    def _taker(self, update: Update) -> _Candidate:
+        """Return the candidate that took an update."""
         refusals: list[UpdateError] = []
         for candidate in self._candidates:
             try:
-                return candidate.add(update, str(refusals[0]) if refusals else "")
+                candidate.add(update, str(refusals[0]) if refusals else "")
             except UpdateError as error:
                 refusals.append(error)
-        if len(self._candidates) < CANDIDATES and self._candidates[-1].taken:
-            another = _Candidate(self._build())
-            with suppress(UpdateError):
-                another.add(update, str(refusals[0]))
-                self._candidates.append(another)
-                return None
+            else:
+                return candidate
+        another = _Candidate(self._build())
+        with suppress(UpdateError):
+            another.add(update, str(refusals[0]))
+            if len(self._candidates) == CANDIDATES:
+                # Those who are odd in ever new ways push each other out, and never who is ahead.
+                fewest = min(reversed(self._candidates), key=lambda candidate: len(candidate.taken))
+                self._candidates.remove(fewest)
+                self._gone += fewest.taken
+            self._candidates.append(another)
+            return another
         raise refusals[0]
+
+    @property
+    def _best(self) -> _Candidate:
+        """The candidate that took most so far, the first of equals."""
+        return max(self._candidates, key=lambda candidate: len(candidate.taken))
 
     def chosen(self, this_round: Round) -> tuple[Aggregator, list[RecordDict]]:
         """Return the aggregator that took most, and the contents of its replies, without arrays.
 
         What the others took is set aside, and nothing is kept.
         """
-        best = max(self._candidates, key=lambda candidate: len(candidate.taken))
-        for candidate in self._candidates:
-            for client, refusal, _ in candidate.taken if candidate is not best else ():
-                this_round.put_aside(client, refusal)
-        self._candidates = []
+        best = self._best
+        others = [taken for one in self._candidates if one is not best for taken in one.taken]
+        for client, refusal, _ in self._gone + others:
+            this_round.put_aside(client, refusal)
+        self._candidates, self._gone = [], []
         return best.aggregator, [content for _, _, content in best.taken]

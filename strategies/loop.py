@@ -217,7 +217,8 @@ def _log_start(
     log(INFO, "\t├── Number of rounds: %d", num_rounds)
     log(INFO, "\t├── ArrayRecord (%.2f MB)", wire_bytes(arrays) / 1024**2)
     for name, config in (("train", train_config), ("evaluate", evaluate_config)):
-        log(INFO, "\t├── ConfigRecord (%s): %s", name, dict(config) or "(empty!)")
+        shown = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
+        log(INFO, "\t├── ConfigRecord (%s): %s", name, shown or "(empty!)")
     strategy.summary()
     log(INFO, "")
 

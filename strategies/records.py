@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.constant import SType
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.wire import decode, encode, from_arrays, wire_bytes
+from fedrot.strategies.wire import decode, encode, wire_bytes
 
 #: Record of a reply that holds its statistics, and key of a request's configuration that names the
 #: kinds the server wants this round, separated by commas.
@@ -19,11 +19,6 @@ STATISTICS = "fedrot-statistics"
 
 #: Between kind and names, and between the names of layers that hold one and the same matrix.
 _KIND, _NAMES = "/", "|"
-
-
-def to_tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
-    """Return the arrays as read-only CPU tensors of the same names, see ``from_arrays``."""
-    return from_arrays(arrays)
 
 
 def replace_changed(
@@ -115,5 +110,12 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """Return what is small in a content: everything but its ArrayRecords."""
-    return RecordDict({n: r for n, r in content.items() if not isinstance(r, ArrayRecord)})
+    """Return what is small in a content: its metrics, and its configurations of up to 64 KiB."""
+    small = {name: record for name, record in content.config_records.items() if _size(record) <= 2**16}
+    return RecordDict({**content.metric_records, **small})
+
+
+def _size(record: ConfigRecord) -> int:
+    """Return about how many bytes a configuration has."""
+    values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
+    return sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values) + sum(map(len, record))

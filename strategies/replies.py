@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message, Metadata, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation.statistics import Statistics, brings, check_statistics
@@ -21,6 +22,9 @@ CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
 
 #: Integers of metrics beyond this cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
+
+#: What a reply's metrics may have: they wait in memory until the round ends.
+_MOST_NUMBERS = 100_000
 
 T = TypeVar("T")
 
@@ -60,10 +64,15 @@ class Asked:
         clients: the clients' own ids by node, as far as they have named themselves in this run.
     """
 
-    def __init__(self, messages: Iterable[Message] = (), clients: dict[int, int] | None = None) -> None:
+    def __init__(self, messages: Iterable[Metadata] = (), clients: dict[int, int] | None = None) -> None:
         # Grids give messages their ids when they are sent.
-        self._metadata = [message.metadata for message in messages]
+        self._metadata = list(messages)
         self.clients = {} if clients is None else clients
+
+    @property
+    def anybody(self) -> bool:
+        """Whether anybody was asked."""
+        return bool(self._metadata)
 
     def answers(self) -> Answers:
         """Return what keeps account of the replies of one round."""
@@ -92,15 +101,17 @@ class Answers:
         self._silent.remove(question)
         self._clients[question[1]] = client_id(message)
 
-    def failed(self, message: Message) -> int:
-        """Note an error in the place of a reply, and return whose it is.
+    def failed(self, message: Message) -> int | None:
+        """Note an error in the place of a reply, and return whose it is; None if nobody waits for it.
 
         For a node that is gone the SuperLink answers, under its own id.
         """
         to = message.metadata.reply_to_message_id
         of = [question for question in self._asked if question[0] == to]
         node = of[0][1] if len(of) == 1 else message.metadata.src_node_id
-        self._silent.discard((to, node))
+        if (to, node) not in self._silent:
+            return None
+        self._silent.remove((to, node))
         return self._clients.get(node, node)
 
     @property
@@ -148,6 +159,7 @@ def read_reply(
     weighted_by_key: str,
     needs: Collection[str] = (),
     copy: bool = False,
+    loss_key: str | None = None,
 ) -> Reply:
     """Check a reply and decode it.
 
@@ -157,6 +169,7 @@ def read_reply(
         copy: give the update memory of its own in place of views of what was received. Libraries add
             up in another order where numbers lie elsewhere relative to vector registers, so that without
             it the last bits depend on where a message happens to be.
+        loss_key: the metric that the strategy weights updates by, as q-FedAvg does.
 
     Raises:
         UpdateError: it does not hold exactly one ArrayRecord (statistics apart) and one MetricRecord,
@@ -171,9 +184,17 @@ def read_reply(
             f"{len(content.metric_records)} MetricRecords; send exactly one of each."
         )
     weight = read_weight(content, weighted_by_key, SMALLEST_WEIGHT)
+    if loss_key is not None:
+        (metrics,) = content.metric_records.values()
+        loss = metrics.get(loss_key)
+        if not isinstance(loss, float) or not 0 <= loss < math.inf:
+            raise UpdateError(f"The metric '{loss_key}' is {loss!r:.60}; it must be a finite float.")
     ((record, arrays),) = records.items()
-    check_update(arrays, {name: tuple(t.shape) for name, t in broadcast.items()})
+    shapes = {name: tuple(t.shape) for name, t in broadcast.items()}
+    check_update(arrays, shapes)
     tensors = from_arrays(arrays, since=broadcast, writable=copy)
+    # What legacy arrays hold, which claim no shape, is known only now.
+    check_update(tensors, shapes)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() != broadcast[name].is_floating_point():
             raise UpdateError(
@@ -192,7 +213,7 @@ def read_reply(
             f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
             "statistics_record(...) into it under the name 'fedrot-statistics'."
         )
-    check_statistics(statistics, {name: tuple(t.shape) for name, t in cast.items()})
+    check_statistics(statistics, shapes)
     return Reply(message, client_id(message), record, cast, weight, statistics)
 
 
@@ -214,6 +235,8 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
             f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive number up to "
             f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
         )
+    if sum(len(value) if isinstance(value, list) else 1 for value in metrics.values()) > _MOST_NUMBERS:
+        raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} numbers.")
     for key, value in metrics.items():
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, int) and abs(number) >= _LARGEST_INTEGER for number in numbers):

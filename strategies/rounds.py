@@ -27,6 +27,10 @@ class Update(NamedTuple):
     statistics: Statistics
 
 
+#: Characters of a reason in logs and reports; names in it may be a client's.
+LONGEST_REASON = 500
+
+
 @dataclass
 class Round:
     """What happened in one round: reports and set-aside reasons, each with its client."""
@@ -44,6 +48,7 @@ class Round:
 
     def put_aside(self, client: int, reason: str) -> None:
         """Note a reply that has no part in the average."""
+        reason = legible(reason)
         self.set_aside.append((client, reason))
         fields = {"round": self.number, "client": client, "set_aside": reason}
         log_fields(WARNING, fields, "Reply of client %d set aside: %s", client, reason)
@@ -57,6 +62,7 @@ class Round:
         self._failed(client, "No answer came in time.", "\t> Client %d: %s")
 
     def _failed(self, client: int, reason: str, message: str) -> None:
+        reason = legible(reason)
         self.failed.append((client, reason))
         fields = {"round": self.number, "client": client, "failed": reason}
         log_fields(INFO, fields, message, client, reason)
@@ -157,3 +163,8 @@ class Round:
         notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
         lost = [{"lost": self.lost}] if self.lost else []
         return [{"round": self.number, **row} for row in [*aligned, *aside, *failed, *notes, *lost]]
+
+
+def legible(reason: str) -> str:
+    """Return a reason that may hold what a client wrote: on one line, and no longer than a few."""
+    return "".join(c if c.isprintable() else " " for c in reason[:LONGEST_REASON])

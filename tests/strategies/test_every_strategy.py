@@ -307,7 +307,7 @@ def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
         CONFIG, FedAvg(weighted_by_key="rows", **COMMON), anchor="global", **FIXED
     )
     expected = finished("server, fixed", scramble=True, aligned=True)
-    assert gap(run(strategy, True, (renamed,)), expected) == 0
+    assert gap(run(strategy, True, (renamed,)), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES)))

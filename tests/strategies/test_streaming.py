@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -24,12 +25,15 @@ from flwr.serverapp.strategy import (
     Krum,
     QFedAvg,
 )
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
-from fedrot.strategies import Aligned, FedRot, from_arrays, to_arrays
+from fedrot.strategies import Aligned, FedRot, from_arrays, statistics_record, to_arrays
 from fedrot.strategies.folding import CANDIDATES
 from fedrot.strategies.grids import LazyGrid
+from fedrot.strategies.records import STATISTICS
 from fedrot.strategies.store import Store
 from tests.models import State, config_of, near
 from tests.models import largest_difference as difference
@@ -439,6 +443,196 @@ def test_no_content_raises_out_of_the_strategy() -> None:
         assert metrics["fedrot-replies-accepted"] == (3 if what == "text id" else 2), what
 
 
+def test_who_is_too_far_is_set_aside_whatever_others_sent_beside_it(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, norm_bound=3.0, report_path=report)
+    messages = broadcast(strategy, state(), 5)
+    sent = replies(messages, updates(5))
+    query = "bert.encoder.layer.0.attention.self.query.weight"
+    sent[0].content[STATISTICS] = statistics_record({"fisher": {query: torch.ones_like(state()[query])}})
+    far = {name: 50 * tensor for name, tensor in updates(5)[3].items()}
+    sent[3] = reply(messages[3], far, 10, 3)
+    _, _metrics = strategy.aggregate_train(1, sent)
+    rows = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert [row["client"] for row in rows] == [3, 0]
+    assert "times the median" in rows[0]["set_aside"]
+    assert "cannot follow the rotation" in rows[1]["set_aside"]
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_a_legacy_array_in_the_place_of_a_number_is_set_aside(align: bool) -> None:
+    base = {**state(), "scale": torch.tensor(1.0)}
+    strategy = FedRot(CONFIG, align=align)
+    messages = broadcast(strategy, base, 3)
+    sent = [
+        reply(m, {**u, "scale": base["scale"]}, 10, i)
+        for i, (m, u) in enumerate(zip(messages, updates(3), strict=True))
+    ]
+    data = Array(torch.full((7,), 3.0).numpy()).data
+    sent[0].content.array_records["arrays"]["scale"] = Array("", (), "numpy.ndarray", data)
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert tensors_of(arrays)["scale"].shape == ()
+    assert (metrics or {})["fedrot-replies-set-aside"] == 1
+
+
+def through_the_wire(message: Message) -> Message:
+    """Return a message as Flower's object store gives it back: equal arrays are one object."""
+    content = message.content
+    objects = get_all_nested_objects(content)
+    contents = {key: value.deflate() for key, value in objects.items()}
+    found = inflate_object_from_contents(content.object_id, contents)
+    assert isinstance(found, RecordDict)
+    message.content = found
+    return message
+
+
+@pytest.mark.parametrize("name", sorted(HOLDING))
+def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path: Path) -> None:
+    strategy = HOLDING[name](CONFIG, spill=tmp_path)
+    messages = broadcast(strategy, state(), COUNT)
+    zero = [{n: t * 0 if "LayerNorm.bias" in n else t for n, t in u.items()} for u in updates()]
+    sent = [through_the_wire(m) for m in replies(messages, zero, train_loss=0.5)]
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert arrays is not None
+    assert (metrics or {})["fedrot-replies-accepted"] == COUNT
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0])
+def test_one_clients_loss_does_not_decide_q_fedavg(loss: float) -> None:
+    strategy = HOLDING["QFedAvg"](CONFIG)
+    messages = broadcast(strategy, state(), 4)
+    sent = replies(messages, updates(4), train_loss=0.5)
+    sent[0] = reply(messages[0], updates(4)[0], 10, 0, train_loss=loss)
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert all(bool(t.isfinite().all()) for t in tensors_of(arrays).values())
+    assert (metrics or {})["fedrot-replies-set-aside"] == 1
+
+
+class Exploding(FedAvg):
+    """Makes a model that is none."""
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert arrays is not None
+        return ArrayRecord({n: t * torch.inf for n, t in tensors_of(arrays).items()}), metrics
+
+
+def test_a_model_that_is_not_finite_is_not_taken_from_any_strategy() -> None:
+    strategy = behind(Exploding)(CONFIG)
+    messages = broadcast(strategy, state(), 3)
+    arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(3)))
+    assert arrays is None
+    assert (metrics or {})["fedrot-round-failed"] == 1
+
+
+def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
+    class Garbage(FakeGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            (message_id,) = message_ids
+            if self._sent[message_id].metadata.dst_node_id == 101:
+                raise json.JSONDecodeError("no object", "", 0)
+            return super().pull_messages([message_id])
+
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0)
+    result = strategy.start(Garbage(clients()), ArrayRecord(state()), 1, timeout=5)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
+
+
+class PerClient(FedRot):
+    """Sends a message of its own to every node."""
+
+    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        return [
+            Message(message.content, dst_node_id=message.metadata.dst_node_id, message_type="train")
+            for message in super().configure_train(*args, **kwargs)
+        ]
+
+
+def test_a_subclass_may_make_its_own_messages() -> None:
+    result = PerClient(CONFIG, fraction_evaluate=0.0).start(FakeGrid(clients()), ArrayRecord(state()), 2)
+    found = [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
+    assert found == [3, 3]
+
+
+def test_who_was_refused_does_not_move_the_others() -> None:
+    found = []
+    for odds in (0, 1):
+        strategy = FedRot(CONFIG, aggregation=RegMean)
+        messages = broadcast(strategy, state(), 4)
+        good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=False))]
+        heavy = dataclasses.replace(odd(honest(grams)[0], 0), weight=1e9)
+        strange = [answer(messages[3], heavy, 9)] * odds
+        arrays, metrics = strategy.aggregate_train(1, [good[0], *strange, *good[1:]])
+        assert (metrics or {})["fedrot-replies-set-aside"] == odds
+        found.append(arrays)
+    assert largest_difference(*found) < 1e-6
+
+
+def test_large_configurations_of_clients_are_not_kept() -> None:
+    seen: list[RecordDict] = []
+
+    def note(contents: list[RecordDict], key: str) -> MetricRecord:
+        seen.extend(contents)
+        return MetricRecord({"x": 1})
+
+    strategy = FedRot(CONFIG, train_metrics_aggr_fn=note)
+    messages = broadcast(strategy, state(), 2)
+    sent = replies(messages, updates(2))
+    sent[0].content["huge"] = ConfigRecord({"text": "x" * 10**6})
+    strategy.aggregate_train(1, sent)
+    assert [set(content) for content in seen] == [{"metrics", "client"}] * 2
+
+
+def test_without_alignment_replies_keep_their_order() -> None:
+    ours, stock = FedRot(CONFIG, align=False), FedAvg()
+    results = []
+    for strategy in (ours, stock):
+        messages = broadcast(strategy, state(), COUNT)
+        ids = (3, 1, 4, 0, 2)
+        sent = [reply(m, u, 10 + i, i) for m, u, i in zip(messages, updates(), ids, strict=True)]
+        results.append(strategy.aggregate_train(1, sent)[0])
+    assert largest_difference(*results) == 0.0
+
+
+def test_what_clients_write_cannot_flood_or_forge_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").propagate = True
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, report_path=report)
+    messages = broadcast(strategy, state(), 3)
+    sent = replies(messages, updates(3))
+    name = "\x1b[31m\nWARNING forged" + "x" * 10**6
+    sent[0].content.array_records["arrays"][name] = Array(torch.ones(2).numpy())
+    strategy.aggregate_train(1, sent)
+    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert len(row["set_aside"]) <= 500
+    assert row["set_aside"].isprintable()
+    assert "\nWARNING forged" not in caplog.text
+
+
+def test_a_spill_folder_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(fedrot.FedrotError, match="cannot be written to"):
+        FedRot(CONFIG, spill=tmp_path / "file" / "below")
+
+
+def test_nobody_asked_is_no_failed_round() -> None:
+    strategy = FedRot(CONFIG, fraction_train=0.0, fraction_evaluate=0.0)
+    result = strategy.start(FakeGrid(clients()), ArrayRecord(state()), 1)
+    assert dict(result.train_metrics_clientapp) == {}
+
+
+def test_an_error_is_counted_once_and_not_after_a_reply() -> None:
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, state(), 3)
+    sent = replies(messages[:2], updates(2))
+    _, metrics = strategy.aggregate_train(1, [*sent, failure(messages[0]), *[failure(messages[2])] * 5])
+    assert metrics is not None
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
+
+
 # --- statistics of many forms ------------------------------------------------------------------------
 
 
@@ -448,6 +642,19 @@ def odd(client: Client, how: int) -> Client:
     return Client(
         client.update, client.weight, {"gram": {n: client.statistics["gram"][n] for n in kept}}
     )
+
+
+def test_odd_clients_at_the_start_do_not_take_over_the_round() -> None:
+    clients = [*honest(grams), *honest(grams)[:2]]
+    strategy = FedRot(CONFIG, aggregation=RegMean, align=False)
+    messages = broadcast(strategy, state(), 5 + CANDIDATES)
+    bad = {name: torch.full_like(t, 666.0) for name, t in state().items()}
+    strange = [odd(Client(bad, 10.0, clients[0].statistics), i) for i in range(CANDIDATES)]
+    everybody = [*strange, *clients]
+    sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, everybody, strict=True))]
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert (metrics or {})["fedrot-replies-set-aside"] == CANDIDATES
+    assert max(float(t.abs().max()) for t in tensors_of(arrays).values()) < 100
 
 
 @pytest.mark.parametrize("odds", [1, 2, CANDIDATES + 2])

@@ -30,7 +30,7 @@ import fedrot
 from fedrot.anchors import ANCHORS
 from fedrot.errors import UpdateError
 from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays
-from fedrot.strategies.records import replace_changed, to_tensors
+from fedrot.strategies.records import replace_changed
 from fedrot.strategies.wire import BFLOAT16, PRECISIONS, TIED, UNCHANGED, decode, same_bits, wire_bytes
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
@@ -492,7 +492,7 @@ def test_stock_strategies_get_numpys_arrays() -> None:
     assert record["plain"].data is sent["plain"].data
     for name, tensor in after.items():
         assert torch.equal(torch.from_numpy(record[name].numpy()), tensor.float())
-    assert all(identical(t, after[name].float()) for name, t in to_tensors(record).items())
+    assert all(identical(t, after[name].float()) for name, t in from_arrays(record).items())
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)

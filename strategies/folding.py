@@ -108,5 +108,5 @@ class Folding:
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
         for client, refusal, _ in self._gone + others:
             this_round.put_aside(client, refusal)
-        self._candidates, self._gone = [], []
+        self._candidates, self._gone, self.anchor = [], [], Mean()
         return best.aggregator, [content for _, _, content in best.taken]

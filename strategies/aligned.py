@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -25,16 +24,16 @@ from flwr.serverapp.strategy import (
 from torch import Tensor, nn
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.anchors import ANCHORS, OF_ALL, AlignedUpdate, align_round
+from fedrot.anchors import ANCHORS, OF_ALL
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.files import append_rows
-from fedrot.layerwise import checked_device, fold_by_layer
+from fedrot.layerwise import checked_device
 from fedrot.matching.blocks import model_distance
-from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.checkpoints import Checkpoints
+from fedrot.strategies.coordinates import Coordinates
 from fedrot.strategies.folding import Folding
-from fedrot.strategies.foreign import Foreign, is_foreign, warn_of
+from fedrot.strategies.foreign import Exchange, Foreign
 from fedrot.strategies.grids import LazyGrid
 from fedrot.strategies.logs import log_fields
 from fedrot.strategies.loop import cut_rows, run
@@ -303,8 +302,8 @@ class Aligned(Strategy):
                 result = self._handed_over(updates, this_round, store)
             else:
                 folding = Folding(build)
-                if self._by_layer and folding.mean is not None:
-                    self._fold_by_layer(good, broadcast, this_round, folding)
+                if self.align and self._coordinates.by_layer and folding.mean is not None:
+                    self._coordinates.fold_by_layer(good, broadcast, this_round, folding)
                 else:
                     updates = self._updates(good, broadcast, this_round, folding.anchor)
                 result = self._folded(updates, folding, this_round)
@@ -432,23 +431,22 @@ class Aligned(Strategy):
         """Wait for all replies, and set those aside that are too far away."""
         waiting = Waiting(replies, store)
         if self.norm_bound is not None:
-            far = beyond(list(self._distances(waiting, broadcast)), self.norm_bound)
+            if self.align:
+                distances = self._coordinates.distances(waiting, broadcast)
+            else:
+                distances = (model_distance(reply.tensors, broadcast) for reply in waiting)
+            far = beyond(list(distances), self.norm_bound)
             for index, reason in far.items():
                 this_round.put_aside(waiting[index].client, reason)
             waiting.remove(far)
         return waiting
 
-    def _distances(self, replies: Iterable[Reply], broadcast: Tensors) -> Iterator[float]:
-        """Yield every update's distance from the broadcast model, in the coordinates of that one."""
-        given = ((self._there(reply.tensors), reply.weight) for reply in replies)
-        if not self.align:
-            yield from (model_distance(tensors, broadcast) for tensors, _ in given)
-            return
+    @property
+    def _coordinates(self) -> Coordinates:
         assert isinstance(self.symmetry, Symmetry)
-        base, foreign = self._there(broadcast), self._foreign
-        how = (self.symmetry, self.options, "global", foreign.options, foreign.evidence)
-        for result in align_round(given, base, *how):
-            yield model_distance(result.tensors, base)
+        matching = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
+        how = (self.symmetry, self.options, self.anchor, self._foreign, self.device)
+        return Coordinates(*how, self._statistics, matching)
 
     def _updates(
         self,
@@ -457,124 +455,13 @@ class Aligned(Strategy):
         this_round: Round,
         running: Mean | None = None,
     ) -> Iterator[Update]:
-        """Yield the updates in the round's coordinates, their statistics moved with them.
-
-        Those whose statistics cannot follow are set aside.
-
-        Args:
-            running: the mean that they are folded into, see ``align_round``; None if that is none.
-        """
-        if not self.align:
-            for reply in replies:
-                yield Update(reply, reply.tensors, reply.weight, self._statistics(reply))
-                del reply
+        """Yield the updates in the round's coordinates, see ``Coordinates.updates``."""
+        if self.align:
+            yield from self._coordinates.updates(replies, broadcast, this_round, running)
             return
-        assert isinstance(self.symmetry, Symmetry)
-        symmetry, matching, base = self.symmetry, self._foreign, broadcast
-        found: dict[int, AlignedUpdate] = {}
-        if isinstance(replies, Sequence) and matching.needs_all:
-            places = [i for i, reply in enumerate(replies) if is_foreign(reply, broadcast, symmetry)]
-            this_round.foreign = len(places)
-            base = matching.base(replies, places, broadcast)
-            if matching.match_at_clients and places and self._grid is not None:
-                found = matching.matched_at_clients(
-                    replies, base, symmetry, self._grid, self._config, self._timeout
-                )
-        own = Mean() if running is None and self.anchor == "running" else None
-
-        def moved(reply: Reply, result: AlignedUpdate) -> Iterator[Update]:
-            for update in self._moved(reply, result, broadcast, this_round):
-                before = len(this_round.set_aside)
-                yield update
-                # Whoever was refused has no part in the anchor either.
-                if own is not None and len(this_round.set_aside) == before:
-                    own.fold(update.tensors, update.weight)
-
-        for index, result in sorted(found.items()):
-            yield from moved(replies[index], result)  # type: ignore[index]
-        given = deque[Reply]()
-
-        def pairs() -> Iterator[tuple[Tensors, float]]:
-            index = -1
-            # Not with enumerate, which keeps the last reply until it has the next one.
-            for reply in replies:
-                index += 1
-                if index in found:
-                    continue
-                if not matching.needs_all:
-                    this_round.foreign += is_foreign(reply, broadcast, symmetry)
-                given.append(reply)
-                yield self._there(reply.tensors), reply.weight
-                del reply
-
-        aligned = align_round(
-            pairs(),
-            self._there(base),
-            symmetry,
-            self.options,
-            self.anchor,
-            matching.options,
-            matching.evidence,
-            running or own,
-        )
-        for result in aligned:
-            yield from moved(given.popleft(), result)
-            del result
-        if this_round.foreign and matching.options is None and matching.model is None:
-            warn_of(this_round.foreign, len(this_round.reports))
-
-    def _moved(
-        self, reply: Reply, result: AlignedUpdate, broadcast: Tensors, this_round: Round
-    ) -> Iterator[Update]:
-        """Yield a reply's update, unless its statistics cannot follow."""
-        this_round.report(reply.client, result.alignment.report)
-        try:
-            given = {kind: self._there(by_name) for kind, by_name in self._statistics(reply).items()}
-            statistics = result.alignment.transport(given)
-        except FedrotError as error:
-            this_round.put_aside(reply.client, str(error))
-            return
-        tensors = _without_integers(self._there(result.tensors), broadcast)
-        yield Update(reply, tensors, result.weight, statistics)
-
-    def _there(self, tensors: Tensors) -> Tensors:
-        """Return tensors where updates are aligned; what is one tensor under several names stays one."""
-        if self.device.type == "cpu":
-            return tensors
-        given = dict(tensors)
-        moved = {id(tensor): tensor.to(self.device) for tensor in given.values()}
-        return {name: moved[id(tensor)] for name, tensor in given.items()}
-
-    @property
-    def _by_layer(self) -> bool:
-        """Whether updates go through another device's memory layer by layer."""
-        alone = self._foreign.options is None and self.anchor in ("global", "running")
-        return self.device.type != "cpu" and self.align and alone
-
-    def _fold_by_layer(
-        self, replies: Iterable[Reply], broadcast: Tensors, this_round: Round, folding: Folding
-    ) -> None:
-        """Align the replies and fold them into the mean on the device, a layer at a time."""
-        assert isinstance(self.symmetry, Symmetry)
-        assert folding.mean is not None
-        mean, anchor = folding.mean, Anchor(broadcast)
-        how = self.symmetry, self.options, self.device
         for reply in replies:
-            this_round.foreign += is_foreign(reply, broadcast, self.symmetry)
-            update, before = _without_integers(reply.tensors, broadcast), mean.weight
-            statistics = self._statistics(reply)
-            try:
-                report = fold_by_layer(mean, update, reply.weight, anchor, *how, statistics)
-            except FedrotError as error:
-                this_round.put_aside(reply.client, str(error))
-                continue
-            this_round.report(reply.client, report)
-            folding.note(reply)
-            del reply, update
-            if self.anchor == "running":
-                anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
-        if this_round.foreign and self._foreign.model is None:
-            warn_of(this_round.foreign, len(this_round.reports))
+            yield Update(reply, reply.tensors, reply.weight, self._statistics(reply))
+            del reply
 
     def _folded(self, updates: Iterable[Update], folding: Folding, this_round: Round) -> Aggregated:
         """Fold the updates into an aggregator one at a time, and give the strategy behind the result."""
@@ -673,14 +560,3 @@ class Aligned(Strategy):
         if self.report_path is not None:
             append_rows(self.report_path, this_round.rows())
         return arrays, MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
-
-
-def _without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]:
-    """Return the tensors with the broadcast model's integer and boolean buffers, as floats.
-
-    The new model keeps the broadcast ones, and strategies measure distances over everything.
-    """
-    return {
-        name: t if t.is_floating_point() else broadcast[name].float().to(t.device)
-        for name, t in tensors.items()
-    }

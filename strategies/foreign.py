@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
+from typing import NamedTuple
 
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor, nn
@@ -24,6 +25,18 @@ from fedrot.symmetry.resolve import settings_of
 from fedrot.validation import check_finite
 
 Tensors = Mapping[str, Tensor]
+
+
+class Exchange(NamedTuple):
+    """How clients are asked once more in a round."""
+
+    grid: Grid
+    config: ConfigRecord
+    timeout: float | None
+
+    def of(self, requests: Sequence[Message]) -> Iterable[Message]:
+        """Send requests, and return the answers that come in time."""
+        return self.grid.send_and_receive(requests, timeout=self.timeout) if requests else ()
 
 
 class Foreign:
@@ -98,9 +111,7 @@ class Foreign:
         replies: Sequence[Reply],
         base: Tensors,
         symmetry: Symmetry,
-        grid: Grid,
-        config: ConfigRecord,
-        timeout: float | None,
+        exchange: Exchange,
     ) -> dict[int, AlignedUpdate]:
         """Return the updates that their senders matched to the base, by place among the replies."""
         asked, requests = {}, []
@@ -108,9 +119,9 @@ class Foreign:
             if is_foreign(reply, base, symmetry):
                 node = reply.message.metadata.src_node_id
                 asked[node] = index
-                requests.append(request(base, reply.tensors, config, node))
+                requests.append(request(base, reply.tensors, exchange.config, node))
         found: dict[int, AlignedUpdate] = {}
-        for answer in grid.send_and_receive(requests, timeout=timeout) if requests else ():
+        for answer in exchange.of(requests):
             index = asked.get(answer.metadata.src_node_id, -1)
             if index < 0 or index in found:
                 continue

@@ -17,7 +17,7 @@ from fedrot.matching.blocks import model_distance
 from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.folding import Folding
-from fedrot.strategies.foreign import Exchange, Foreign, is_foreign, warn_of
+from fedrot.strategies.foreign import Exchange, Foreign, is_foreign
 from fedrot.strategies.replies import Reply
 from fedrot.strategies.rounds import Round, Update
 from fedrot.symmetry import Symmetry
@@ -62,13 +62,6 @@ class Coordinates:
             running: the mean that they are folded into, see ``align_round``; None if that is none.
         """
         symmetry, matching, base = self.symmetry, self.foreign, broadcast
-        found: dict[int, AlignedUpdate] = {}
-        if isinstance(replies, Sequence) and matching.needs_all:
-            places = [i for i, reply in enumerate(replies) if is_foreign(reply, broadcast, symmetry)]
-            this_round.foreign = len(places)
-            base = matching.base(replies, places, broadcast)
-            if matching.match_at_clients and places and self.exchange is not None:
-                found = matching.matched_at_clients(replies, base, symmetry, self.exchange)
         own = Mean() if running is None and self.anchor == "running" else None
 
         def moved(reply: Reply, result: AlignedUpdate) -> Iterator[Update]:
@@ -79,8 +72,15 @@ class Coordinates:
                 if own is not None and len(this_round.set_aside) == before:
                     own.fold(update.tensors, update.weight)
 
-        for index, result in sorted(found.items()):
-            yield from moved(replies[index], result)  # type: ignore[index]
+        found: dict[int, AlignedUpdate] = {}
+        if isinstance(replies, Sequence) and matching.needs_all:
+            places = [i for i, reply in enumerate(replies) if is_foreign(reply, broadcast, symmetry)]
+            this_round.foreign = len(places)
+            base = matching.base(replies, places, broadcast)
+            if matching.match_at_clients and places and self.exchange is not None:
+                found = matching.matched_at_clients(replies, base, symmetry, self.exchange)
+            for index, result in sorted(found.items()):
+                yield from moved(replies[index], result)
         given = deque[Reply]()
 
         def pairs() -> Iterator[tuple[Tensors, float]]:
@@ -109,8 +109,7 @@ class Coordinates:
         for result in aligned:
             yield from moved(given.popleft(), result)
             del result
-        if this_round.foreign and matching.options is None and matching.model is None:
-            warn_of(this_round.foreign, len(this_round.reports))
+        matching.warn(this_round.foreign, len(this_round.reports))
 
     def _moved(
         self, reply: Reply, result: AlignedUpdate, broadcast: Tensors, this_round: Round
@@ -153,8 +152,7 @@ class Coordinates:
             del reply, update
             if self.anchor == "running":
                 anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
-        if this_round.foreign and self.foreign.model is None:
-            warn_of(this_round.foreign, len(this_round.reports))
+        self.foreign.warn(this_round.foreign, len(this_round.reports))
 
     def distances(self, replies: Iterable[Reply], broadcast: Tensors) -> Iterator[float]:
         """Yield every update's distance from the broadcast model, in the coordinates of that one."""

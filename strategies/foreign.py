@@ -136,18 +136,18 @@ class Foreign:
             found[index] = AlignedUpdate(moved, reply.weight, alignment)
         return found
 
+    def warn(self, foreign: int, replies: int) -> None:
+        """Say how many foreign replies were aligned like all others, as nothing else was asked for."""
+        if foreign and self.options is None and self.model is None:
+            log(
+                WARNING,
+                "%d of %d replies come from other bases than the broadcast model; give the strategy "
+                "'model' to match them as a whole.",
+                foreign,
+                replies,
+            )
+
 
 def is_foreign(reply: Reply, base: Tensors, symmetry: Symmetry) -> bool:
     """Return whether a reply comes from another base."""
     return base_cosine(reply.tensors, base, symmetry) < SAME_BASE
-
-
-def warn_of(foreign: int, replies: int) -> None:
-    """Say that foreign replies were aligned like all others."""
-    log(
-        WARNING,
-        "%d of %d replies come from other bases than the broadcast model; give the strategy 'model' to "
-        "match them as a whole.",
-        foreign,
-        replies,
-    )

@@ -162,7 +162,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES)
 def test_values_come_back(value: Any) -> None:
     arrays: dict[str, np.ndarray] = {}
     found = decode(json.loads(json.dumps(encode(value, "it", arrays), allow_nan=False)), arrays)

@@ -55,11 +55,10 @@ def separation(
 
     The rounding error of the Gram matrices is subtracted, so the bound is never too large.
     """
+    sides = [list(plain), list(signed)]
     if columns is not None:
         widest = max((*plain, *signed), key=lambda block: block.shape[1])
-        sides = [[block[:, :columns] for block in side if block is widest] for side in (plain, signed)]
-    else:
-        sides = [list(plain), list(signed)]
+        sides = [[block[:, :columns] for block in side if block is widest] for side in sides]
     features = [torch.cat(side, dim=1) if side else None for side in sides]
     norms = sum((f.square().sum(1) for f in features if f is not None), start=torch.zeros(()))
     transposed = [None if f is None else f.mT.contiguous() for f in features]
@@ -74,12 +73,14 @@ def separation(
         nearest[stop:] = torch.maximum(nearest[stop:], below)
         row = gram.sub_(half[start:]).amax(1)
         nearest[start:stop] = torch.maximum(nearest[start:stop], row)
+    eps = torch.finfo(norms.dtype).eps
     width = sum(f.shape[1] for f in features if f is not None)
-    rounding = width * torch.finfo(norms.dtype).eps * (norms + norms.amax())
-    squares = norms - 2 * nearest - rounding
-    if features[1] is not None:
-        flipped = 4 * features[1].square().sum(1)
-        squares = torch.minimum(squares, flipped - width * torch.finfo(norms.dtype).eps * flipped)
+    squares = norms - 2 * nearest - width * eps * (norms + norms.amax())
+    if signed:
+        # |a_i - (-a_i)|^2 costs one pass over the slots: their columns are never left out.
+        flipped = 4 * sum((s.square().sum(1) for s in signed), start=torch.zeros(()))
+        width = sum(s.shape[1] for s in signed)
+        squares = torch.minimum(squares, flipped - width * eps * flipped)
     return squares.double().clamp_min(0).sqrt()
 
 

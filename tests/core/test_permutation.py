@@ -19,6 +19,7 @@ from fedrot.matching import permutation
 from fedrot.matching.match import Anchor
 from fedrot.symmetry.description import Group, Slot, Stretch
 from fedrot.symmetry.kinds import Permutation
+from tests import families
 from tests.core.oracles import Array, seeded
 from tests.models import (
     CASES,
@@ -198,6 +199,72 @@ def test_a_certificate_is_never_wrong(
         cost = cdist(a, c, "sqeuclidean")
         rows, column = linear_sum_assignment(cost)
         assert np.trace(cost) <= cost[rows, column].sum() * (1 + 1e-9) + 1e-30
+
+
+#: Widths of a gated block's slots: what keeps its sign (gate), and what may change it (up, down).
+_SIDES = st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 30),
+    widths=_SIDES,
+    size=st.sampled_from([1e-3, 0.1, 1.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    columns=st.sampled_from([None, 1, 5, 32, 128]),
+)
+def test_the_separation_of_signed_neurons_never_exceeds_the_true_distance(
+    seed: int, n: int, widths: tuple[int, int, int], size: float, dtype: torch.dtype, columns: int | None
+) -> None:
+    """Over all other neurons with either sign, and over the neuron's own negative."""
+    gate, *signed = (
+        factor * torch.from_numpy(_clustered(seed + i, n, width, 0.3)).to(dtype)
+        for i, (width, factor) in enumerate(zip(widths, (1.0, size, size), strict=True))
+    )
+    plain = [gate] if widths[0] else []
+    kept = gate.double().numpy()
+    turned = torch.cat(signed, dim=1).double().numpy()
+    one = cdist(np.hstack([kept, turned]), np.hstack([kept, turned]))
+    np.fill_diagonal(one, np.inf)
+    other = cdist(np.hstack([kept, turned]), np.hstack([kept, -turned]))
+    true = np.minimum(one.min(1), other.min(1))
+    bound = permutation.separation(plain, signed, columns).numpy()
+    assert bound.shape == (n,)
+    assert (bound >= 0).all()
+    assert (bound <= true * (1 + 1e-12)).all()
+
+
+def test_the_separation_of_signed_neurons_is_tight() -> None:
+    """Once where another neuron is nearest, once where the neuron's own negative is."""
+    gate, up = torch.randn(2, 12, 40, generator=seeded(2), dtype=torch.float64)
+    one, other = (torch.cat([gate, sign * 3 * up], dim=1) for sign in (1, -1))
+    others = torch.minimum(torch.cdist(one, one), torch.cdist(one, other)).fill_diagonal_(torch.inf)
+    assert torch.allclose(permutation.separation([gate], [3 * up]), others.amin(1), rtol=1e-9)
+    itself = 2 * (0.05 * up).norm(dim=1)
+    assert torch.allclose(permutation.separation([gate], [0.05 * up]), itself, rtol=1e-9)
+
+
+@pytest.mark.parametrize("size", [0.1, 0.01])
+def test_flipped_neurons_of_a_gated_block_are_found_whatever_the_gate_says(size: float) -> None:
+    """Small signed slots beside a wide gate: the gate alone would certify the identity."""
+    anchor = {
+        name: size * tensor if "up_proj" in name or "down_proj" in name else tensor
+        for name, tensor in families.state_of("llama").items()
+    }
+    update = dict(anchor)
+    up, down = (f"model.layers.0.mlp.{side}_proj.weight" for side in ("up", "down"))
+    flips = torch.ones(len(anchor[up]), dtype=torch.float64)
+    flips[[1, 4]] = -1
+    update[up], update[down] = flips[:, None] * anchor[up], anchor[down] * flips
+    options = fedrot.AlignmentOptions(parts=("ffn",))
+    alignment = fedrot.align(update, anchor, families.symmetry_for("llama"), options)
+    flipped = anchor[up][[1, 4]].square().sum() + anchor[down][:, [1, 4]].square().sum()
+    assert alignment.report.before == pytest.approx(4 * float(flipped))
+    assert alignment.report.after <= 1e-12
+    assert torch.equal(alignment.apply(update)[down], anchor[down])
+    certified = {row["layer"]: row["certified"] for row in alignment.report.rows()}
+    assert certified == {0: False, 1: True}
 
 
 def test_certificates_are_given_where_they_should_be() -> None:

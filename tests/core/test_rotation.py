@@ -193,3 +193,21 @@ def test_iterated_rotations_are_as_good_as_those_of_the_svd() -> None:
     assert ((best - reached) <= 1e-6 * best.abs()).all()
     # The easy ones must not have gone through the fallback, or this test would compare it with itself.
     assert not torch.equal(iterated[1], exact[1])
+
+
+@pytest.mark.parametrize("spectrum", ["spread", "one-small"])
+@pytest.mark.parametrize("size", [8, 16, 64])
+def test_iterated_rotations_are_orthogonal_at_every_condition(size: int, spectrum: str) -> None:
+    """One matrix a call, so that none is iterated further than it has to be for another's sake."""
+    rng = seeded(size)
+    eye = torch.eye(size, dtype=torch.float64)
+    for exponent in np.linspace(2, 6, 41):
+        smallest = 10.0**-exponent
+        values = torch.logspace(-exponent, 0, size, dtype=torch.float64)
+        if spectrum == "one-small":
+            values = torch.tensor([1.0] * (size - 1) + [smallest], dtype=torch.float64)
+        u, v = torch.linalg.qr(torch.randn(2, size, size, generator=rng, dtype=torch.float64))[0]
+        m = u @ torch.diag(values) @ v
+        rotation = polar(m[None], precise=False)[0]
+        assert (rotation.T @ rotation - eye).abs().max() <= 1e-8, exponent
+        assert float((rotation * m).sum()) >= (1 - 1e-9) * float(values.sum()), exponent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,19 +20,26 @@ from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
-from fedrot.validation import check_update
+from fedrot.validation import check_symmetry, check_update
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """A group element, as the sequence of moves that carries an update to its anchor."""
+    """A group element, as the sequence of moves that carries an update to its anchor.
 
-    symmetry: Symmetry
-    moves: tuple[Move, ...]
+    ``print(alignment)`` shows what it removes of the distance, part by part.
+    """
+
+    symmetry: Symmetry = field(repr=False)
+    moves: tuple[Move, ...] = field(repr=False)
     report: AlignmentReport
     canonical_biases: bool = False
+
+    def __str__(self) -> str:
+        model = f"a {self.symmetry.family} model of {self.symmetry.layers} layers"
+        return f"Alignment of {model}\n{self.report}"
 
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
         """Return a new dictionary with the moves applied, to canonical biases if so asked.
@@ -122,8 +129,16 @@ def align(
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
             floating-point, not finite, or on another device than the anchor's.
+        SymmetryError: the symmetry is none, or a part cannot be moved in this model.
+        FedrotError: the options are none.
     """
     start = time.perf_counter()
+    check_symmetry(symmetry)
+    if not isinstance(options, AlignmentOptions | None):
+        raise FedrotError(
+            f"options is a {type(options).__name__}; pass fedrot.AlignmentOptions, "
+            "AlignmentOptions(parts=('attention',)), say."
+        )
     options = options or AlignmentOptions()
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     check_update(update, symmetry.shapes)
@@ -143,6 +158,12 @@ def align(
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:
     for name in sorted({slot.tensor for group in groups for slot in group.slots}):
         u, a = update[name], anchor[name]
+        other = next((t for t in (u, a) if not isinstance(t, Tensor)), None)
+        if other is not None:
+            raise UpdateError(
+                f"'{name}' is a {type(other).__name__}, not a torch tensor; convert it with "
+                "torch.as_tensor."
+            )
         if not (u.is_floating_point() and a.is_floating_point()):
             raise UpdateError(
                 f"The tensor '{name}' is {u.dtype} (anchor: {a.dtype}); only floating-point weights "
@@ -164,7 +185,12 @@ def random_equivalent(
     """Return the same function in other coordinates: a random element of the given parts, applied.
 
     The input is never changed. The same seed gives the same element on every device.
+
+    Raises:
+        UpdateError: a tensor is missing, extra or misshapen.
+        SymmetryError: the symmetry is none, or a part cannot be moved in this model.
     """
+    check_symmetry(symmetry)
     check_update(tensors, symmetry.shapes)
     groups = symmetry.select(AlignmentOptions(parts=parts).parts)
     generator = torch.Generator().manual_seed(seed)

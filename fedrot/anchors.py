@@ -25,6 +25,7 @@ from fedrot.matching.match import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
 from fedrot.symmetry.description import Symmetry
+from fedrot.validation import check_symmetry
 
 Tensors = Mapping[str, Tensor]
 
@@ -234,6 +235,7 @@ def align_round(
         FedrotError: the anchor is unknown.
         UpdateError: see ``align``.
     """
+    check_symmetry(symmetry)
     if anchor not in ANCHORS:
         raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
     usual = options or AlignmentOptions()

@@ -50,6 +50,8 @@ class AlignmentOptions:
     canonical_biases: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.parts, str):
+            raise FedrotError(f"parts is the string '{self.parts}'; give a tuple, ('{self.parts}',).")
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")
@@ -72,6 +74,8 @@ class AlignmentOptions:
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""
+        if not isinstance(self.layers, str | Sequence):
+            raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
         if not isinstance(self.layers, str):
             outside = [layer for layer in self.layers if not 0 <= layer < count]
             if outside:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -30,10 +30,24 @@ class AlignmentReport:
     by more than rounding. ``seconds`` is the wall time of the matching.
     """
 
-    groups: tuple[GroupReport, ...]
+    groups: tuple[GroupReport, ...] = field(repr=False)
     before: float
     after: float
     seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"squared distance to the anchor {self.before:.4g} -> {self.after:.4g}, "
+            f"{self.share():.1%} removed in {self.seconds:.2f} s"
+        ]
+        for part in dict.fromkeys(group.part for group in self.groups):
+            rows = [group for group in self.groups if group.part == part]
+            moved, certified = sum(r.moved > 0 for r in rows), sum(r.certified for r in rows)
+            best = f", {certified} proved to be in place" if certified else ""
+            lines.append(
+                f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} groups moved{best}"
+            )
+        return "\n".join(lines)
 
     def share(self, *parts: str) -> float:
         """Return the share of the squared distance removed by the given parts (all if none)."""

@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedrot.errors import UpdateError
+from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.blocks import compute_dtype
+from fedrot.symmetry.description import Symmetry
 
 
 class Shaped(Protocol):
@@ -40,12 +41,30 @@ def check_weight(weight: float) -> None:
         )
 
 
+def check_symmetry(symmetry: object) -> None:
+    """Check that a symmetry is one.
+
+    Raises:
+        SymmetryError: it is something else, a configuration or a model, say.
+    """
+    if not isinstance(symmetry, Symmetry):
+        raise SymmetryError(
+            f"The symmetry is a {type(symmetry).__name__}; build it first with "
+            "fedrot.symmetry_of(model.config, model.state_dict())."
+        )
+
+
 def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check names and shapes.
 
     Raises:
-        UpdateError: a tensor is missing, extra or has another shape; the message names the first.
+        UpdateError: the update is no mapping from names to tensors; or a tensor is missing, extra or has
+            another shape, and the message names the first.
     """
+    if not isinstance(update, Mapping):
+        raise UpdateError(
+            f"Tensors are needed by name, not a {type(update).__name__}; pass model.state_dict()."
+        )
     for name, shape in shapes.items():
         if name not in update:
             raise UpdateError(f"The tensor '{name}' is missing. Send every tensor of the model.")

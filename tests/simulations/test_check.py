@@ -29,11 +29,6 @@ KINDS = {
 INSIDE = ["heads", "attention", "rescale", "ffn"]
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def check(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["check", *map(str, arguments)])
     return result.exit_code, result.stdout

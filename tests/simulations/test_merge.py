@@ -31,11 +31,6 @@ NONE = options_of("none")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCABULARY - 5))]
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def invoke(*arguments: object) -> tuple[int, str]:
     return commands.invoke("merge", *arguments)
 

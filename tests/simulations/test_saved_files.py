@@ -19,11 +19,6 @@ NAME = "bert-classifier"
 QUERY = "bert.encoder.layer.0.attention.self.query"
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     fresh_model(NAME).float().save_pretrained(tmp_path / "model")

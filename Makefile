@@ -15,7 +15,7 @@ demo: .venv/installed
 
 # One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/core -k rotation
 test: lint types
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 # Random replies, partitions, configurations and models, new ones every time: five minutes of one core.
 # (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 
@@ -24,12 +23,3 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     process = Server(tmp_path_factory.mktemp("runs") / "log")
     yield process
     process.close()
-
-
-@pytest.fixture(scope="module")
-def small_heap() -> Iterator[None]:
-    """Flower collects garbage for every reply that QFedAvg and Bulyan read; spare it the libraries."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -112,15 +111,6 @@ CASES = {
     **SERVER_SIDE,
     **CLIENT_SIDE,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Flower collects garbage for every reply that QFedAvg and Bulyan read; spare it the libraries."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:

@@ -158,9 +158,6 @@ def ending(result: Result) -> dict[str, Any]:
     return {**metrics, "arrays": arrays, "drawn": drawn}
 
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
-
 # The loop
 
 

@@ -291,7 +291,7 @@ def check_reports(grid: FaultyGrid, path: Path, warnings: Warnings) -> None:
 
 
 def test_two_hundred_rounds_of_faults_leak_nothing_and_average_what_is_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_heap: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with warned() as warnings:
         grid, memory = play(ROUNDS, tmp_path, monkeypatch, every=10)

@@ -105,6 +105,36 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
     assert matched >= {group.name for group in symmetry.groups if group.part in asked}
 
 
+#: The layers of models of two stacks, those of the second after those of the first.
+STACKS = {
+    "t5": ("encoder.block.{}.", "decoder.block.{}."),
+    "bart": ("model.encoder.layers.{}.", "model.decoder.layers.{}."),
+    "clip": ("text_model.encoder.layers.{}.", "vision_model.encoder.layers.{}."),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("all", (0, 1, 2, 3)), ("first:2", (0, 1)), ("first:3", (0, 1, 2)), ("last:1", (3,)), ([2], (2,))],
+)
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_of_a_second_stack_follow_those_of_the_first(
+    name: str, layers: str | list[int], expected: tuple[int, ...]
+) -> None:
+    """In what is moved, and in the rows of the report."""
+    anchor, update, symmetry = state_of(name), state_of(name, 1), symmetry_for(name)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(layers=layers))
+    aligned = alignment.apply(update)
+    changed = {key for key in update if not torch.equal(aligned[key], update[key])}
+    places = [stack.format(layer) for stack in STACKS[name] for layer in range(2)]
+    moved = {i for key in changed for i, place in enumerate(places) if key.startswith(place)}
+    assert moved == {*expected}
+    assert all(key.startswith(tuple(places)) for key in changed)
+    rows = alignment.report.rows()
+    assert {row["layer"] for row in rows} == {*expected}
+    assert all(row["group"].startswith(places[row["layer"]].removeprefix("model.")) for row in rows)
+
+
 def test_phases_beat_random_phases_and_reflections_are_no_option() -> None:
     """The closed form is the best element of the group, and stays inside it."""
     anchor, update, symmetry = state_of("llama"), state_of("llama", 1), symmetry_for("llama")

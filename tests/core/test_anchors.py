@@ -447,6 +447,35 @@ def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
     assert largest_difference(*running) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((2.0, 5.0, 3.0), [1, 2, 0]), ((2.0, 2.0, 2.0), [2, 0, 1]), ((1.0, 4.0, 4.0), [2, 1, 0])],
+    ids=["by weight", "by norm", "by both"],
+)
+def test_consensus_starts_with_the_heaviest_and_of_those_with_the_smallest(
+    weights: tuple[float, ...], expected: list[int]
+) -> None:
+    """Whoever comes first is aligned to the broadcast model, and decides on the coordinates."""
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    sizes = (1.1, 1.2, 1.0)
+    updates = [{k: size * t for k, t in near(broadcast, 0.1, 1).items()} for size in sizes]
+    asked: list[int] = []
+    anchors: list[float] = []
+
+    def evidence(to: State, update: State) -> fedrot.Activations:
+        asked.append(next(i for i, known in enumerate(updates) if known is update))
+        anchors.append(squared_distance(to, broadcast))
+        return fedrot.Activations({}, {})
+
+    given = list(zip(updates, weights, strict=True))
+    options = fedrot.AlignmentOptions(parts=("residual",), sweeps=1)
+    results = _round(given, broadcast, symmetry, "consensus", options, evidence=evidence)[1]
+    assert asked[:3] == expected
+    assert [distance == 0 for distance in anchors[:3]] == [True, False, False]
+    assert [result.weight for result in results] == list(weights)
+
+
 @pytest.mark.parametrize("anchor", ["first", "running", "medoid", "consensus"])
 def test_clients_that_trained_far_from_one_start_are_not_foreign_to_each_other(anchor: str) -> None:
     """Each is nearer to the broadcast model than ``SAME_BASE`` asks; among themselves they are not."""

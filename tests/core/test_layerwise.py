@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from fedrot.layerwise import (
     merged_report,
     parts_of,
 )
+from fedrot.moves import Move, apply_moves
 from tests.core.pretend import DEVICE, Pretend
 from tests.families import MEMBERS, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, State, largest_difference
@@ -80,6 +82,31 @@ def test_a_layer_is_a_part_and_the_rest_comes_in_packets() -> None:
     assert max(sizes) == sum(torch.Size(s).numel() for s in with_groups[0].shapes.values())
     (whole, *_) = parts_of(symmetry, _options("whole", symmetry))
     assert whole.groups == symmetry.select(_options("whole", symmetry).parts)
+
+
+def _size(part: fedrot.Symmetry) -> int:
+    return sum(math.prod(shape) for shape in part.shapes.values())
+
+
+def test_packets_are_no_larger_than_a_layer_unless_a_single_tensor_is() -> None:
+    """Of eight layers one moves; all others come in packets, and large embeddings come alone."""
+    symmetry = _llama(8)
+    parts = parts_of(symmetry, fedrot.AlignmentOptions(layers=[3]))
+    (layer,) = (part for part in parts if part.groups)
+    packets = [part for part in parts if not part.groups]
+    embeddings = math.prod(symmetry.shapes["lm_head.weight"])
+    assert embeddings < _size(layer)
+    assert len(packets) >= 7
+    assert max(map(_size, packets)) <= _size(layer)
+    # They are filled: two in a row would not fit into one.
+    assert all(_size(one) + _size(other) > _size(layer) for one, other in pairwise(packets))
+    assert max(len(part.shapes) for part in packets) >= 9
+    nothing = parts_of(symmetry, fedrot.AlignmentOptions(parts=()))
+    assert [list(part.shapes) for part in nothing] == [[name] for name in symmetry.shapes]
+    large = {**symmetry.shapes, "lm_head.weight": (1000, 32)}
+    parts = parts_of(replace(symmetry, shapes=large), fedrot.AlignmentOptions(layers=[3]))
+    (alone,) = (part for part in parts if "lm_head.weight" in part.shapes)
+    assert list(alone.shapes) == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
@@ -144,6 +171,36 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
         found = mean.result("cpu")
     assert mean.weight == 6
     assert largest_difference(found, wanted.result()) <= 1e-6
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where: str) -> None:
+    """Rows of a feed-forward that a client has not trained change places; what else it sends stays."""
+    symmetry = symmetry_for("llama")
+    anchor, client = _models("llama")
+    neurons, labels = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+    (group,) = symmetry.select(("ffn",), (0,))
+    assert labels not in {slot.tensor for g in symmetry.groups if g.layer >= 0 for slot in g.slots}
+    order = torch.arange(group.kind.units).roll(1) + 1
+    moved = _single(apply_moves(client, [Move(group, order)]))
+    trained = torch.arange(group.kind.units) < 3
+    statistics = {
+        "trained": {neurons: trained},
+        "fisher": {labels: torch.ones(symmetry.shapes[labels])},
+    }
+    alignment = fedrot.align(moved, anchor, symmetry)
+    wanted, mean = Mean(), Mean()
+    wanted.add(anchor, 1.0)
+    wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
+    with Pretend():
+        fold_by_layer(mean, anchor, 1.0, anchor, symmetry, None, _place(where))
+        fold_by_layer(mean, moved, 3.0, anchor, symmetry, None, _place(where), statistics)
+        found = mean.result("cpu")
+    assert largest_difference(found, wanted.result()) <= 1e-6
+    # Without the move, other rows would be the anchor's.
+    kept = (found[neurons] == anchor[neurons]).all(1)
+    assert int(kept.sum()) == group.kind.units - 3
+    assert not torch.equal(kept, ~trained)
 
 
 def test_what_cannot_be_folded_in_changes_nothing() -> None:

@@ -422,6 +422,24 @@ def test_evidence_decides_what_weights_leave_open() -> None:
     assert largest_difference(result.tensors, by_weights) > 1e-3
 
 
+def test_probing_draws_nothing_from_the_caller_s_random_numbers() -> None:
+    """Though the models that it builds are initialised at random."""
+    name = "bert-classifier"
+    build, drawn = EVERY[name].build, [0]
+
+    def initialised() -> Any:
+        before = torch.random.get_rng_state()
+        model = build("eager")
+        drawn[0] += not torch.equal(torch.random.get_rng_state(), before)
+        return model
+
+    evidence = fedrot.probing(initialised, config_of(name).to_dict(), symmetry_for(name), rows=2)
+    before = torch.random.get_rng_state()
+    evidence(state_of(name, dtype=torch.float32), state_of(name, 5, torch.float32))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert drawn == [2]
+
+
 @pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0), (2.0, 2.0, 2.0)], ids=["unequal", "equal"])
 @pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("name", FEW)

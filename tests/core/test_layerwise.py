@@ -69,6 +69,7 @@ def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> N
     groups = [group.name for part in parts for group in part.groups]
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     assert sorted(groups) == sorted(group.name for group in chosen)
+    assert bool(groups) == (which != "nothing")
     for part in parts:
         assert {s.tensor for g in part.groups for s in g.slots} <= part.shapes.keys()
         assert part.select(options.parts, options.layer_indices(part.layers)) == part.groups
@@ -130,6 +131,7 @@ def test_the_parts_together_are_the_whole(family: str, which: str, where: str) -
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
     assert report.after == pytest.approx(wanted.after, rel=1e-6, abs=1e-6 * wanted.before)
     assert [row.group for row in report.groups] == [row.group for row in wanted.groups]
+    assert bool(report.groups) == (which != "nothing")
     for ours, theirs in zip(report.groups, wanted.groups, strict=True):
         assert (ours.moved, ours.of, ours.certified) == (theirs.moved, theirs.of, theirs.certified)
         assert ours.after == pytest.approx(theirs.after, rel=1e-5, abs=1e-6 * wanted.before)
@@ -142,9 +144,12 @@ def _place(where: str) -> torch.device:
 def test_on_the_cpu_nothing_is_copied() -> None:
     anchor, client = _models("bert")
     options = fedrot.AlignmentOptions(parts=())
+    seen = []
     for part in align_by_layer(client, anchor, symmetry_for("bert"), options):
         for name, tensor in part.tensors.items():
             assert tensor.data_ptr() == client[name].data_ptr()
+            seen.append(name)
+    assert sorted(seen) == sorted(client)
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])

@@ -158,8 +158,8 @@ def _to_medoid(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Itera
 def _to_consensus(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
     """Generalised Procrustes: align to the mean of the aligned, from the running mean onwards.
 
-    The running mean starts with the heaviest update, so that the result does not depend on the order
-    in which updates come.
+    The running mean starts with the heaviest update, and of equal weights with the smallest norm, so
+    that the result does not depend on the order in which updates come.
     """
     given = list(updates)
     order = sorted(range(len(given)), key=lambda i: (-given[i][1], _norm(given[i][0])))

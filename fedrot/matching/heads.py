@@ -63,7 +63,8 @@ class Inside:
     """A group inside heads as it looks to whoever orders the heads.
 
     ``extra`` are cross matrices ``[heads * dim, heads * dim]`` beside those of the blocks, of which
-    those that key heads have once count ``factor`` times.
+    those that key heads have once count ``factor`` times; where it is 0, those of queries have no say
+    in the order of the key heads either, only in their own.
     """
 
     kind: HeadRotation | RotaryPhases | RotarySigns
@@ -153,7 +154,7 @@ def head_scores(
     elements = {}
     for group in inside:
         evidence = every_pair(group)
-        if group.shared():
+        if group.shared() and group.factor:
             elements[group] = group.solver.best(group.kind, evidence, options, group.precise)
             worth = group.solver.value(group.kind, elements[group], evidence)
         else:

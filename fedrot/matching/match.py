@@ -269,8 +269,8 @@ def match_heads(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
         element, gain = permutation.best_assignment(scores)
         queries = [g.kind for g in problem.symmetry.groups if g.within == group.name]
         for order in (kind for kind in queries if isinstance(kind, QueryPermutation)):
-            if element is not None and inside:
-                # These scores are lower bounds; the order counts only if it is truly worth more.
+            if element is not None and any(g.factor for g in inside):
+                # With weights, scores are lower bounds; the order counts only if truly worth more.
                 moved = [g.ordered(HeadPermutation(heads), element) for g in inside]
                 _, gain = _gain(inside, moved, order, problem)
                 element = element if gain > 0 else None

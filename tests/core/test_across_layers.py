@@ -132,10 +132,11 @@ def test_groups_across_layers_are_those_of_the_models(name: str) -> None:
 def test_signs_are_free_only_under_odd_activations(name: str) -> None:
     """Hidden units of BERT's and RoBERTa's heads follow a tanh, ELECTRA's and DistilBERT's do not."""
     family, _ = _split(name)
-    for group in symmetry_for(name).groups:
-        if group.layer == NO_LAYER:
-            odd = group.part == "output" and family in ("bert", "roberta")
-            assert type(group.kind) is (SignedPermutation if odd else Permutation)
+    across = [group for group in symmetry_for(name).groups if group.layer == NO_LAYER]
+    assert across
+    for group in across:
+        odd = group.part == "output" and family in ("bert", "roberta")
+        assert type(group.kind) is (SignedPermutation if odd else Permutation)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -150,6 +150,7 @@ def test_choices_of_a_question_are_sequences_like_any_other() -> None:
     flat = {key: value[0] for key, value in batch.items()}
     found = fedrot.collect_gram(model, [batch])["gram"]
     expected = fedrot.collect_gram(model.bert, [flat])["gram"]
+    assert found.keys() == {"classifier.weight"} | {f"bert.{key}" for key in expected}
     for key, gram in expected.items():
         assert torch.equal(found[f"bert.{key}"], gram)
 
@@ -307,7 +308,9 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
 def test_half_precision_models_give_float32() -> None:
     model = fresh_model("bert-classifier").to(torch.bfloat16)
     exact = fedrot.collect_gram(fresh_model("bert-classifier"), [_batch(1)])["gram"]
-    for key, gram in fedrot.collect_gram(model, [_batch(1)])["gram"].items():
+    found = fedrot.collect_gram(model, [_batch(1)])["gram"]
+    assert found.keys() == exact.keys()
+    for key, gram in found.items():
         assert gram.dtype == torch.float32
         assert (gram - exact[key]).abs().max() <= 0.1 * exact[key].abs().max()
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import fedrot
+from fedrot.moves import Move, apply_moves
+from fedrot.symmetry.kinds import HeadRotation, RotaryPhases
 from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance
 
@@ -105,6 +107,61 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
     assert matched >= {group.name for group in symmetry.groups if group.part in asked}
 
 
+@pytest.mark.parametrize(("share", "accepted"), [(0.5e-12, False), (2e-12, True)])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_turn_inside_heads_must_gain_more_than_rounding(
+    name: str, share: float, accepted: bool
+) -> None:
+    """All heads turn by one angle ``t``, which takes ``2 - 2 cos t`` of the trace: about its square."""
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    turn = share**0.5
+    moves = []
+    for group in symmetry.select(("attention",)):
+        kind = group.kind
+        assert isinstance(kind, HeadRotation | RotaryPhases)
+        if isinstance(kind, RotaryPhases):
+            moves.append(Move(group, torch.full((kind.heads, kind.dim // 2), turn).double()))
+        else:
+            plane = torch.tensor([[0.0, -turn], [turn, 0.0]], dtype=torch.float64)
+            element = torch.matrix_exp(torch.kron(torch.eye(kind.dim // 2), plane))
+            moves.append(Move(group, element.expand(kind.heads, -1, -1)))
+    update = apply_moves(anchor, moves)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+    moved = {move.group.name for move in alignment.moves}
+    assert moved == ({move.group.name for move in moves} if accepted else set())
+    assert len(moves) == 4
+
+
+#: The layers of models of two stacks, those of the second after those of the first.
+STACKS = {
+    "t5": ("encoder.block.{}.", "decoder.block.{}."),
+    "bart": ("model.encoder.layers.{}.", "model.decoder.layers.{}."),
+    "clip": ("text_model.encoder.layers.{}.", "vision_model.encoder.layers.{}."),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("all", (0, 1, 2, 3)), ("first:2", (0, 1)), ("first:3", (0, 1, 2)), ("last:1", (3,)), ([2], (2,))],
+)
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_of_a_second_stack_follow_those_of_the_first(
+    name: str, layers: str | list[int], expected: tuple[int, ...]
+) -> None:
+    """In what is moved, and in the rows of the report."""
+    anchor, update, symmetry = state_of(name), state_of(name, 1), symmetry_for(name)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(layers=layers))
+    aligned = alignment.apply(update)
+    changed = {key for key in update if not torch.equal(aligned[key], update[key])}
+    places = [stack.format(layer) for stack in STACKS[name] for layer in range(2)]
+    moved = {i for key in changed for i, place in enumerate(places) if key.startswith(place)}
+    assert moved == {*expected}
+    assert all(key.startswith(tuple(places)) for key in changed)
+    rows = alignment.report.rows()
+    assert {row["layer"] for row in rows} == {*expected}
+    assert all(row["group"].startswith(places[row["layer"]].removeprefix("model.")) for row in rows)
+
+
 def test_phases_beat_random_phases_and_reflections_are_no_option() -> None:
     """The closed form is the best element of the group, and stays inside it."""
     anchor, update, symmetry = state_of("llama"), state_of("llama", 1), symmetry_for("llama")
@@ -121,5 +178,5 @@ def test_phases_beat_random_phases_and_reflections_are_no_option() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in [10.0] * 50 + [1e-3] * 50:
         element = size * (torch.rand(group.kind.heads, group.kind.dim // 2, generator=generator) - 0.5)
-        other = fedrot.moves.apply_moves(aligned, [fedrot.moves.Move(group, element.double())])
+        other = apply_moves(aligned, [Move(group, element.double())])
         assert distance(other) >= best

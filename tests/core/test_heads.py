@@ -134,10 +134,11 @@ def test_permutations_within_heads_are_all_that_moves_there(parts: tuple[str, ..
     assert alignment.report.after <= 1e-12 * alignment.report.before
     turned = fedrot.random_equivalent(anchor, symmetry, 3, ("attention",))
     alignment = fedrot.align(turned, anchor, symmetry, options)
-    for move in alignment.moves:
-        if move.group.part == "attention":
-            assert set(move.element.unique().tolist()) == {0.0, 1.0}
-            assert bool((move.element.sum(-1) == 1).all())
+    inside = [move.element for move in alignment.moves if move.group.part == "attention"]
+    assert len(inside) == len(moves)
+    for element in inside:
+        assert set(element.unique().tolist()) == {0.0, 1.0}
+        assert bool((element.sum(-1) == 1).all())
     assert 0 < alignment.report.after < alignment.report.before
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from fedrot.layerwise import (
     merged_report,
     parts_of,
 )
+from fedrot.moves import Move, apply_moves
 from tests.core.pretend import DEVICE, Pretend
 from tests.families import MEMBERS, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, State, largest_difference
@@ -67,6 +69,7 @@ def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> N
     groups = [group.name for part in parts for group in part.groups]
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     assert sorted(groups) == sorted(group.name for group in chosen)
+    assert bool(groups) == (which != "nothing")
     for part in parts:
         assert {s.tensor for g in part.groups for s in g.slots} <= part.shapes.keys()
         assert part.select(options.parts, options.layer_indices(part.layers)) == part.groups
@@ -80,6 +83,31 @@ def test_a_layer_is_a_part_and_the_rest_comes_in_packets() -> None:
     assert max(sizes) == sum(torch.Size(s).numel() for s in with_groups[0].shapes.values())
     (whole, *_) = parts_of(symmetry, _options("whole", symmetry))
     assert whole.groups == symmetry.select(_options("whole", symmetry).parts)
+
+
+def _size(part: fedrot.Symmetry) -> int:
+    return sum(math.prod(shape) for shape in part.shapes.values())
+
+
+def test_packets_are_no_larger_than_a_layer_unless_a_single_tensor_is() -> None:
+    """Of eight layers one moves; all others come in packets, and large embeddings come alone."""
+    symmetry = _llama(8)
+    parts = parts_of(symmetry, fedrot.AlignmentOptions(layers=[3]))
+    (layer,) = (part for part in parts if part.groups)
+    packets = [part for part in parts if not part.groups]
+    embeddings = math.prod(symmetry.shapes["lm_head.weight"])
+    assert embeddings < _size(layer)
+    assert len(packets) >= 7
+    assert max(map(_size, packets)) <= _size(layer)
+    # They are filled: two in a row would not fit into one.
+    assert all(_size(one) + _size(other) > _size(layer) for one, other in pairwise(packets))
+    assert max(len(part.shapes) for part in packets) >= 9
+    nothing = parts_of(symmetry, fedrot.AlignmentOptions(parts=()))
+    assert [list(part.shapes) for part in nothing] == [[name] for name in symmetry.shapes]
+    large = {**symmetry.shapes, "lm_head.weight": (1000, 32)}
+    parts = parts_of(replace(symmetry, shapes=large), fedrot.AlignmentOptions(layers=[3]))
+    (alone,) = (part for part in parts if "lm_head.weight" in part.shapes)
+    assert list(alone.shapes) == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
@@ -103,6 +131,7 @@ def test_the_parts_together_are_the_whole(family: str, which: str, where: str) -
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
     assert report.after == pytest.approx(wanted.after, rel=1e-6, abs=1e-6 * wanted.before)
     assert [row.group for row in report.groups] == [row.group for row in wanted.groups]
+    assert bool(report.groups) == (which != "nothing")
     for ours, theirs in zip(report.groups, wanted.groups, strict=True):
         assert (ours.moved, ours.of, ours.certified) == (theirs.moved, theirs.of, theirs.certified)
         assert ours.after == pytest.approx(theirs.after, rel=1e-5, abs=1e-6 * wanted.before)
@@ -115,9 +144,12 @@ def _place(where: str) -> torch.device:
 def test_on_the_cpu_nothing_is_copied() -> None:
     anchor, client = _models("bert")
     options = fedrot.AlignmentOptions(parts=())
+    seen = []
     for part in align_by_layer(client, anchor, symmetry_for("bert"), options):
         for name, tensor in part.tensors.items():
             assert tensor.data_ptr() == client[name].data_ptr()
+            seen.append(name)
+    assert sorted(seen) == sorted(client)
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
@@ -144,6 +176,36 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
         found = mean.result("cpu")
     assert mean.weight == 6
     assert largest_difference(found, wanted.result()) <= 1e-6
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where: str) -> None:
+    """Rows of a feed-forward that a client has not trained change places; what else it sends stays."""
+    symmetry = symmetry_for("llama")
+    anchor, client = _models("llama")
+    neurons, labels = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+    (group,) = symmetry.select(("ffn",), (0,))
+    assert labels not in {slot.tensor for g in symmetry.groups if g.layer >= 0 for slot in g.slots}
+    order = torch.arange(group.kind.units).roll(1) + 1
+    moved = _single(apply_moves(client, [Move(group, order)]))
+    trained = torch.arange(group.kind.units) < 3
+    statistics = {
+        "trained": {neurons: trained},
+        "fisher": {labels: torch.ones(symmetry.shapes[labels])},
+    }
+    alignment = fedrot.align(moved, anchor, symmetry)
+    wanted, mean = Mean(), Mean()
+    wanted.add(anchor, 1.0)
+    wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
+    with Pretend():
+        fold_by_layer(mean, anchor, 1.0, anchor, symmetry, None, _place(where))
+        fold_by_layer(mean, moved, 3.0, anchor, symmetry, None, _place(where), statistics)
+        found = mean.result("cpu")
+    assert largest_difference(found, wanted.result()) <= 1e-6
+    # Without the move, other rows would be the anchor's.
+    kept = (found[neurons] == anchor[neurons]).all(1)
+    assert int(kept.sum()) == group.kind.units - 3
+    assert not torch.equal(kept, ~trained)
 
 
 def test_what_cannot_be_folded_in_changes_nothing() -> None:

@@ -192,9 +192,10 @@ def test_other_parts_stay_as_they_were_found() -> None:
     found = _learn(anchor, update, start=start, parts=("attention",))
     before, after = ({m.group.name: m for m in a.moves} for a in (start, found.alignment))
     assert after.keys() == before.keys()
-    for name, move in after.items():
-        if move.group.part != "attention":
-            assert torch.equal(move.element, before[name].element)
+    others = {name: move for name, move in after.items() if move.group.part != "attention"}
+    assert {move.group.part for move in others.values()} == {"residual", "output", "heads", "ffn"}
+    for name, move in others.items():
+        assert torch.equal(move.element, before[name].element)
 
 
 def test_without_steps_the_start_is_returned() -> None:
@@ -278,6 +279,7 @@ def test_learning_is_deterministic() -> None:
     torch.manual_seed(2)
     two = _learn(anchor, update, parts=ALL, steps=4)
     assert one.losses == two.losses
+    assert {move.group.part for move in one.alignment.moves} == set(ALL)
     for left, right in zip(one.alignment.moves, two.alignment.moves, strict=True):
         assert torch.equal(left.element, right.element)
 

@@ -93,7 +93,10 @@ def _change(name: str, *moves: Move) -> float:
 
 
 def _groups(name: str, wanted: Callable[[Group], bool]) -> list[Group]:
-    return [group for group in symmetry_for(name).groups if wanted(group)]
+    """Return the groups of a member that are wanted, of which there is at least one."""
+    found = [group for group in symmetry_for(name).groups if wanted(group)]
+    assert found, f"{name} has no such group"
+    return found
 
 
 def _of_kind(name: str, *kinds: type) -> list[Group]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -31,6 +31,8 @@ from tests.models import (
     state_of,
     symmetry_for,
 )
+
+Solve = Callable[[Tensor, Tensor | None], tuple[Tensor | None, float]]
 
 
 def _features(state: State, names: Names, layer: int) -> Array:
@@ -308,7 +310,7 @@ def test_assignment_reaches_the_optimum(
     found = np.arange(n) if element is None else element.numpy()
     assert sorted(found) == list(range(n))
     size2 = float(np.linalg.norm(a) * np.linalg.norm(c))
-    slack = permutation.MINIMUM_GAIN * abs(np.trace(exact)) + width * torch.finfo(dtype).eps * size2
+    slack = 1e-6 * abs(np.trace(exact)) + width * torch.finfo(dtype).eps * size2
     assert exact[rows, found].sum() >= exact[rows, column].sum() - slack
     assert gain == pytest.approx(2 * (exact[rows, found].sum() - np.trace(exact)), abs=2 * slack)
 
@@ -349,3 +351,22 @@ def test_signed_assignment_leaves_units_without_evidence_as_they_are() -> None:
     assert element.tolist() == [-1, 2, 3]
     assert gain == pytest.approx(4)
     assert permutation.best_assignment(torch.zeros(()), torch.zeros(3, 3)) == (None, 0.0)
+
+
+@pytest.mark.parametrize("solve", [permutation.assignment, permutation.best_assignment])
+@pytest.mark.parametrize("size", [1e-3, 1.0, -1.0, -1e5])
+@pytest.mark.parametrize(("share", "accepted"), [(0.5e-6, False), (2e-6, True)])
+def test_an_order_must_gain_more_than_a_millionth_of_the_trace(
+    share: float, accepted: bool, size: float, solve: Solve
+) -> None:
+    """Two units that trade places; and, where signs are free, one that turns."""
+    gain = share * abs(2 * size)
+    score = torch.full((2, 2), size, dtype=torch.float64)
+    score += gain / 2 * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    element, found = solve(score, None)
+    assert (None if element is None else element.tolist()) == ([1, 0] if accepted else None)
+    assert found == pytest.approx(2 * gain if accepted else 0.0, rel=1e-6)
+    signed = torch.diag(torch.tensor([2 * abs(size), -gain / 2], dtype=torch.float64))
+    element, found = solve(torch.zeros(()), signed)
+    assert (None if element is None else element.tolist()) == ([1, -2] if accepted else None)
+    assert found == pytest.approx(2 * gain if accepted else 0.0, rel=1e-6)

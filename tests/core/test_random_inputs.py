@@ -107,8 +107,10 @@ def test_every_token_counts(name: str) -> None:
     model = _built(name)
     batch = _batch(model)
     before = _answer(model, batch)
-    for name_of_ids in ("input_ids", "decoder_input_ids"):
-        for place in (0, 7, 14) if name_of_ids in batch else ():
+    read = batch.keys() & {"input_ids", "decoder_input_ids"}
+    assert "input_ids" in read
+    for name_of_ids in sorted(read):
+        for place in (0, 7, 14):
             ids = batch[name_of_ids].clone()
             ids[:, place] = 3 + (ids[:, place] - 2) % (WORDS - 5)
             assert bool((ids != batch[name_of_ids])[:, place].all())
@@ -138,7 +140,9 @@ def test_texts_end_where_the_model_looks(name: str) -> None:
     settings = model.config.to_dict()
     text = settings.get("text_config") or settings
     ends = {"clip": WORDS - 1, "clip-first": WORDS - 1}.get(name, text["eos_token_id"])
-    for batch in fedrot.random_inputs(settings, 256):
+    batches = list(fedrot.random_inputs(settings, 256))
+    assert sum(len(batch["input_ids"]) for batch in batches) == 256
+    for batch in batches:
         ids = batch["input_ids"]
         assert bool((ids[:, -1] == ends).all())
         assert not bool((ids[:, :-1] == ends).any())

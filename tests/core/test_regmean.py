@@ -376,6 +376,24 @@ def test_unseen_directions_keep_the_mean_when_gram_matrices_are_rounded(seed: in
     assert np.abs((merged - _mean(weights, [1.0] * 3)) @ unseen).max() <= 1e-3
 
 
+@pytest.mark.parametrize("rounded_first", [True, False])
+def test_the_coarsest_gram_matrix_says_what_rounding_is(rounded_first: bool) -> None:
+    """One client sends float32, another exact float64: their sum is as coarse as float32."""
+    rng = np.random.default_rng(1)
+    width, rank = 24, 8
+    basis = np.linalg.qr(rng.normal(size=(width, width)))[0]
+    weights = [rng.normal(size=(OUT, width)) for _ in range(2)]
+    dtypes = [torch.float32, torch.float64] if rounded_first else [torch.float64, torch.float32]
+    regmean = RegMean(1.0)
+    for w, dtype in zip(weights, dtypes, strict=True):
+        x = rng.normal(size=(60, rank)) @ basis[:, :rank].T
+        gram = torch.tensor(x.T @ x / 60).to(dtype)
+        regmean.add({"layer.weight": torch.tensor(w)}, 1.0, {"gram": {"layer.weight": gram}})
+    merged = regmean.result()["layer.weight"].numpy()
+    assert f"{width - rank} of {width} directions" in regmean.notes["layer.weight"]
+    assert np.abs((merged - _mean(weights, [1.0] * 2)) @ basis[:, rank:]).max() <= 1e-3
+
+
 def test_fewer_tokens_than_inputs_do_no_harm_to_a_real_model() -> None:
     """With ``alpha = 1`` most directions of the inputs are unseen: no weight may run away."""
     name = "bert-classifier"

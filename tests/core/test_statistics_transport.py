@@ -532,6 +532,7 @@ def test_masks_follow_the_rows_they_mark(name: str, parts: tuple[str, ...]) -> N
     }
     moved = alignment.transport({"trained": masks})["trained"]
     after = alignment.apply(marked)
+    assert moved.keys() == masks.keys()
     changed = 0
     for key, mask in moved.items():
         assert mask.dtype == torch.bool

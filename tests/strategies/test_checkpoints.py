@@ -11,6 +11,7 @@ import stat
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -441,8 +442,14 @@ def test_death_before_any_file_operation_leaves_whole_ones(tmp_path: Path, serve
     found = [number for *_, number in steps]
     assert found == sorted(found)
     assert set(found) == {2, 3}
-    assert steps[found.index(3) - 1][0] == "dies before rename"
-    assert len(steps) > 10
+    renamed = found.index(3)
+    assert steps[renamed - 1][0] == "dies before rename"
+    # It has died before every file and its folder were on disk, and while those of the old one went.
+    files = len(list(next(folder.glob("round-*")).iterdir()))
+    before, after = (Counter(mark for mark, _ in part) for part in (steps[:renamed], steps[renamed:-1]))
+    assert before["dies before fsync"] == files + 1
+    assert after["dies before fsync"] == 1, "the folder of them all"
+    assert (after["dies before unlink"], after["dies before rmdir"]) == (files, 1)
 
 
 def test_the_page_about_checkpoints_loads_the_newest_model(

@@ -156,6 +156,26 @@ def test_the_model_is_asked_once_and_left_alone(model: Callable[[], nn.Module]) 
     assert built == [1]
 
 
+@pytest.mark.parametrize("foreign", [True, False])
+def test_a_round_draws_nothing_from_the_caller_s_random_numbers(foreign: bool) -> None:
+    """Though the model is initialised at random: it is built in the first round, or after a resume."""
+    drawn = []
+
+    def initialised() -> nn.Module:
+        before = torch.random.get_rng_state()
+        model = build()
+        drawn.append(not torch.equal(torch.random.get_rng_state(), before))
+        return model
+
+    base = state()
+    sent = [(permuted(base, i) if foreign else near(base, 0.02, i), 1.0) for i in range(2)]
+    before = torch.random.get_rng_state()
+    play(FedRot(config_of(NAME), model=initialised), base, sent)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    # Once to see what the model is; in two copies to probe it.
+    assert drawn == ([True, True, True] if foreign else [True])
+
+
 def test_options_for_foreign_replies_need_no_model(warnings: Callable[[], str]) -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]

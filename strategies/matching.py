@@ -76,7 +76,9 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
 
 def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
-    ours, theirs = matching.build(), matching.build()
+    # Initialising a model draws random numbers, which the client's training is not to notice.
+    with torch.random.fork_rng(devices=[]):
+        ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
     for model, tensors in ((ours, anchor), (theirs, update)):
         model.load_state_dict(tensors)

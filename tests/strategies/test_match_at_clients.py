@@ -119,6 +119,15 @@ def test_a_permuted_update_comes_back_exactly() -> None:
     assert alignment.report.after <= 1e-6 * alignment.report.before
 
 
+def test_matching_draws_nothing_from_the_clients_random_numbers() -> None:
+    before = torch.random.get_rng_state()
+    build()
+    assert not torch.equal(torch.random.get_rng_state(), before)
+    torch.random.set_rng_state(before)
+    ask(client(), state(), permuted(state(), 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_the_clients_own_data_decide() -> None:
     base, update = state(), state(3)
     alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)

@@ -90,7 +90,7 @@ def compare_checkpoints(
         plot(folder / "barrier.png", lines)
     for table in tables(summaries):
         console.print(table)
-    console.print(f"Results: {out}", markup=False)
+    console.print(f"Results: {out}")
     return lines
 
 

@@ -136,7 +136,7 @@ def merge(
         data: name of a data set whose training texts statistics are collected from. Labels are not
             looked at, but a column of them must exist.
         rows: so many texts at most; the method's own number if None.
-        dry_run: do everything but write.
+        dry_run: do everything but write, whatever there is at ``out``.
         settings: of ``SimulationConfig``: ``data_dir``, ``text_column``, ``label_column``,
             ``max_length``.
 
@@ -146,10 +146,10 @@ def merge(
     """
     start = time.perf_counter()
     chosen, options = _method(method, alpha, data, rows), options or AlignmentOptions()
-    if out is not None:
+    if not dry_run:
+        if out is None:
+            raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
         refuse_filled(out)
-    elif not dry_run:
-        raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
     if dtype is not None and dtype not in DTYPES:
         raise FedrotError(f"Unknown dtype '{dtype}'; choose from {', '.join(DTYPES)}.")
     paths, shares = _anchor_first(models, weights, anchor)

@@ -77,12 +77,23 @@ def present(out: Path, console: Console) -> None:
     if cost:
         console.print("What scrambling the clients' coordinates cost:", style="bold")
         for sentence in cost:
-            console.print(f"  {sentence}", markup=False)
-    console.print(f"Report: {write_report(out)}", markup=False)
+            console.print(f"  {sentence}")
+    console.print(f"Report: {write_report(out)}")
 
 
-def simulate(configs: Sequence[SimulationConfig], out: Path, command: str, console: Console) -> bool:
+def simulate(
+    configs: Sequence[SimulationConfig],
+    out: Path,
+    command: str,
+    console: Console,
+    *,
+    dry_run: bool = False,
+) -> bool:
     """Run every configuration into the folder ``out``; return False if the user interrupted it.
+
+    Args:
+        dry_run: check everything and print the partitions, but run and write nothing, whatever there
+            is at ``out``.
 
     Raises:
         FileExistsError: the folder holds another run.
@@ -91,9 +102,14 @@ def simulate(configs: Sequence[SimulationConfig], out: Path, command: str, conso
     """
     from fedrot.simulations.experiment import Interrupted
 
-    refuse_used(out)
+    if not dry_run:
+        refuse_used(out)
     check(configs)
     _print_partitions(configs, console)
+    if dry_run:
+        cells = sum(len(config.cells()) for config in configs)
+        console.print(f"Dry run: {cells} cells (seed, start and arm); nothing was run or written.")
+        return True
     folder = RunFolder(out, [c.model_dump(mode="json") for c in configs], command)
     complete = False
     try:
@@ -189,7 +205,7 @@ def _interruptible() -> Iterator[threading.Event]:
 @contextmanager
 def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

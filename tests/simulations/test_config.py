@@ -11,11 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
-from fedrot.simulations.cli import BAD_INPUT, app
+from fedrot.simulations.cli import app
 from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
+from fedrot.simulations.terminal import BAD_INPUT
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 from fedrot.symmetry.description import DEFAULT_PARTS
+from tests.simulations.commands import contents, invoke
 
 BAD_OPTIONS = {
     "unknown data set": (["--data", "no_such_corpus"], "no_such_corpus"),
@@ -90,6 +92,25 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "already holds a run" in " ".join(result.output.split())
     assert (tmp_path / "rows.jsonl").read_text() == '{"precious": 1}\n'
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_dry_run_checks_everything_and_writes_nothing(command: str, tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    grid.write_text("[base]\ntrain_limit = 40\ntest_limit = 20\nseeds = 2\n[[setting]]\nclients = 2\n")
+    settings = ["--train-limit", "40", "--test-limit", "20", "--seeds", "2", "--clients", "2"]
+    options = {"simulate": settings, "compare": [grid]}[command]
+    (tmp_path / "rows.jsonl").write_text('{"precious": 1}\n')
+    before = contents(tmp_path)
+    code, output = invoke(command, *options, "--out", tmp_path, "--dry-run")
+    assert code == 0, output
+    assert "Rows per client" in output
+    # Two seeds and two arms.
+    assert output.endswith("Dry run: 4 cells (seed, start and arm); nothing was run or written.")
+    assert contents(tmp_path) == before
+    grid.write_text('[[setting]]\npartition = "dirichlet:0"\n')
+    bad = {"simulate": ["--partition", "dirichlet:0"], "compare": [grid]}[command]
+    assert invoke(command, *bad, "--out", tmp_path, "--dry-run")[0] == BAD_INPUT
 
 
 def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def simulate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set: bundled, a name in --data-dir, a folder of images, or a hub name; default: "
-            "goemotions_ekman, and digits for images."
+            help="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a folder "
+            "of images, or a hub name; default: goemotions_ekman, and digits for images."
         ),
     ] = None,
     task: Annotated[
@@ -341,7 +341,7 @@ def merge(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Texts for fisher, regmean and activations (whole): bundled, or a name."),
+        typer.Option(help="Texts for fisher, regmean and activations (whole): as for simulate."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")

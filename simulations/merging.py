@@ -156,7 +156,7 @@ def merge(
     first, *others = checkpoints = [open_checkpoint(path, config) for path in paths]
     for other in others:
         check_alike(first, other)
-    batches = batches_of(first, data, rows or chosen.rows, settings) if data else []
+    batches, note = batches_of(first, data, rows or chosen.rows, settings) if data else ([], "")
     inputs = aligned(checkpoints, shares, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
     merged, notes = _merged(inputs, chosen, alpha, batches)
@@ -164,7 +164,7 @@ def merge(
     written = _written(merged, first, kind)
     if out is not None and not dry_run:
         write_model(out, written, first.config_file, first.beside, kind)
-    said = (*_remarks(checkpoints, reports, options), *notes)
+    said = (*filter(None, [note]), *_remarks(checkpoints, reports, options), *notes)
     seconds = time.perf_counter() - start
     return MergeReport(method, reports, said, None if dry_run else out, seconds)
 

@@ -132,6 +132,8 @@ def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> 
 
     for config in configs:
         task, seed = task_of(config.to_json()), config.seeds[0]
+        if task.data.note:
+            console.print(task.data.note, highlight=False)
         names = key_names(task.data.train.labels, task.data.label_names)
         counts = histogram(task.data.train.labels, task.clients(seed), len(names)).tolist()
         console.print(partition_table(counts, names, config.setting, seed))

@@ -400,7 +400,7 @@ def test_statistics_are_those_of_the_aggregators(
     code, output = invoke(a, b, *options, *as_options(texts), "--out", tmp_path / "out")
     assert code == 0, output
     settings = {key: value for key, value in texts.items() if key != "data"}
-    batches = batches_of(open_checkpoint(a), "few", 12, settings)
+    batches, _ = batches_of(open_checkpoint(a), "few", 12, settings)
     assert sum(len(batch["input_ids"]) for batch in batches) == 12
     assert "labels" not in batches[0]
     # Of tied tensors one is stored.

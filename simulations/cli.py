@@ -311,14 +311,14 @@ def barriers(
 )
 def merge(
     models: Annotated[
-        list[Path],
-        typer.Argument(help="Two or more: folders saved with save_pretrained, or .safetensors files."),
+        list[str],
+        typer.Argument(help="Two or more: folders of saved models, .safetensors files or hub names."),
     ],
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
     ] = None,
     anchor: Annotated[
-        Path | None, typer.Option(help="The model that the others are moved to; default: the first.")
+        str | None, typer.Option(help="The model that the others are moved to; default: the first.")
     ] = None,
     method: Annotated[
         str, typer.Option(help="mean, fisher, regmean or ot (pip install 'fedrot[ot]').")

@@ -87,7 +87,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         Effect(
             ("config",),
             "on bare .safetensors files: a folder has its own configuration",
-            lambda v: not all(Path(model).is_dir() for model in v["models"]),
+            lambda v: any(str(model).endswith(".safetensors") for model in v["models"]),
         ),
     ),
     "check": (Effect(("model", "parts", "seed"), "without --list", lambda v: not v["list_families"]),),

@@ -110,7 +110,7 @@ def reported(one: Input, anchor: Input) -> InputReport:
             before += squared_distance([(ours, one.own([name])[name])])
             after += squared_distance([(ours, one.moved([name])[name])])
     return InputReport(
-        one.checkpoint.path, one.weight, one.cosine, before, after, one.seconds, one.alignment.report
+        one.checkpoint.name, one.weight, one.cosine, before, after, one.seconds, one.alignment.report
     )
 
 

@@ -443,6 +443,14 @@ def test_what_the_aggregator_notes_is_in_the_report(
     assert " of 32 directions of its input were seen by no client" in note
 
 
+def test_the_report_says_how_rows_without_splits_were_divided(pair: tuple[Path, Path]) -> None:
+    save_tokenizer(pair[0])
+    file = pair[0].parent / "texts.csv"
+    file.write_text("text,label\n" + "w1 w2 w3,0\nw4 w5,1\n" * 10)
+    report = merge(pair, None, method="regmean", rows=4, data=str(file), dry_run=True)
+    assert report.notes[0].startswith(f"{file} has no splits of its own: of 20 rows 4 are held out")
+
+
 def test_data_also_serves_the_residual_stream(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,7 +584,7 @@ def other_words(folder: Path) -> None:
         (not_finite, "'{b}': The tensor 'classifier.bias' holds NaN or Inf"),
         (no_shard, "which is not there. Copy all shards"),
         (no_index, "'{b}/model.safetensors.index.json' is damaged: it has no readable 'weight_map'"),
-        (shutil.rmtree, "'{b}' does not exist. Give a folder of a saved model or a .safetensors file"),
+        (shutil.rmtree, "'{b}' does not exist. Give the folder of a saved model, or a hub name"),
     ],
 )
 def test_models_that_cannot_be_merged(

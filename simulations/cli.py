@@ -130,14 +130,17 @@ def simulate(
     batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,
+    gpus: Annotated[
+        float, typer.Option(min=0, help="GPUs per client: a share of one, such as 0.5, or whole ones.")
+    ] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
 ) -> None:
     """Compare aligned with plain averaging in Flower's simulation engine."""
     settings = dict(locals())
-    for name in ("out", "dry_run"):
+    for name in ("out", "gpus", "dry_run"):
         del settings[name]
     settings["starts"] = settings.pop("start")
-    guarded(lambda: _simulate([settings], out, dry_run))
+    guarded(lambda: _simulate([settings], out, gpus=gpus, dry_run=dry_run))
 
 
 @app.command(
@@ -164,7 +167,7 @@ def compare(
         settings = [{**base, **setting, **given} for setting in entries]
         if not settings:
             raise ValueError(f"'{grid}' describes no [[setting]].")
-        _simulate(settings, out, dry_run)
+        _simulate(settings, out, dry_run=dry_run)
 
     guarded(run)
 
@@ -441,7 +444,7 @@ def _check(model: str, parts: str | None, seed: int, as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def _simulate(settings: list[dict[str, Any]], out: Path, dry_run: bool) -> None:
+def _simulate(settings: list[dict[str, Any]], out: Path, **how: Any) -> None:
     from fedrot.simulations import runner
     from fedrot.simulations.config import SimulationConfig
 
@@ -449,5 +452,5 @@ def _simulate(settings: list[dict[str, Any]], out: Path, dry_run: bool) -> None:
     names = [config.setting for config in configs]
     if len(set(names)) != len(names):
         raise ValueError(f"The settings need names of their own, but are called {names}.")
-    if not runner.simulate(configs, out, command_line(), console, dry_run=dry_run):
+    if not runner.simulate(configs, out, command_line(), console, **how):
         raise KeyboardInterrupt

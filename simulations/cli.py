@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 import fedrot
+from fedrot.simulations import actions
 from fedrot.simulations.barriers import METHODS, check_methods
 from fedrot.simulations.runner import prepare_environment
 from fedrot.simulations.terminal import (
-    FAILED,
     Command,
     command_line,
     complain_in_json,
-    complain_in_red,
     console,
     examples,
     guarded,
@@ -140,7 +136,7 @@ def simulate(
     for name in ("out", "gpus", "dry_run"):
         del settings[name]
     settings["starts"] = settings.pop("start")
-    guarded(lambda: _simulate([settings], out, gpus=gpus, dry_run=dry_run))
+    guarded(lambda: actions.simulate([settings], out, gpus=gpus, dry_run=dry_run))
 
 
 @app.command(
@@ -167,7 +163,7 @@ def compare(
         settings = [{**base, **setting, **given} for setting in entries]
         if not settings:
             raise ValueError(f"'{grid}' describes no [[setting]].")
-        _simulate(settings, out, dry_run=dry_run)
+        actions.simulate(settings, out, dry_run=dry_run)
 
     guarded(run)
 
@@ -202,22 +198,9 @@ def report(
 
             say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
             return
-        _report_folder(run_or_file, markdown)
+        actions.report_folder(run_or_file, markdown)
 
     guarded(run)
-
-
-def _report_folder(folder: Path, markdown: Path | None) -> None:
-    from fedrot.simulations.runner import present
-
-    if not (folder / "rows.jsonl").exists():
-        raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
-    present(folder, console)
-    if markdown is not None:
-        from fedrot.simulations.report import markdown_table
-        from fedrot.simulations.runfolder import read_rows
-
-        markdown.write_text(markdown_table(read_rows(folder)), encoding="utf-8")
 
 
 @app.command(
@@ -402,55 +385,10 @@ def check(
 
     def run() -> None:
         if list_families:
-            _list_families(as_json)
+            actions.list_families(as_json)
         elif model is None:
             raise ValueError("Give a model to check, or --list.")
         else:
-            _check(model, parts, seed, as_json)
+            actions.check(model, parts, seed, as_json)
 
     guarded(run, complain_in_json if as_json else None)
-
-
-def _list_families(as_json: bool) -> None:
-    from fedrot.simulations.check_report import families_table
-    from fedrot.symmetry import FAMILIES
-
-    listed = {family.name: family.model_types for family in FAMILIES}
-    if as_json:
-        typer.echo(json.dumps({"families": listed}))
-    else:
-        console.print(families_table(listed))
-
-
-def _check(model: str, parts: str | None, seed: int, as_json: bool) -> None:
-    from fedrot.simulations.check_report import tables, verdict
-    from fedrot.simulations.checking import check_model
-    from fedrot.simulations.merging import options_of
-
-    chosen = None if parts is None else options_of(parts).parts
-    with nullcontext() if as_json else console.status(escape(f"Checking {model}")):
-        report = check_model(model, chosen, seed)
-    if as_json:
-        typer.echo(json.dumps(asdict(report)))
-    else:
-        for table in tables(report):
-            console.print(table)
-        for part, reason in report.refused.items():
-            say(f"Part '{part}' cannot be moved: {reason}")
-        for note in report.notes:
-            say(f"Note: {note}")
-        (say if report.holds else complain_in_red)(verdict(report))
-    if not report.holds:
-        raise typer.Exit(FAILED)
-
-
-def _simulate(settings: list[dict[str, Any]], out: Path, **how: Any) -> None:
-    from fedrot.simulations import runner
-    from fedrot.simulations.config import SimulationConfig
-
-    configs = [SimulationConfig.from_flat(setting) for setting in settings]
-    names = [config.setting for config in configs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"The settings need names of their own, but are called {names}.")
-    if not runner.simulate(configs, out, command_line(), console, **how):
-        raise KeyboardInterrupt

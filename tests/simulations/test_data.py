@@ -248,6 +248,14 @@ def test_a_single_file_is_divided_the_same_way_every_time(suffix: str, tmp_path:
     assert data.test.texts != data.train.texts[:4]
 
 
+def test_a_large_csv_file_has_texts_of_several_lines(tmp_path: Path) -> None:
+    """Files are read in blocks of a megabyte, which may end within a text."""
+    texts = ["a line\n" * 100 + str(i) for i in range(3000)]
+    path = save(tmp_path / "large.csv", {"text": texts, "label": ["glad", "sad"] * 1500})
+    data = load_text_data(str(path))
+    assert sorted((*data.train.texts, *data.test.texts)) == sorted(texts)
+
+
 def test_all_formats_are_divided_alike(tmp_path: Path) -> None:
     found = {
         load_text_data(str(save(tmp_path / f"mine{suffix}", {"text": TEXTS, "label": MOODS}))).test.texts

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from fedrot.simulations.barriers import METHODS
 from fedrot.simulations.cli import app
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.terminal import Command
+from fedrot.simulations.terminal import examples as examples_of
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 
@@ -62,6 +64,18 @@ def test_help_shows_the_brackets_of_extras_and_tables() -> None:
     assert "pipinstall'fedrot[ot]'" in printed("merge", "--help")
     for name, table in (("compare", "setting"), ("barriers", "task")):
         assert f"[base]andone[[{table}]]each" in printed(name, "--help")
+
+
+def test_brackets_in_a_commands_own_help_and_examples_are_text() -> None:
+    made = typer.Typer()
+
+    @made.command(cls=Command, epilog=examples_of("fedrot x [ot]"))
+    def only() -> None:
+        """Install fedrot[ot]."""
+
+    output = CliRunner().invoke(made, ["--help"]).output
+    assert "Install fedrot[ot]." in output
+    assert "fedrot x [ot]" in output
 
 
 def test_an_error_shows_the_brackets_of_an_extra(

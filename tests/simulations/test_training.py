@@ -101,7 +101,9 @@ def test_a_lent_device_trains_the_same_model_and_gives_it_back(
     to = torch.Tensor.to
 
     def spy(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
-        moves.extend(where[:1])
+        # A model's own whole numbers have one row.
+        tokens = not tensor.is_floating_point() and tensor.ndim == 2 and len(tensor) > 1
+        moves.extend((place, tokens) for place in where[:1])
         return to(tensor, *where, **options)
 
     for lent in (torch.device("cpu"), device):
@@ -112,7 +114,9 @@ def test_a_lent_device_trains_the_same_model_and_gives_it_back(
         loss = training.train(model, task, np.arange(64), seed=1)
         metrics = training.evaluate(model, task, task.test, np.arange(20))
         monkeypatch.setattr(torch.Tensor, "to", to)
-        assert (device in moves, "cpu" in moves) == (lent == device, lent == device)
+        # Tokens go there, losses and logits come back.
+        assert ((device, True) in moves) == (lent == device)
+        assert (("cpu", False) in moves) == (lent == device)
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
         results.append((loss, metrics, model.state_dict()))

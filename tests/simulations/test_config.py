@@ -100,7 +100,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(command: str, tmp_path: 
     grid = tmp_path / "grid.toml"
     grid.write_text("[base]\ntrain_limit = 40\ntest_limit = 20\nseeds = 2\n[[setting]]\nclients = 2\n")
     settings = ["--train-limit", "40", "--test-limit", "20", "--seeds", "2", "--clients", "2"]
-    options = {"simulate": settings, "compare": [grid]}[command]
+    options: list[object] = [grid] if command == "compare" else [*settings]
     (tmp_path / "rows.jsonl").write_text('{"precious": 1}\n')
     before = contents(tmp_path)
     code, output = invoke(command, *options, "--out", tmp_path, "--dry-run")
@@ -110,7 +110,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(command: str, tmp_path: 
     assert output.endswith("Dry run: 4 cells (seed, start and arm); nothing was run or written.")
     assert contents(tmp_path) == before
     grid.write_text('[[setting]]\npartition = "dirichlet:0"\n')
-    bad = {"simulate": ["--partition", "dirichlet:0"], "compare": [grid]}[command]
+    bad: list[object] = [grid] if command == "compare" else ["--partition", "dirichlet:0"]
     assert invoke(command, *bad, "--out", tmp_path, "--dry-run")[0] == BAD_INPUT
 
 

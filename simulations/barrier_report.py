@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LOSS = "loss"
 MIDDLE = 0.5
+#: Methods beside each other in a picture, and the picture's width in inches: 1,600 pixels.
+MOST_ACROSS, WIDTH = 6, 13.2
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Summary:
     Attributes:
         above: the largest loss less that of the worse end.
         share: the barrier over that of the vanilla line between the same two models.
-        headline: the task's first metric, at the middle of the line and as the mean of its ends.
+        headline: the task's first metric; ``middle`` is its value at the middle of the line, ``ends``
+            are those of the anchor and of the other model.
         distance: squared distance after matching over that before.
     """
 
@@ -43,7 +46,7 @@ class Summary:
     share: Paired
     headline: str
     middle: Paired
-    ends: Paired
+    ends: tuple[Paired, Paired]
     distance: Paired
     seconds: Paired
 
@@ -92,7 +95,10 @@ def _summary(lines: Sequence[Line], vanilla: Mapping[str, Line]) -> Summary:
         over(share),
         headline,
         over(lambda line: line.barrier.at(MIDDLE)[headline]),
-        over(lambda line: (line.barrier.at(0)[headline] + line.barrier.at(1)[headline]) / 2),
+        (
+            over(lambda line: line.barrier.at(0)[headline]),
+            over(lambda line: line.barrier.at(1)[headline]),
+        ),
         over(lambda line: _ratio(line.after, line.before)),
         over(lambda line: line.seconds),
     )
@@ -102,7 +108,8 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else math.nan
 
 
-#: What identifies a summary, and what it says: column titles, and how they are read.
+#: What identifies a summary, and what it says: column titles, and how they are read. A terminal shows
+#: the name of the headline metric in place of the word.
 _NAMES: dict[str, Callable[[Summary], str]] = {
     "cell": lambda s: s.cell,
     "headline": lambda s: s.headline.replace("_", " "),
@@ -114,7 +121,7 @@ _VALUES: dict[str, Callable[[Summary], str]] = {
     "above the worse end": lambda s: _shown(s.above, interval=False),
     "share of vanilla": lambda s: _shown(s.share),
     "headline at the middle": lambda s: _shown(s.middle),
-    "at the ends": lambda s: _shown(s.ends, interval=False),
+    "at the ends": lambda s: ", ".join(_shown(end, interval=False) for end in s.ends),
     "distance left": lambda s: _shown(s.distance, interval=False),
     "seconds": lambda s: _shown(s.seconds, interval=False),
 }
@@ -143,7 +150,7 @@ def markdown(summaries: Sequence[Summary]) -> str:
 
 
 def tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Return the summaries as tables for the terminal, one per cell."""
+    """Return the summaries as tables for the terminal, one per cell, with its headline metric's name."""
     from rich.table import Table
     from rich.text import Text
 
@@ -151,14 +158,18 @@ def tables(summaries: Sequence[Summary]) -> list[Table]:
     for cell in dict.fromkeys(summary.cell for summary in summaries):
         own = [summary for summary in summaries if summary.cell == cell]
         pairs = max(summary.pairs for summary in own)
+        headline = _NAMES["headline"](own[0])
         table = Table(
-            title=f"{cell}: loss barrier, {pairs} pair(s); headline: {_NAMES['headline'](own[0])}",
+            title=f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
             caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
         )
         shown = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
         for title in shown:
-            name = title == "method"
-            table.add_column(title, justify="left" if name else "right", no_wrap=name)
+            table.add_column(
+                title.replace("headline", headline),
+                justify="left" if title == "method" else "right",
+                no_wrap=title in ("method", "at the ends"),
+            )
         for summary in own:
             # Plain text: brackets in names and intervals are no markup.
             table.add_row(*(Text(read(summary)) for read in shown.values()))
@@ -169,29 +180,38 @@ def tables(summaries: Sequence[Summary]) -> list[Table]:
 def plot(path: Path, lines: Sequence[Line]) -> Path:
     """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
 
-    Thin lines are pairs, thick ones their means.
+    Methods stand in rows of at most ``MOST_ACROSS``, each row with a row of panels per metric. Thin
+    lines are pairs, thick ones their means. All panels of a metric share their axis.
     """
     methods = next(iter(by_cell(lines).values()))
     vanilla = methods.get(VANILLA, {})
     shown = [name for name in methods if name != VANILLA] or [VANILLA]
     metrics = list(dict.fromkeys((LOSS, headline_of(lines))))
-    figure, axes = new_figure(len(metrics), len(shown), width=1 + 2.6 * max(2, len(shown)), height=2.6)
-    for panels, metric in zip(axes, metrics, strict=True):
-        for ax in panels[1:]:
-            ax.sharey(panels[0])
-        for ax, name in zip(panels, shown, strict=True):
+    bands = math.ceil(len(shown) / MOST_ACROSS)
+    across = math.ceil(len(shown) / bands)
+    width = min(WIDTH, 1 + 2.6 * max(2, across))
+    figure, axes = new_figure(bands * len(metrics), across, width=width, height=2.2)
+    for row, panels in enumerate(axes):
+        band, metric = shown[row // len(metrics) * across :][:across], metrics[row % len(metrics)]
+        first = axes[row % len(metrics)][0]
+        for column, ax in enumerate(panels):
+            if ax is not first:
+                ax.sharey(first)
+            if column >= len(band):
+                ax.set_axis_off()
+                continue
+            name = band[column]
             _draw(ax, vanilla.values(), metric, "0.45", VANILLA)
             if name != VANILLA:
                 _draw(ax, methods[name].values(), metric, PALETTE[0], "as the panel says")
+            if metric is metrics[0]:
+                ax.set_title(name, loc="left", fontsize="small")
+            ax.tick_params(labelsize="small", labelleft=not column, labelbottom=metric is metrics[-1])
+            ax.set_xticks([0, 0.5, 1], ["0", "½", "1"])
         panels[0].set_ylabel(metric.replace("_", " "))
         if metric in LOGARITHMIC:
             panels[0].set_yscale("log")
-    for ax, name in zip(axes[0], shown, strict=True):
-        ax.set_title(name, loc="left")
-    for ax in axes[-1]:
-        ax.set_xlabel("position on the line")
-    for ax in axes.flat:
-        ax.label_outer()
+    figure.supxlabel("position on the line", fontsize="medium")
     shared_legend(figure, axes.flat)
     return save_figure(figure, path)
 

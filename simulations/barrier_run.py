@@ -63,6 +63,8 @@ def compare_checkpoints(
         raise FedrotError(f"rows is {rows}; at least one is needed.")
     _refuse_filled(out)
     task, anchor, client = load_pair(a, b, **settings)
+    if task.data.note:
+        console.print(task.data.note, highlight=False)
     config: Any = anchor.config
     symmetry = symmetry_of(config, anchor.state_dict())
     batches = training_batches(task, anchor, rows)
@@ -90,7 +92,7 @@ def compare_checkpoints(
         plot(folder / "barrier.png", lines)
     for table in tables(summaries):
         console.print(table)
-    console.print(f"Results: {out}", markup=False)
+    console.print(f"Results: {out}")
     return lines
 
 

@@ -62,6 +62,11 @@ class Method:
     repair: Repair | None = None
 
     @property
+    def looks_at_data(self) -> bool:
+        """Whether training rows are read."""
+        return self.evidence == "data" or self.refine is not None or self.repair is not None
+
+    @property
     def description(self) -> str:
         """What the method does, in the same words in every process."""
         said = ((f.name, getattr(self, f.name)) for f in fields(self))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,11 @@ def families_table(families: Mapping[str, Iterable[str]]) -> Table:
     return found
 
 
-def _judged(change: float | None, holds: bool) -> tuple[str, str]:
-    return "not finite" if change is None else f"{change:.1e}", "" if holds else "[red]BROKEN[/red]"
+def _judged(change: float | None, holds: bool) -> tuple[str, Text]:
+    from rich.text import Text
+
+    shown = "not finite" if change is None else f"{change:.1e}"
+    return shown, Text("" if holds else "BROKEN", style="red")
 
 
 Line = tuple[str, str, str, int, int]

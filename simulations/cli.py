@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
-from rich.console import Console
+from rich.markup import escape
 
+import fedrot
+from fedrot.simulations import actions
+from fedrot.simulations.barriers import METHODS, check_methods
 from fedrot.simulations.runner import prepare_environment
+from fedrot.simulations.terminal import (
+    Command,
+    command_line,
+    complain_in_json,
+    console,
+    examples,
+    guarded,
+    names,
+    say,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Aligned federated averaging of transformers, compared with plain averaging.",
+    epilog=examples("fedrot simulate --out runs/first"),
 )
-console = Console()
-
-#: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
@@ -34,14 +36,36 @@ def main() -> None:
     app()
 
 
-@app.command()
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"fedrot {fedrot.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Aligned federated averaging of transformers, compared with plain averaging."""
+
+
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "fedrot simulate --out runs/first",
+        "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
+        "fedrot simulate --out runs/mine --data mine.csv --dry-run",
+    ),
+)
 def simulate(
     out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set: bundled, a name in --data-dir, a folder of images, or a hub name; default: "
-            "goemotions_ekman, and digits for images."
+            help="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a folder "
+            "of images, or a hub name; default: goemotions_ekman, and digits for images."
         ),
     ] = None,
     task: Annotated[
@@ -102,20 +126,31 @@ def simulate(
     batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,
+    gpus: Annotated[
+        float, typer.Option(min=0, help="GPUs per client: a share of one, such as 0.5, or whole ones.")
+    ] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
 ) -> None:
     """Compare aligned with plain averaging in Flower's simulation engine."""
     settings = dict(locals())
-    out = settings.pop("out")
+    for name in ("out", "gpus", "dry_run"):
+        del settings[name]
     settings["starts"] = settings.pop("start")
-    _guarded(lambda: _simulate([settings], out))
+    guarded(lambda: actions.simulate([settings], out, gpus=gpus, dry_run=dry_run))
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "fedrot compare experiments/one-shot.toml --data-dir data --out runs/grid",
+    ),
+)
 def compare(
     grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[setting]] each.")],
     out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
     data_dir: Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")] = None,
     model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
 ) -> None:
     """Run a grid of settings, each with its arms, starts and seeds."""
 
@@ -128,12 +163,18 @@ def compare(
         settings = [{**base, **setting, **given} for setting in entries]
         if not settings:
             raise ValueError(f"'{grid}' describes no [[setting]].")
-        _simulate(settings, out)
+        actions.simulate(settings, out, dry_run=dry_run)
 
-    _guarded(run)
+    guarded(run)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "fedrot report runs/first --markdown results.md",
+        "fedrot report alignment.jsonl --out alignment.html",
+    ),
+)
 def report(
     run_or_file: Annotated[
         Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
@@ -153,33 +194,21 @@ def report(
 
     def run() -> None:
         if run_or_file.is_file():
-            if markdown is not None:
-                raise ValueError("--markdown is for run folders; a strategy's file has no results.")
             from fedrot.simulations.strategy_report import write_strategy_report
 
-            _say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
+            say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
             return
-        if out is not None or metrics is not None:
-            raise ValueError("--out and --metrics are for a strategy's file; a folder has its own.")
-        _report_folder(run_or_file, markdown)
+        actions.report_folder(run_or_file, markdown)
 
-    _guarded(run)
+    guarded(run)
 
 
-def _report_folder(folder: Path, markdown: Path | None) -> None:
-    from fedrot.simulations.runner import present
-
-    if not (folder / "rows.jsonl").exists():
-        raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
-    present(folder, console)
-    if markdown is not None:
-        from fedrot.simulations.report import markdown_table
-        from fedrot.simulations.runfolder import read_rows
-
-        markdown.write_text(markdown_table(read_rows(folder)), encoding="utf-8")
-
-
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "fedrot barrier models/a models/b --out runs/barrier --methods vanilla,whole",
+    ),
+)
 def barrier(
     a: Annotated[Path, typer.Argument(help="Folder of a model saved with save_pretrained.")],
     b: Annotated[Path, typer.Argument(help="Folder of another one, which is moved to the first.")],
@@ -196,7 +225,8 @@ def barrier(
     text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Ways to match, separated by commas; default: all.")
+        str | None,
+        typer.Option(help=f"Ways to match, separated by commas: {', '.join(METHODS)}; default: all."),
     ] = None,
     points: Annotated[int, typer.Option(help="Positions on the line; odd, to include the middle.")] = 21,
     rows: Annotated[int, typer.Option(help="Training rows for the methods that look at data.")] = 2048,
@@ -211,12 +241,17 @@ def barrier(
     def run() -> None:
         from fedrot.simulations.barrier_run import compare_checkpoints
 
-        compare_checkpoints(a, b, out, _names(methods), _command(), console, **settings)
+        compare_checkpoints(a, b, out, names(methods), command_line(), console, **settings)
 
-    _guarded(run)
+    guarded(run)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "fedrot barriers experiments/barriers.toml --data-dir data --out runs/pairs",
+    ),
+)
 def barriers(
     grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[task]] each.")],
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
@@ -225,7 +260,8 @@ def barriers(
         str | None, typer.Option(help="Cells or settings of the grid, separated by commas.")
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Instead of the grid's methods, separated by commas.")
+        str | None,
+        typer.Option(help="Instead of the grid's methods, separated by commas; see barrier --help."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
 ) -> None:
@@ -234,38 +270,45 @@ def barriers(
     def run() -> None:
         from fedrot.simulations.barrier_grid import Grid, run_grid
         from fedrot.simulations.barrier_report import summarise, tables
-        from fedrot.simulations.barriers import check_methods
 
         described = Grid.read(grid, data_dir)
         if only:
-            described = described.only(_names(only))
+            described = described.only(names(only))
         if methods:
-            described = described.model_copy(update={"methods": check_methods(_names(methods))})
+            described = described.model_copy(update={"methods": check_methods(names(methods))})
         try:
-            lines = run_grid(described, out, _command(), _say, workers)
+            lines = run_grid(described, out, command_line(), say, workers)
         except KeyboardInterrupt:
-            _say(f"Interrupted; what is done is in {out}. Repeat the command to go on.")
+            say(f"Interrupted; what is done is in {out}. Repeat the command to go on.")
             raise
         for table in tables(summarise(lines)):
             console.print(table)
-        console.print(f"Summary: {out / 'summary.md'}", markup=False)
+        console.print(f"Summary: {out / 'summary.md'}")
 
-    _guarded(run)
+    guarded(run)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "fedrot merge models/a models/b --out models/merged",
+        "fedrot merge models/a models/b --parts whole --dry-run",
+    ),
+)
 def merge(
     models: Annotated[
-        list[Path],
-        typer.Argument(help="Two or more: folders saved with save_pretrained, or .safetensors files."),
+        list[str],
+        typer.Argument(help="Two or more: folders of saved models, .safetensors files or hub names."),
     ],
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
     ] = None,
     anchor: Annotated[
-        Path | None, typer.Option(help="The model that the others are moved to; default: the first.")
+        str | None, typer.Option(help="The model that the others are moved to; default: the first.")
     ] = None,
-    method: Annotated[str, typer.Option(help="mean, fisher, regmean or ot (fedrot[ot]).")] = "mean",
+    method: Annotated[
+        str, typer.Option(help="mean, fisher, regmean or ot (pip install 'fedrot[ot]').")
+    ] = "mean",
     parts: Annotated[
         str, typer.Option(help="What is aligned: whole, none, or parts such as attention+ffn.")
     ] = "attention+ffn",
@@ -284,7 +327,7 @@ def merge(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Texts for fisher, regmean and activations (whole): bundled, or a name."),
+        typer.Option(help="Texts for fisher, regmean and activations (whole): as for simulate."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
@@ -312,17 +355,17 @@ def merge(
 
         shares = merging.weights_of(weights) if weights else None
         options = merging.options_of(parts, layers)
-        with console.status(f"{method} of {len(models)} models"):
+        with console.status(escape(f"{method} of {len(models)} models")):
             report = merging.merge(models, out, options=options, weights=shares, **settings)
         console.print(table(report))
         for note in report.notes:
-            _say(f"Note: {note}")
-        _say(f"Written: {report.out}" if report.out else "Dry run: nothing was written.")
+            say(f"Note: {note}")
+        say(f"Written: {report.out}" if report.out else "Dry run: nothing was written.")
 
-    _guarded(run)
+    guarded(run)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("fedrot check models/a", "fedrot check --list"))
 def check(
     model: Annotated[
         str | None, typer.Argument(help="Folder of a saved model, or a hub name; its class is loaded.")
@@ -342,97 +385,10 @@ def check(
 
     def run() -> None:
         if list_families:
-            _list_families(as_json)
+            actions.list_families(as_json)
         elif model is None:
             raise ValueError("Give a model to check, or --list.")
         else:
-            _check(model, parts, seed, as_json)
+            actions.check(model, parts, seed, as_json)
 
-    _guarded(run, _complain_in_json if as_json else _complain)
-
-
-def _list_families(as_json: bool) -> None:
-    from fedrot.simulations.check_report import families_table
-    from fedrot.symmetry import FAMILIES
-
-    listed = {family.name: family.model_types for family in FAMILIES}
-    if as_json:
-        typer.echo(json.dumps({"families": listed}))
-    else:
-        console.print(families_table(listed))
-
-
-def _check(model: str, parts: str | None, seed: int, as_json: bool) -> None:
-    from fedrot.simulations.check_report import tables, verdict
-    from fedrot.simulations.checking import check_model
-    from fedrot.simulations.merging import options_of
-
-    chosen = None if parts is None else options_of(parts).parts
-    with nullcontext() if as_json else console.status(f"Checking {model}"):
-        report = check_model(model, chosen, seed)
-    if as_json:
-        typer.echo(json.dumps(asdict(report)))
-    else:
-        for table in tables(report):
-            console.print(table)
-        for part, reason in report.refused.items():
-            _say(f"Part '{part}' cannot be moved: {reason}")
-        for note in report.notes:
-            _say(f"Note: {note}")
-        (_say if report.holds else _complain)(verdict(report))
-    if not report.holds:
-        raise typer.Exit(FAILED)
-
-
-def _say(message: str) -> None:
-    console.print(message, markup=False, highlight=False)
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _command() -> str:
-    return shlex.join(["fedrot", *sys.argv[1:]])
-
-
-def _simulate(settings: list[dict[str, Any]], out: Path) -> None:
-    from fedrot.simulations import runner
-    from fedrot.simulations.config import SimulationConfig
-
-    configs = [SimulationConfig.from_flat(setting) for setting in settings]
-    names = [config.setting for config in configs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"The settings need names of their own, but are called {names}.")
-    if not runner.simulate(configs, out, _command(), console):
-        raise KeyboardInterrupt
-
-
-def _guarded(run: Callable[[], None], complain: Callable[[str], None] | None = None) -> None:
-    """Turn expected errors into one line and an exit code."""
-    complain = complain or _complain
-    try:
-        run()
-    except typer.Exit:
-        raise
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except ValidationError as error:
-        for problem in error.errors():
-            where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"
-            complain(f"Error in {where}: {problem['msg']}")
-        raise typer.Exit(BAD_INPUT) from None
-    except (OSError, ValueError) as error:
-        complain(f"Error: {error}")
-        raise typer.Exit(BAD_INPUT) from None
-    except RuntimeError as error:
-        complain(f"Error: {error}")
-        raise typer.Exit(FAILED) from None
-
-
-def _complain(message: str) -> None:
-    console.print(message, style="red", markup=False, highlight=False)
-
-
-def _complain_in_json(message: str) -> None:
-    typer.echo(json.dumps({"error": message}))
+    guarded(run, complain_in_json if as_json else None)

@@ -6,7 +6,7 @@ Heavy imports stay inside functions, because every client message may start a fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -104,6 +104,7 @@ class DataSet(Generic[S_co]):
         label_names: one per class (``("score",)`` in regression).
         metrics: names for ``evaluate_predictions``, the headline metric first.
         test: the held-out split: validation for GLUE tasks, test for the emotion corpora.
+        note: how the rows were divided, in a sentence, if there were no splits.
     """
 
     name: str
@@ -112,6 +113,7 @@ class DataSet(Generic[S_co]):
     metrics: tuple[str, ...]
     train: S_co
     test: S_co
+    note: str = field(default="", kw_only=True)
 
 
 TextData: TypeAlias = DataSet[TextSplit]
@@ -129,9 +131,11 @@ def load_text_data(
     """Load a data set by name.
 
     A name is looked up in ``data_dir`` first (``<name>/train.parquet`` beside a held-out split,
-    ``<name>.parquet`` with a ``split`` column, or ``<name>_train.parquet``; directly or below
-    ``glue``, ``emotion`` and ``embedded``), then among the bundled data, then on the hub
-    (``owner/name`` or ``owner/name:configuration``), which needs a network.
+    ``<name>.parquet``, or ``<name>_train.parquet``; directly or below ``glue``, ``emotion`` and
+    ``embedded``), then among the bundled data, then on the hub (``owner/name`` or
+    ``owner/name:configuration``), which needs a network. A name that ends in ``.parquet``, ``.csv`` or
+    ``.jsonl`` is the path of a file. Where a file has no column ``split``, one row in five of each
+    class is held out, always the same ones.
 
     Args:
         text_column: column of the text, ``"first,second"`` for pairs; guessed if not given.
@@ -158,6 +162,7 @@ def load_text_data(
         metrics=metrics or METRICS_OF_KIND[labels.kind],
         train=_split(source.train, f"{name} (train)", text_columns, labels.train, used),
         test=_split(source.test, f"{name} (held-out)", text_columns, labels.test, used),
+        note=source.note,
     )
 
 

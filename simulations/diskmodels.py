@@ -34,6 +34,7 @@ class Checkpoint:
 
     Attributes:
         path: a folder written by ``save_pretrained``, or a bare ``.safetensors`` file.
+        name: the same, or the model's name on the hub.
         config_file: its configuration, ``config`` the same as an object of transformers.
         model_class: the class of transformers that the configuration names.
         beside: the folder of its tokenizer and generation configuration, if there is one.
@@ -44,6 +45,7 @@ class Checkpoint:
     """
 
     path: Path
+    name: str
     config_file: Path
     config: Any
     model_class: Any
@@ -86,7 +88,7 @@ class Checkpoint:
         return self.model_class(self.config).float().eval()
 
 
-def open_checkpoint(path: Path, config: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, config: Path | None = None, name: str | None = None) -> Checkpoint:
     """Open a model on disk: names and shapes are read and checked, values are not.
 
     Args:
@@ -94,6 +96,7 @@ def open_checkpoint(path: Path, config: Path | None = None) -> Checkpoint:
             bare ``.safetensors`` file.
         config: for a bare file, its ``config.json`` or a folder with one, whose tokenizer is the
             model's too.
+        name: the model's name in reports; ``path`` if not given.
 
     Raises:
         FedrotError: a file is missing or damaged, the family is not supported, the weights are
@@ -109,6 +112,7 @@ def open_checkpoint(path: Path, config: Path | None = None) -> Checkpoint:
     stored = stored_tensors(path)
     checkpoint = Checkpoint(
         path,
+        name or str(path),
         config_file,
         settings,
         model_class,

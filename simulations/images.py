@@ -109,6 +109,7 @@ def load_image_data(
         test=ImageSplit(labels.test, other_columns(source.test, used), _with_channels(test, channels)),
         side=side or side_of([*train, *test]),
         channels=channels,
+        note=source.note,
     )
 
 
@@ -149,7 +150,7 @@ def digits() -> Source:
     return divided(DIGITS, table, DIGITS)
 
 
-IMAGES = Catalogue((".", "images"), {DIGITS: digits}, divides=True)
+IMAGES = Catalogue((".", "images"), {DIGITS: digits})
 
 
 def _find(name: str, data_dir: Path | None) -> Source:

@@ -1,4 +1,4 @@
-"""A saved model loaded as its owner loads it, from a folder or from the hub."""
+"""A saved model found on disk or on the hub, and loaded as its owner loads it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError
 from fedrot.simulations.diskmodels import read_config
 from fedrot.simulations.modelfiles import (
+    BESIDE,
     CONFIG,
     INDEX,
     PICKLED,
@@ -22,13 +23,48 @@ from fedrot.simulations.modelfiles import (
     WEIGHTS,
     instead,
     opened,
-    refuse_quantised,
     stored_tensors,
 )
-from fedrot.symmetry import check_family
 
 #: ``name`` or ``owner/name``, as the hub has them.
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def find_model(name: str, pickles: bool = False) -> Path:
+    """Return where a saved model is; one of the hub is downloaded into the hub's cache.
+
+    Its configuration comes first, so that nothing else of a model that cannot be moved is downloaded.
+
+    Args:
+        name: a folder or file, or a name on the hub.
+        pickles: whether a model of the hub may be without safetensors files.
+
+    Raises:
+        FedrotError: it is neither, the hub cannot be reached, the model's family is not supported, or
+            its weights are quantised.
+    """
+    if Path(name).exists():
+        return Path(name)
+    if not _HUB_NAME.fullmatch(name):
+        raise FedrotError(f"'{name}' does not exist. Give the folder of a saved model, or a hub name.")
+    folder = _downloaded(name, CONFIG)
+    _folder_config(folder)
+    _downloaded(name, "model*.safetensors", INDEX, *BESIDE)
+    if pickles and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+        _downloaded(name, "pytorch_model*.bin", *PICKLED)
+    return folder
+
+
+def _downloaded(name: str, *files: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        raise FedrotError(
+            f"'{name}' is no folder, and the hub has no model of that name or cannot be reached "
+            f"({_first_line(error)}). Give the folder of a saved model."
+        ) from error
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[str, ...]]:
@@ -47,13 +83,16 @@ def load_model(name: str) -> tuple[nn.Module, tuple[str, ...]]:
         FedrotError: it cannot be found or loaded, its family is not supported, its weights are
             quantised or an adapter's, or most of them are missing.
     """
-    folder = Path(name) if Path(name).is_dir() else None
-    config = _folder_config(folder) if folder else _hub_config(name)
+    if Path(name).is_file():
+        advice = f" '{SUFFIX}' files lie beside their {CONFIG}." if name.endswith(SUFFIX) else ""
+        raise FedrotError(f"'{name}' is a file. Give the folder of a saved model.{advice}")
+    folder = find_model(name, pickles=True)
+    config = _folder_config(folder)
     model_class = _class_of(config, name)
-    stored = _unwrapped(folder) if folder else None
+    stored = _unwrapped(folder)
     with _loading(name):
         model, found = model_class.from_pretrained(
-            None if stored else name, config=config, state_dict=stored, output_loading_info=True
+            None if stored else folder, config=config, state_dict=stored, output_loading_info=True
         )
     missing = sorted(found["missing_keys"])
     if 2 * len(missing) > len(model.state_dict()):
@@ -77,26 +116,6 @@ def _folder_config(folder: Path) -> Any:
     if not (folder / CONFIG).is_file():
         raise FedrotError(f"'{folder}' has no {CONFIG}. {instead(folder)}")
     return read_config(folder / CONFIG)
-
-
-def _hub_config(name: str) -> Any:
-    from transformers import AutoConfig
-
-    if Path(name).is_file():
-        advice = f" '{SUFFIX}' files lie beside their {CONFIG}." if name.endswith(SUFFIX) else ""
-        raise FedrotError(f"'{name}' is a file. Give the folder of a saved model.{advice}")
-    if not _HUB_NAME.fullmatch(name):
-        raise FedrotError(f"'{name}' does not exist. Give the folder of a saved model, or a hub name.")
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise FedrotError(
-            f"'{name}' is no folder, and the hub has no model of that name or cannot be reached "
-            f"({_first_line(error)}). Give the folder of a saved model."
-        ) from error
-    check_family(config)
-    refuse_quantised(config.to_dict(), name)
-    return config
 
 
 def _class_of(config: Any, name: str) -> Any:

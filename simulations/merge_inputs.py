@@ -110,7 +110,7 @@ def reported(one: Input, anchor: Input) -> InputReport:
             before += squared_distance([(ours, one.own([name])[name])])
             after += squared_distance([(ours, one.moved([name])[name])])
     return InputReport(
-        one.checkpoint.path, one.weight, one.cosine, before, after, one.seconds, one.alignment.report
+        one.checkpoint.name, one.weight, one.cosine, before, after, one.seconds, one.alignment.report
     )
 
 
@@ -143,8 +143,8 @@ def _evidence(
 
 def batches_of(
     checkpoint: Checkpoint, data: str, rows: int, settings: Mapping[str, Any]
-) -> list[dict[str, Tensor]]:
-    """Return training texts of a data set as batches that a model reads, without labels.
+) -> tuple[list[dict[str, Tensor]], str]:
+    """Return training texts as batches that a model reads, without labels, and the data set's note.
 
     Texts are tokenised as the model says, or with the bundled tokenizer if it has none; those for a
     masked language model have hidden tokens, as in training.
@@ -183,4 +183,4 @@ def batches_of(
             f"The tokenizer of '{checkpoint.path}' has tokens beyond the model's {size}. Save the "
             "model's own tokenizer beside it."
         )
-    return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+    return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches], task.data.note

@@ -17,13 +17,14 @@ class InputReport:
     """What happened to one model; the anchor's own distances are 0.
 
     Attributes:
+        name: the model's path, or its name on the hub.
         cosine: of its embeddings with the anchor's, see ``fedrot.base_cosine``.
         before, after: squared distance to the anchor over all tensors.
         seconds: wall time of the matching, activations included.
         alignment: by group.
     """
 
-    path: Path
+    name: str
     weight: float
     cosine: float
     before: float
@@ -62,10 +63,10 @@ def table(report: MergeReport) -> Table:
     for column in COLUMNS:
         text = column in ("model", "part")
         found.add_column(column, justify="left" if text else "right", overflow="fold")
-    names = [given.path.resolve().name for given in report.inputs]
+    names = [Path(given.name).resolve().name for given in report.inputs]
     total = sum(given.weight for given in report.inputs)
     for index, (given, name) in enumerate(zip(report.inputs, names, strict=True)):
-        shown = Text(name if names.count(name) == 1 else str(given.path))
+        shown = Text(name if names.count(name) == 1 else given.name)
         share = f"{given.weight / total:.3g}"
         for line in _lines(given) if index else [("the anchor",)]:
             found.add_row(shown, share, *line)

@@ -18,6 +18,7 @@ from fedrot.errors import FedrotError
 from fedrot.fisher import collect_fisher
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.diskmodels import Checkpoint, check_alike, open_checkpoint
+from fedrot.simulations.loading import find_model
 from fedrot.simulations.merge_inputs import Batches, Input, Tensors, aligned, batches_of, reported
 from fedrot.simulations.merge_report import InputReport, MergeReport
 from fedrot.simulations.modelfiles import about, refuse_filled, write_model
@@ -96,10 +97,10 @@ def weights_of(text: str) -> list[float]:
 
 
 def merge(
-    models: Sequence[Path],
+    models: Sequence[Path | str],
     out: Path | None,
     *,
-    anchor: Path | None = None,
+    anchor: Path | str | None = None,
     method: str = "mean",
     options: AlignmentOptions | None = None,
     weights: Sequence[float] | None = None,
@@ -118,8 +119,8 @@ def merge(
     to run.
 
     Args:
-        models: two or more, each a folder written by ``save_pretrained`` or a bare ``.safetensors``
-            file, of one architecture and, where they have one, one tokenizer.
+        models: two or more, each a folder written by ``save_pretrained``, a bare ``.safetensors``
+            file or a name on the hub, of one architecture and, where they have one, one tokenizer.
         out: a name that ends in ``.safetensors`` becomes a bare file, any other a folder with the
             anchor's configuration, tokenizer and generation configuration beside the weights; there
             must not be anything yet. It appears whole or not at all.
@@ -136,7 +137,7 @@ def merge(
         data: name of a data set whose training texts statistics are collected from. Labels are not
             looked at, but a column of them must exist.
         rows: so many texts at most; the method's own number if None.
-        dry_run: do everything but write.
+        dry_run: do everything but write, whatever there is at ``out``.
         settings: of ``SimulationConfig``: ``data_dir``, ``text_column``, ``label_column``,
             ``max_length``.
 
@@ -146,17 +147,17 @@ def merge(
     """
     start = time.perf_counter()
     chosen, options = _method(method, alpha, data, rows), options or AlignmentOptions()
-    if out is not None:
+    if not dry_run:
+        if out is None:
+            raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
         refuse_filled(out)
-    elif not dry_run:
-        raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
     if dtype is not None and dtype not in DTYPES:
         raise FedrotError(f"Unknown dtype '{dtype}'; choose from {', '.join(DTYPES)}.")
-    paths, shares = _anchor_first(models, weights, anchor)
-    first, *others = checkpoints = [open_checkpoint(path, config) for path in paths]
+    names, shares = _anchor_first(list(map(str, models)), weights, anchor)
+    first, *others = checkpoints = [open_checkpoint(find_model(n), config, n) for n in names]
     for other in others:
         check_alike(first, other)
-    batches = batches_of(first, data, rows or chosen.rows, settings) if data else []
+    batches, note = batches_of(first, data, rows or chosen.rows, settings) if data else ([], "")
     inputs = aligned(checkpoints, shares, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
     merged, notes = _merged(inputs, chosen, alpha, batches)
@@ -164,7 +165,7 @@ def merge(
     written = _written(merged, first, kind)
     if out is not None and not dry_run:
         write_model(out, written, first.config_file, first.beside, kind)
-    said = (*_remarks(checkpoints, reports, options), *notes)
+    said = (*filter(None, [note]), *_remarks(checkpoints, reports, options), *notes)
     seconds = time.perf_counter() - start
     return MergeReport(method, reports, said, None if dry_run else out, seconds)
 
@@ -185,8 +186,8 @@ def _method(name: str, alpha: float, data: str | None, rows: int | None) -> Meth
 
 
 def _anchor_first(
-    models: Sequence[Path], weights: Sequence[float] | None, anchor: Path | None
-) -> tuple[list[Path], list[float]]:
+    models: Sequence[str], weights: Sequence[float] | None, anchor: Path | str | None
+) -> tuple[list[str], list[float]]:
     """Return the models and their weights with the anchor's in front."""
     if len(models) < 2:
         raise FedrotError(f"{len(models)} model is given; two are the least that can be merged.")
@@ -196,11 +197,12 @@ def _anchor_first(
             f"The weights are {', '.join(f'{share:g}' for share in shares)} for {len(models)} models; "
             "each model needs one, positive and finite."
         )
-    resolved = [path.resolve() for path in models]
-    wanted = resolved[0] if anchor is None else anchor.resolve()
+    resolved = [Path(name).resolve() for name in models]
+    wanted = resolved[0] if anchor is None else Path(anchor).resolve()
     if wanted not in resolved:
-        given = ", ".join(map(str, models))
-        raise FedrotError(f"The anchor '{anchor}' is none of the models; choose from {given}.")
+        raise FedrotError(
+            f"The anchor '{anchor}' is none of the models; choose from {', '.join(models)}."
+        )
     place = resolved.index(wanted)
     order = [place, *(i for i in range(len(models)) if i != place)]
     return [models[i] for i in order], [shares[i] for i in order]
@@ -259,14 +261,14 @@ def _remarks(
         if report.cosine < SAME_BASE:
             matched = "residual" in options.parts
             yield (
-                f"'{report.path}' comes from another base than the anchor (cosine of their embeddings: "
+                f"'{report.name}' comes from another base than the anchor (cosine of their embeddings: "
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )
         if getattr(checkpoint.config, "id2label", None) != labels:
-            yield f"'{report.path}' names its labels differently than the anchor."
+            yield f"'{report.name}' names its labels differently than the anchor."
         if checkpoint.unknown:
             yield (
-                f"'{report.path}' also stores what a {checkpoint.model_class.__name__} does not have, "
+                f"'{report.name}' also stores what a {checkpoint.model_class.__name__} does not have, "
                 f"which is left out: {', '.join(checkpoint.unknown)}"
             )

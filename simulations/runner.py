@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.runfolder import RunFolder, refuse_used
 
@@ -77,29 +78,48 @@ def present(out: Path, console: Console) -> None:
     if cost:
         console.print("What scrambling the clients' coordinates cost:", style="bold")
         for sentence in cost:
-            console.print(f"  {sentence}", markup=False)
-    console.print(f"Report: {write_report(out)}", markup=False)
+            console.print(f"  {sentence}")
+    console.print(f"Report: {write_report(out)}")
 
 
-def simulate(configs: Sequence[SimulationConfig], out: Path, command: str, console: Console) -> bool:
+def simulate(
+    configs: Sequence[SimulationConfig],
+    out: Path,
+    command: str,
+    console: Console,
+    *,
+    gpus: float = 0.0,
+    dry_run: bool = False,
+) -> bool:
     """Run every configuration into the folder ``out``; return False if the user interrupted it.
+
+    Args:
+        gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
+        dry_run: check everything and print the partitions, but run and write nothing, whatever there
+            is at ``out``.
 
     Raises:
         FileExistsError: the folder holds another run.
-        FedrotError: data, partition or model cannot be used.
+        FedrotError: data, partition or model cannot be used, or there are not so many GPUs.
         RuntimeError: a simulation failed; what was done before is in the folder.
     """
     from fedrot.simulations.experiment import Interrupted
 
-    refuse_used(out)
+    if not dry_run:
+        refuse_used(out)
+    check_gpus(gpus)
     check(configs)
     _print_partitions(configs, console)
+    if dry_run:
+        cells = sum(len(config.cells()) for config in configs)
+        console.print(f"Dry run: {cells} cells (seed, start and arm); nothing was run or written.")
+        return True
     folder = RunFolder(out, [c.model_dump(mode="json") for c in configs], command)
     complete = False
     try:
         with _interruptible() as stop, _progress(console, configs) as advance:
             for config in configs:
-                _run(config, folder, stop, advance)
+                _run(config, folder, stop, advance, gpus)
         complete = True
     except Interrupted:
         console.print(f"Interrupted; what is done is in {out}.", style="yellow")
@@ -116,12 +136,16 @@ def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> 
 
     for config in configs:
         task, seed = task_of(config.to_json()), config.seeds[0]
+        if task.data.note:
+            console.print(task.data.note, highlight=False)
         names = key_names(task.data.train.labels, task.data.label_names)
         counts = histogram(task.data.train.labels, task.clients(seed), len(names)).tolist()
         console.print(partition_table(counts, names, config.setting, seed))
 
 
-def _run(config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any) -> None:
+def _run(
+    config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any, gpus: float
+) -> None:
     _log_to(folder.path / "flower.log")
     from flwr.app import Context
     from flwr.serverapp import Grid, ServerApp
@@ -141,22 +165,47 @@ def _run(config: SimulationConfig, folder: RunFolder, stop: threading.Event, adv
             failure.append(error)
             raise
 
-    cores = os.cpu_count() or 1
     try:
         run_simulation(
             server_app,
             client_app,
             num_supernodes=config.clients,
-            backend_config={
-                "init_args": {"num_cpus": cores, "num_gpus": 0, "include_dashboard": False},
-                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            },
+            backend_config=backend_config(gpus),
         )
     except Exception as error:
         cause = failure[0] if failure else error
         if isinstance(cause, Interrupted):
             raise cause from None
         raise RuntimeError(f"The simulation of setting '{config.setting}' failed: {cause}") from cause
+
+
+def check_gpus(gpus: float) -> None:
+    """Refuse GPUs per client that the engine could not lend.
+
+    Raises:
+        FedrotError: the number is negative, above 1 and not whole, or more than this machine has.
+    """
+    import torch
+
+    there = torch.cuda.device_count()
+    if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
+        raise FedrotError(f"gpus is {gpus:g}; give a share of one GPU, such as 0.5, or a whole number.")
+    if gpus > there:
+        raise FedrotError(
+            f"gpus is {gpus:g} for each client, but PyTorch finds {there or 'no'} GPU(s) on this "
+            f"machine; {'give at most ' + str(there) if there else 'leave --gpus out'}."
+        )
+
+
+def backend_config(gpus: float) -> dict[str, Any]:
+    """Return the configuration of Flower's engine for clients with one core and so many GPUs each."""
+    import torch
+
+    there = torch.cuda.device_count() if gpus else 0
+    return {
+        "init_args": {"num_cpus": os.cpu_count() or 1, "num_gpus": there, "include_dashboard": False},
+        "client_resources": {"num_cpus": 1, "num_gpus": gpus},
+    }
 
 
 def _log_to(path: Path) -> None:
@@ -189,7 +238,7 @@ def _interruptible() -> Iterator[threading.Event]:
 @contextmanager
 def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -1,4 +1,4 @@
-"""Where data sets come from: the bundled files, a folder of Parquet files, or a hub."""
+"""Where data sets come from: the bundled files, a file, a folder of Parquet files, or a hub."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ class Source:
     Attributes:
         task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
         class_names: what a hub calls the classes of integer columns, by column.
+        note: how the rows were divided, in a sentence, if the data set has no splits of its own.
     """
 
     task: str
     train: pa.Table
     test: pa.Table
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    note: str = ""
 
 
 def bundled_texts() -> Source:
@@ -63,12 +65,10 @@ class Catalogue:
     Attributes:
         folders: of the shared data layout, below a data folder, in this order for a bare name.
         bundled: data sets that need no data folder, by name.
-        divides: whether rows without a ``split`` column are divided by ``divided``.
     """
 
     folders: tuple[str, ...]
     bundled: Mapping[str, Callable[[], Source]] = field(default_factory=dict)
-    divides: bool = False
 
 
 TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts})
@@ -77,13 +77,18 @@ TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts}
 def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
+    A name that ends in one of ``READERS`` is that of a file, in ``data_dir`` or anywhere. A file with
+    a ``split`` column has its own splits; the rows of another one are divided by ``divided``.
+
     Raises:
         DataError: if it is in none of them (what is available is listed), if ``data_dir`` does not
             exist, if a file cannot be read, or if there is no training or no held-out split.
     """
+    if data_dir is not None and not data_dir.is_dir():
+        raise DataError(f"data folder {data_dir} does not exist; check its path")
+    if Path(name).suffix in READERS:
+        return _from_file(_file(name, data_dir, catalogue))
     if data_dir is not None:
-        if not data_dir.is_dir():
-            raise DataError(f"data folder {data_dir} does not exist; check its path")
         found = _find_locally(name, data_dir, catalogue)
         if found is not None:
             return found
@@ -93,15 +98,17 @@ def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Sour
 
 
 def divided(task: str, table: pa.Table, where: object) -> Source:
-    """Hold one row in five of every ``label`` out, always the same ones.
+    """Hold one row in five of every class in a column ``label`` out, always the same ones.
+
+    Where there is no such column, or it holds no classes, one in five of all rows is held out.
 
     Raises:
         DataError: there are too few rows for two splits.
     """
-    labels = table["label"].to_pylist() if "label" in table.column_names else [0] * table.num_rows
+    labels = _classes(table)
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(table.num_rows, dtype=bool)
-    for label in sorted(set(labels)):
+    for label in sorted(set(labels), key=lambda label: (label is None, label)):
         rows = rng.permutation(np.flatnonzero([other == label for other in labels]))
         held_out[rows[: round(len(rows) / HELD_OUT_SHARE)]] = True
     if not held_out.any():
@@ -109,7 +116,31 @@ def divided(task: str, table: pa.Table, where: object) -> Source:
             f"{where} has {table.num_rows} rows, too few to hold one in {HELD_OUT_SHARE} of each class "
             "out; give a training and a test split, or more rows"
         )
-    return Source(task, table.filter(~held_out), table.filter(held_out))
+    note = (
+        f"{where} has no splits of its own: of {table.num_rows} rows {held_out.sum()} are held out, one "
+        f"in {HELD_OUT_SHARE} of each class, drawn with seed {SPLIT_SEED}."
+    )
+    return Source(task, table.filter(~held_out), table.filter(held_out), note=note)
+
+
+def _classes(table: pa.Table) -> list[object]:
+    """Return the class of each row, or one class for all of them."""
+    import pyarrow.types as types
+
+    kind = table.schema.field("label").type if "label" in table.column_names else None
+    if kind is None or types.is_floating(kind) or types.is_nested(kind):
+        return [0] * table.num_rows
+    return table["label"].to_pylist()
+
+
+def _file(name: str, data_dir: Path | None, catalogue: Catalogue) -> Path:
+    folders = [data_dir / folder for folder in catalogue.folders] if data_dir else []
+    places = [*(folder / name for folder in folders), Path(name)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        where = f", nor below {data_dir}" if data_dir else ""
+        raise DataError(f"there is no file {name}{where}; check its path")
+    return found
 
 
 def _find_locally(name: str, data_dir: Path, catalogue: Catalogue) -> Source | None:
@@ -117,7 +148,7 @@ def _find_locally(name: str, data_dir: Path, catalogue: Catalogue) -> Source | N
     for root in (data_dir / folder for folder in catalogue.folders):
         single_file = root / f"{name}.parquet"
         if single_file.is_file():
-            return _from_single_file(task, single_file, catalogue)
+            return _from_file(single_file)
         for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
             if train.is_file():
                 prefix = train.name.removesuffix("train.parquet")
@@ -130,17 +161,12 @@ def _find_locally(name: str, data_dir: Path, catalogue: Catalogue) -> Source | N
     return None
 
 
-def _from_single_file(task: str, path: Path, catalogue: Catalogue) -> Source:
+def _from_file(path: Path) -> Source:
     import pyarrow.compute as pc
 
     table = _read(path)
-    if catalogue.divides and "split" not in table.column_names:
-        return divided(task, table, path)
     if "split" not in table.column_names:
-        raise DataError(
-            f"{path} has no 'split' column to tell training from held-out rows; its columns are "
-            f"{', '.join(table.column_names)}"
-        )
+        return divided(path.stem, table, path)
     present = set(table["split"].to_pylist())
     held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
     if "train" not in present or held_out is None:
@@ -149,7 +175,7 @@ def _from_single_file(task: str, path: Path, catalogue: Catalogue) -> Source:
             "one of 'test', 'validation'"
         )
     train, test = (table.filter(pc.equal(table["split"], s)) for s in ("train", held_out))
-    return Source(task, train, test)
+    return Source(path.stem, train, test)
 
 
 def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
@@ -196,14 +222,43 @@ def _offline() -> bool:
     return False
 
 
-def _read(path: Path) -> pa.Table:
-    import pyarrow as pa
+def _parquet(path: Path) -> pa.Table:
     import pyarrow.parquet as pq
 
+    return pq.read_table(path)
+
+
+def _csv(path: Path) -> pa.Table:
+    import pyarrow.csv
+
+    # Texts go over several lines.
+    return pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+
+
+def _json_lines(path: Path) -> pa.Table:
+    import pyarrow.json
+
+    return pyarrow.json.read_json(path)
+
+
+#: Files of rows by what their names end in: the format's name, and how it is read.
+READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
+    ".parquet": ("Parquet", _parquet),
+    ".csv": ("CSV", _csv),
+    ".jsonl": ("JSON lines", _json_lines),
+}
+
+
+def _read(path: Path) -> pa.Table:
+    import pyarrow as pa
+
+    format_name, read = READERS[path.suffix]
     try:
-        return pq.read_table(path)
+        return read(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"
+        ) from error
 
 
 def _available(data_dir: Path | None, catalogue: Catalogue) -> str:
@@ -214,17 +269,7 @@ def _available(data_dir: Path | None, catalogue: Catalogue) -> str:
         for path in root.glob("*.parquet"):
             if path.stem.endswith("_train"):
                 names.add(path.stem.removesuffix("_train"))
-            elif catalogue.divides or "split" in _column_names(path):
+            else:
                 names.add(path.stem)
     where = f"bundled or in {data_dir}" if data_dir else "bundled; give a data folder for more"
     return f"{', '.join(sorted(names)) or 'nothing'} ({where})"
-
-
-def _column_names(path: Path) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_schema(path).names)
-    except (OSError, pa.ArrowInvalid):
-        return []

@@ -84,7 +84,7 @@ def load_tag_data(
         _split(table, f"{name} ({split})", tokens, column, rows, tags)
         for (split, table), rows in zip(splits, named, strict=True)
     )
-    return TagData(name, "multi", tuple(types), METRICS, train, test, tags)
+    return TagData(name, "multi", tuple(types), METRICS, train, test, tags, note=source.note)
 
 
 def _list_column(source: Source, wanted: str | None, known: Sequence[str], option: str) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,14 +44,59 @@ def step_batches(
         yield model_inputs(model, task.objective.batch(task.train, places, rng))
 
 
+def lent_device() -> torch.device:
+    """Return the GPU that the simulation engine lent to this process, or the CPU."""
+    ray = sys.modules.get("ray")
+    return torch.device("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
+
+
+@contextmanager
+def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
+    """Run a model on a device: its inputs go there and its outputs come back, as it does in the end."""
+    if device == torch.device("cpu"):
+        yield
+        return
+
+    def there(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return arguments, {name: _moved(value, device) for name, value in named.items()}
+
+    def back(_: Any, __: Any, output: Any) -> Any:
+        return type(output)(**{name: _moved(value, "cpu") for name, value in output.items()})
+
+    hooks = (
+        model.register_forward_pre_hook(there, with_kwargs=True),
+        model.register_forward_hook(back),
+    )
+    model.to(device)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.to("cpu")
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 def train(
     model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None = None
 ) -> float:
     """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
 
+    A GPU that the simulation engine lent to this process is used; see ``lent_device``.
+
     Half an epoch is half the batches, rounded up; they are other ones for another seed. Returns the
     mean loss over the last epoch's steps, NaN if no row has anything to predict.
     """
+    with running_on(lent_device(), model):
+        return _train(model, task, rows, seed, epochs)
+
+
+def _train(
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None
+) -> float:
     torch.manual_seed(seed)
     rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     config, objective = task.config, task.objective
@@ -83,5 +131,5 @@ def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarra
     if not len(rows):
         return dict.fromkeys((*task.objective.metrics, "loss"), float("nan"))
     model.eval()
-    with torch.inference_mode():
+    with running_on(lent_device(), model), torch.inference_mode():
         return task.objective.evaluate(model, split, rows)

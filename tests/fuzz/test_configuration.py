@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from fedrot.simulations import config as configuration
 from fedrot.simulations import runner, server_app
 from fedrot.simulations.barrier_grid import Grid
-from fedrot.simulations.cli import BAD_INPUT, app
+from fedrot.simulations.cli import app
 from fedrot.simulations.config import Arm, SimulationConfig
+from fedrot.simulations.terminal import BAD_INPUT
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ literals = st.sampled_from(TOML.split())
 def only_read() -> Iterator[None]:
     """Let commands read what they would run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "simulate", lambda *args: True)
+        patch.setattr(runner, "simulate", lambda *args, **kwargs: True)
         patch.setattr(server_app, "run_cells", lambda *args, **kwargs: None)
         patch.setattr(server_app, "RunFolder", lambda *args: _NoFolder())
         yield

@@ -152,6 +152,13 @@ def test_the_harness_names_the_missing_package(bare: Path) -> None:
     assert "fedrot[simulation]" in result.stderr
 
 
+def test_python_m_fedrot_says_in_one_sentence_what_to_install(bare: Path) -> None:
+    result = python(bare, "import runpy; runpy.run_module('fedrot', run_name='__main__')")
+    assert result.returncode != 0
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("pip install 'fedrot[simulation]'")
+
+
 def test_importing_the_library_loads_no_heavy_package_but_torch_and_scipy() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import fedrot;"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from rich.console import Console
 
 from fedrot import random_equivalent, symmetry_of
 from fedrot.diagnostics import Barrier, interpolate
-from fedrot.simulations import barriers
-from fedrot.simulations.barrier_report import markdown, summarise
+from fedrot.simulations import barrier_report, barriers
+from fedrot.simulations.barrier_report import markdown, plot, summarise, tables
 from fedrot.simulations.barriers import METHODS, Line, lines_of, match, measure, training_batches
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.models import build_model
+from fedrot.simulations.plots import save_figure
 from fedrot.simulations.runfolder import read_rows
 from fedrot.simulations.tasks import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
@@ -143,7 +149,7 @@ def test_means_and_intervals_are_over_pairs() -> None:
     assert whole.share.ci_high == pytest.approx(0.375 + 12.706 * 0.125, rel=1e-4)
     assert vanilla.share.mean == 1
     assert whole.middle.mean == pytest.approx(0.7)
-    assert whole.ends.mean == pytest.approx(0.9)
+    assert [end.mean for end in whole.ends] == pytest.approx([0.9, 0.9])
     assert whole.distance.mean == 0.5
     assert "| c | accuracy | 2 | whole | 0.200 [-1.071, 1.471] |" in markdown([whole])
 
@@ -168,4 +174,46 @@ def test_diverged_models_stay_in_rows_and_summary(tmp_path: Path) -> None:
     assert "| c | accuracy | 1 | vanilla | - | - | - |" in markdown(summarise(again))
 
 
-# Two checkpoints
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_names_the_metric_at_the_middle_and_at_both_ends(width: int) -> None:
+    (table,) = tables(summarise([line("c", "", name, 0.2, 0.5, 0.4) for name in METHODS]))
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert "loss barrier and accuracy" in shown[0]
+    assert "accuracy" in " ".join(text for text in shown if text.startswith("┃"))
+    cells = [text.replace("│", " ").split() for text in shown if text.startswith("│")]
+    rows = {name: values for name, *values in cells}
+    assert rows.keys() == set(METHODS)
+    # Loss barrier, share of vanilla, accuracy at the middle, accuracy of both ends.
+    assert all(row[:5] == ["0.200", "1.000", "0.500", "0.800,", "0.600"] for row in rows.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 9, len(METHODS)])
+def test_the_picture_breaks_the_row_of_methods(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+
+    def save(figure: Any, path: Path) -> Path:
+        figures.append(figure)
+        return save_figure(figure, path)
+
+    monkeypatch.setattr(barrier_report, "save_figure", save)
+    names = list(METHODS)[:count]
+    lines = [line("c", pair, name, 0.1, 0.4, 0.2) for name in names for pair in ("0-1", "2-3")]
+    with Image.open(plot(tmp_path / "barrier.png", lines)) as picture:
+        assert picture.width <= 1600
+    panels = [ax for ax in figures[0].axes if ax.lines]
+    titles = [ax.get_title("left") for ax in panels if ax.get_title("left")]
+    assert titles == (names[1:] or names)
+    assert len(panels) == 2 * len(titles)
+    places = [ax.get_window_extent() for ax in panels]
+    across = Counter(round(place.y0) for place in places)
+    assert max(across.values()) <= 8
+    # Wide enough to see a curve, none over another.
+    assert min(place.width for place in places) > 150
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(places, 2))
+    for first in (0.1, 0.9):  # the loss and the accuracy of the first model
+        assert len({ax.get_ylim() for ax in panels if ax.lines[0].get_ydata()[0] == first}) == 1

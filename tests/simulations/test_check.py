@@ -282,18 +282,6 @@ def test_a_refused_part_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
     assert (code, "Part 'residual' cannot be moved: no task head" in output) == (2, True)
 
 
-@pytest.mark.parametrize("name", ["fedrot-no-such-model", "owner/fedrot-no-such-model"])
-def test_hub_names_without_a_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: Any, **__: Any) -> Any:
-        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
-    code, output = check(name)
-    assert code == 2
-    assert f"'{name}' is no folder, and the hub has no model of that name or cannot be reached" in output
-    assert "(We couldn't connect to the hub.)" in output
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
-from fedrot.simulations.cli import BAD_INPUT, app
+from fedrot.simulations.cli import app
 from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
+from fedrot.simulations.terminal import BAD_INPUT
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 from fedrot.symmetry.description import DEFAULT_PARTS
+from tests.simulations.commands import contents, invoke
 
 BAD_OPTIONS = {
     "unknown data set": (["--data", "no_such_corpus"], "no_such_corpus"),
@@ -90,6 +93,69 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "already holds a run" in " ".join(result.output.split())
     assert (tmp_path / "rows.jsonl").read_text() == '{"precious": 1}\n'
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_dry_run_checks_everything_and_writes_nothing(command: str, tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    grid.write_text("[base]\ntrain_limit = 40\ntest_limit = 20\nseeds = 2\n[[setting]]\nclients = 2\n")
+    settings = ["--train-limit", "40", "--test-limit", "20", "--seeds", "2", "--clients", "2"]
+    options: list[object] = [grid] if command == "compare" else [*settings]
+    (tmp_path / "rows.jsonl").write_text('{"precious": 1}\n')
+    before = contents(tmp_path)
+    code, output = invoke(command, *options, "--out", tmp_path, "--dry-run")
+    assert code == 0, output
+    assert "Rows per client" in output
+    # Two seeds and two arms.
+    assert output.endswith("Dry run: 4 cells (seed, start and arm); nothing was run or written.")
+    assert contents(tmp_path) == before
+    grid.write_text('[[setting]]\npartition = "dirichlet:0"\n')
+    bad: list[object] = [grid] if command == "compare" else ["--partition", "dirichlet:0"]
+    assert invoke(command, *bad, "--out", tmp_path, "--dry-run")[0] == BAD_INPUT
+
+
+@pytest.mark.parametrize(
+    ("gpus", "there", "expected"),
+    [
+        ("0.5", 0, "gpus is 0.5 for each client, but PyTorch finds no GPU(s) on this machine; leave"),
+        (
+            "3",
+            2,
+            "gpus is 3 for each client, but PyTorch finds 2 GPU(s) on this machine; give at most 2",
+        ),
+        ("1.5", 2, "gpus is 1.5; give a share of one GPU, such as 0.5, or a whole number."),
+        ("nan", 2, "gpus is nan; give a share of one GPU"),
+        ("-1", 2, "--gpus"),
+    ],
+)
+def test_gpus_that_cannot_be_lent_are_refused_before_anything_runs(
+    gpus: str, there: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    # The data are not even looked for.
+    code, output = invoke("simulate", "--gpus", gpus, "--data", "no/such.csv", "--out", tmp_path / "run")
+    assert code == BAD_INPUT, output
+    assert expected in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("gpus", "there", "known"), [("0.5", 2, 2), ("1", 1, 1), (None, 2, 0)])
+def test_gpus_reach_the_engine(
+    gpus: str | None, there: int, known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flwr.simulation
+
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(flwr.simulation, "run_simulation", lambda *_, **how: seen.append(how))
+    monkeypatch.setattr("fedrot.simulations.runner.present", lambda *_: None)
+    monkeypatch.setattr("fedrot.simulations.runner._log_to", lambda *_: None)
+    options = ["--train-limit", 40, "--test-limit", 20, *(["--gpus", gpus] if gpus else [])]
+    code, output = invoke("simulate", *options, "--out", tmp_path / "run")
+    assert code == 0, output
+    (how,) = seen
+    assert how["backend_config"]["client_resources"]["num_gpus"] == float(gpus or 0)
+    assert how["backend_config"]["init_args"]["num_gpus"] == known
 
 
 def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:

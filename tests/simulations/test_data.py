@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +16,7 @@ import pytest
 from fedrot.simulations import sources
 from fedrot.simulations.data import DataError, evaluate_predictions, load_text_data
 from fedrot.simulations.tokenizer import SPECIAL_TOKENS, bundled_tokenizer, train_wordpiece
+from tests.simulations.commands import invoke
 
 EMOTIONS = ("anger", "disgust", "fear", "joy", "sadness", "surprise", "neutral")
 
@@ -206,12 +210,118 @@ def test_bad_input_is_named(
         load_text_data("mine", tmp_path, **options)  # type: ignore[arg-type]
 
 
+TEXTS = [f'it was "{word}", and\nthen {i}' for i in range(10) for word in ("good", "bad")]
+MOODS = ["glad", "sad"] * 10
+
+
+def save(path: Path, columns: dict[str, list[Any]]) -> Path:
+    """Write a table with the standard library, Parquet apart."""
+    rows = list(zip(*columns.values(), strict=True))
+    if path.suffix == ".parquet":
+        write(path, **columns)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([list(columns), *rows])
+    else:
+        lines = (json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
+        path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_a_single_file_is_divided_the_same_way_every_time(suffix: str, tmp_path: Path) -> None:
+    path = save(tmp_path / f"mine{suffix}", {"text": TEXTS, "label": MOODS, "site": list(range(20))})
+    data = load_text_data(str(path))
+    assert data.label_names == ("glad", "sad")
+    # One row in five of each class.
+    assert np.bincount(data.train.labels).tolist() == [8, 8]
+    assert np.bincount(data.test.labels).tolist() == [2, 2]
+    assert sorted((*data.train.texts, *data.test.texts)) == sorted(TEXTS)
+    for text, site, label in zip(
+        data.test.texts, data.test.columns["site"], data.test.labels, strict=True
+    ):
+        assert isinstance(site, int)
+        assert (TEXTS[site], MOODS[site]) == (text, data.label_names[label])
+    assert f"{path} has no splits of its own: of 20 rows 4 are held out, one in 5" in data.note
+    again, by_name = load_text_data(str(path)), load_text_data(path.name, tmp_path)
+    assert again.test.texts == by_name.test.texts == data.test.texts
+    assert data.test.texts != data.train.texts[:4]
+
+
+def test_a_large_csv_file_has_texts_of_several_lines(tmp_path: Path) -> None:
+    """Files are read in blocks of a megabyte, which may end within a text."""
+    texts = ["a line\n" * 100 + str(i) for i in range(3000)]
+    path = save(tmp_path / "large.csv", {"text": texts, "label": ["glad", "sad"] * 1500})
+    data = load_text_data(str(path))
+    assert sorted((*data.train.texts, *data.test.texts)) == sorted(texts)
+
+
+def test_all_formats_are_divided_alike(tmp_path: Path) -> None:
+    found = {
+        load_text_data(str(save(tmp_path / f"mine{suffix}", {"text": TEXTS, "label": MOODS}))).test.texts
+        for suffix in (".parquet", ".csv", ".jsonl")
+    }
+    assert len(found) == 1
+
+
+def test_a_file_with_splits_of_its_own_keeps_them(tmp_path: Path) -> None:
+    split = ["train"] * 15 + ["test"] * 5
+    path = save(tmp_path / "mine.csv", {"text": TEXTS, "label": MOODS, "split": split})
+    data = load_text_data(str(path))
+    assert (data.train.texts, data.test.texts) == (tuple(TEXTS[:15]), tuple(TEXTS[15:]))
+    assert data.note == ""
+    assert load_text_data().note == ""
+
+
+def test_scores_and_columns_of_other_names_are_divided_too(tmp_path: Path) -> None:
+    """A score is no class: of twenty different ones four are held out."""
+    scores = [i / 7 for i in range(20)]
+    data = load_text_data(str(save(tmp_path / "scores.csv", {"text": TEXTS, "label": scores})))
+    assert (data.kind, len(data.train), len(data.test)) == ("regression", 16, 4)
+    path = save(tmp_path / "other.csv", {"body": TEXTS, "mood": MOODS})
+    data = load_text_data(str(path), text_column="body", label_column="mood")
+    assert (data.label_names, len(data.train), len(data.test)) == (("glad", "sad"), 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "message"),
+    [
+        ("mine.csv", {"body": TEXTS, "label": MOODS}, "no text column found among body, label"),
+        ("mine.jsonl", {"text": TEXTS, "mood": MOODS}, "no label column found among text, mood"),
+        ("mine.csv", {"text": TEXTS, "label": [0, None] * 10}, "missing values"),
+        ("nowhere.csv", None, r"there is no file \S+/nowhere.csv; check its path$"),
+        ("mine.csv", "a,b\n1,2,3\n", r"mine.csv cannot be read as CSV .*; save it again, or"),
+        ("mine.jsonl", "{half", "mine.jsonl cannot be read as JSON lines"),
+        ("mine.parquet", "text", "mine.parquet cannot be read as Parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    name: str, columns: dict[str, list[Any]] | str | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if isinstance(columns, str):
+        path.write_text(columns)
+    elif columns is not None:
+        save(path, columns)
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        load_text_data(str(path))
+
+
+def test_commands_say_how_a_file_was_divided(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", {"text": TEXTS, "label": MOODS})
+    code, output = invoke(
+        "simulate", "--data", path, "--clients", 2, "--out", tmp_path / "o", "--dry-run"
+    )
+    assert code == 0, output
+    assert "has no splits of its own: of 20 rows 4 are held out" in output
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "alone" / "train.parquet", text=["a"], label=[0])
     with pytest.raises(DataError, match="no held-out split"):
         load_text_data("alone", tmp_path)
     write(tmp_path / "whole.parquet", text=["a"], label=[0])
-    with pytest.raises(DataError, match="no 'split' column"):
+    with pytest.raises(DataError, match=r"whole.parquet has 1 rows, too few to hold .* more rows$"):
         load_text_data("whole", tmp_path)
     write(tmp_path / "half.parquet", text=["a"], label=[0], split=["train"])
     with pytest.raises(DataError, match="needs 'train' and one of"):

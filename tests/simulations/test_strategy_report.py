@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fedrot.simulations import heat_map
-from fedrot.simulations.cli import BAD_INPUT, app
+from fedrot.simulations.cli import app
 from fedrot.simulations.strategy_report import write_strategy_report
+from fedrot.simulations.terminal import BAD_INPUT
 from tests.simulations.test_report import Outline, write_lines
 
 
@@ -193,8 +194,8 @@ def test_the_command_takes_a_file(report: Path, tmp_path: Path) -> None:
         ("[1, 2]\n", [], "has a line that is no row: [1, 2]"),
         ('{"round": 1}\n', ["--metrics", "report.jsonl"], "round, stage, metrics in each"),
         ('{"round": 1}\n', ["--metrics", "nowhere.jsonl"], "No such file"),
-        ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown is for run folders"),
-        (None, ["--out", "x.html"], "--out and --metrics are for a strategy's file"),
+        ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown has an effect only for a run folder"),
+        (None, ["--out", "x.html"], "--out has an effect only for a strategy's file"),
     ],
 )
 def test_what_cannot_be_shown_is_said(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,11 @@ import pytest
 import torch
 
 from fedrot.simulations import training
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.models import build_model
 from fedrot.simulations.objectives import Classification
 from fedrot.simulations.tasks import Task, task_of
+from tests.simulations.commands import SMALL
 
 Seen = Callable[..., list[list[int]]]
 
@@ -83,3 +86,51 @@ def test_a_tenth_of_ten_steps_is_one_step(task: Task, seen: Seen) -> None:
     tens = replace(task, config=task.config.model_copy(update={"batch_size": 7}))
     for epochs, steps in ((1.0, 10), (1.1, 11), (0.7, 7), (1.11, 12)):
         assert len(seen(epochs, 0, tens)) == steps
+
+
+@pytest.mark.parametrize("name", ["classification", "mlm"])
+def test_a_lent_device_trains_the_same_model_and_gives_it_back(
+    name: TaskName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another name of the CPU stands for a GPU: inputs and outputs take the way of a GPU's."""
+    device = torch.device("cpu", 0)
+    config = SimulationConfig(task=name, **SMALL)
+    task = task_of(config.to_json())
+    results: list[Any] = []
+    moves: list[Any] = []
+    to = torch.Tensor.to
+
+    def spy(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+        # A model's own whole numbers have one row.
+        tokens = not tensor.is_floating_point() and tensor.ndim == 2 and len(tensor) > 1
+        moves.extend((place, tokens) for place in where[:1])
+        return to(tensor, *where, **options)
+
+    for lent in (torch.device("cpu"), device):
+        monkeypatch.setattr(training, "lent_device", lambda lent=lent: lent)
+        model = build_model(config, task.data, seed=0)
+        moves.clear()
+        monkeypatch.setattr(torch.Tensor, "to", spy)
+        loss = training.train(model, task, np.arange(64), seed=1)
+        metrics = training.evaluate(model, task, task.test, np.arange(20))
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        # Tokens go there, losses and logits come back.
+        assert ((device, True) in moves) == (lent == device)
+        assert (("cpu", False) in moves) == (lent == device)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        results.append((loss, metrics, model.state_dict()))
+    (loss, metrics, state), (other_loss, other_metrics, other_state) = results
+    assert (loss, metrics) == (other_loss, other_metrics)
+    assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
+
+
+@pytest.mark.parametrize(("lent", "kind"), [(["0"], "cuda"), ([], "cpu"), (None, "cpu")])
+def test_a_gpu_is_used_where_the_engine_lends_one(
+    lent: list[str] | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(is_initialized=lambda: lent is not None, get_gpu_ids=lambda: lent)
+    monkeypatch.setitem(sys.modules, "ray", engine)
+    assert training.lent_device().type == kind
+    monkeypatch.delitem(sys.modules, "ray")
+    assert training.lent_device().type == "cpu"

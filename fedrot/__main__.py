@@ -1,26 +1,23 @@
-"""``python -m fedrot``: the command ``fedrot``, found as an installed script is.
+"""The command ``fedrot``, also as ``python -m fedrot``.
 
-The library does not know who serves the command; the distribution's metadata do.
+It is served by ``fedrot.simulations``, which needs the extra ``simulation``.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
+from importlib import import_module
 
 
 def main() -> None:
     """Run the command, or say what to install for it."""
-    scripts = entry_points(group="console_scripts", name="fedrot")
-    if not scripts:
-        sys.exit("fedrot is not installed, so it has no command: pip install 'fedrot[simulation]'")
     try:
-        command = next(iter(scripts)).load()
+        command = import_module("fedrot.simulations.cli")
     except ModuleNotFoundError as error:
         if error.name is not None:  # missing for another reason than that the extra is not installed
             raise
         sys.exit(str(error))
-    command()
+    command.main()
 
 
 if __name__ == "__main__":

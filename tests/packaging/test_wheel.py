@@ -152,8 +152,17 @@ def test_the_harness_names_the_missing_package(bare: Path) -> None:
     assert "fedrot[simulation]" in result.stderr
 
 
-def test_python_m_fedrot_says_in_one_sentence_what_to_install(bare: Path) -> None:
-    result = python(bare, "import runpy; runpy.run_module('fedrot', run_name='__main__')")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import runpy; runpy.run_module('fedrot', run_name='__main__')",
+        "from importlib.metadata import entry_points as e; "
+        "[script] = e(group='console_scripts', name='fedrot'); script.load()()",
+    ],
+    ids=["module", "script"],
+)
+def test_the_command_says_in_one_sentence_what_to_install(bare: Path, code: str) -> None:
+    result = python(bare, code)
     assert result.returncode != 0
     (line,) = result.stderr.splitlines()
     assert line.endswith("pip install 'fedrot[simulation]'")

@@ -632,7 +632,7 @@ def test_permutations_carry_fisher_information(anchor: str) -> None:
     expected, _ = play(strategy, clients)
     moved = scrambled(clients, fishers, PERMUTATIONS.parts)
     result, metrics = play(strategy, moved)
-    assert metrics["fedrot-neurons-moved"] > 100
+    assert metrics["fedrot-neurons-moved"] > 90
     # Of a key's bias, which the loss does not see, the average is the mean.
     assert largest_difference(result, expected) <= 1e-4
     assert error(result, tensors_of(expected)) <= 1e-4

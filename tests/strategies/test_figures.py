@@ -108,11 +108,10 @@ class Clock:
 def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("fedrot.strategies.rounds.time", clock)
-    align = fedrot.anchors.align
 
     def aligned(*given: Any) -> Any:
         clock.now += 5
-        alignment = align(*given)
+        alignment = fedrot.align(*given)
         object.__setattr__(alignment.report, "seconds", 5.0)
         return alignment
 

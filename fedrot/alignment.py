@@ -18,7 +18,7 @@ from fedrot.matching.solve import solve
 from fedrot.moves import Move, apply_moves, transport_statistics
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
-from fedrot.report import AlignmentReport, GroupReport
+from fedrot.report import AlignmentReport, GroupReport, as_bits
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
 from fedrot.validation import check_symmetry, check_update
 
@@ -96,9 +96,13 @@ def alignment_of(
         distance = squared_distance(current.pairs(group))
         current = current.moved([move])
         after = squared_distance(current.pairs(group))
-        moved, angle = kind.moved(move.element), kind.angle(move.element)
+        moved, angle = as_bits(kind.moved(move.element)), kind.angle(move.element)
         rows.append(
-            GroupReport(group.name, group.layer, group.part, distance, after, moved, kind.units, angle)
+            GroupReport(
+                *(group.name, group.layer, group.part, distance, after),
+                *(moved, kind.units, angle),
+                within=group.within,
+            )
         )
     return Alignment(
         symmetry, found, AlignmentReport(tuple(rows), before, current.total(groups), seconds)

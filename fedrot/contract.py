@@ -146,7 +146,7 @@ def _drawn(group: Group, generator: torch.Generator) -> Tensor:
     """Return a random element that moves something, if the group has any."""
     element = group.kind.random(generator)
     for _ in range(_DRAWS):
-        if group.kind.moved(element):
+        if group.kind.moved(element).any():
             break
         element = group.kind.random(generator)
     return element

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -24,19 +24,20 @@ from flwr.serverapp.strategy import (
 from torch import Tensor, nn
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.anchors import ANCHORS, OF_ALL
+from fedrot.anchors import OF_ALL
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.files import append_rows
 from fedrot.layerwise import checked_device
 from fedrot.matching.blocks import model_distance
 from fedrot.options import AlignmentOptions
+from fedrot.strategies import arguments
 from fedrot.strategies.checkpoints import Checkpoints
 from fedrot.strategies.coordinates import Coordinates
 from fedrot.strategies.folding import Folding
 from fedrot.strategies.foreign import Exchange, Foreign
 from fedrot.strategies.grids import LazyGrid
 from fedrot.strategies.logs import log_fields
-from fedrot.strategies.loop import cut_rows, run
+from fedrot.strategies.loop import begin_rows, run
 from fedrot.strategies.messages import as_sent, of_mean, plain, restored, with_arrays, with_tensors
 from fedrot.strategies.metrics import EVALUATE, TRAIN, MetricsLog
 from fedrot.strategies.privacy import check_in_front, check_not_behind
@@ -53,7 +54,7 @@ from fedrot.strategies.replies import (
 from fedrot.strategies.rounds import Round, Update, legible
 from fedrot.strategies.store import Store
 from fedrot.strategies.waiting import Waiting, beyond
-from fedrot.strategies.wire import PRECISIONS, from_arrays, to_arrays
+from fedrot.strategies.wire import from_arrays, to_arrays
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.validation import check_finite
 
@@ -87,7 +88,8 @@ class Aligned(Strategy):
 
     Args:
         symmetry: a ``Symmetry``, or the model's transformers configuration (object or dictionary),
-            from which the symmetry is built when the first model is broadcast.
+            from which the symmetry is built when the first model is broadcast. ``align=False`` needs
+            neither.
         *args: passed to the strategy.
         anchor: whom to align to, see ``fedrot.align_round``; ``running`` if not given.
         options: what to align, see ``fedrot.AlignmentOptions``.
@@ -126,10 +128,11 @@ class Aligned(Strategy):
         **kwargs: passed to the strategy.
 
     Raises:
-        FedrotError: the anchor is unknown, or it would undo the differential privacy of the strategy
-            behind; a number makes no sense; ``spill`` cannot be written to; TensorBoard is asked for and
-            not installed; on the first round, the symmetry does not fit the model, or a privacy wrapper
-            is around this strategy.
+        FedrotError: ``symmetry`` or ``model`` is something else; the anchor is unknown, or it would undo
+            the differential privacy of the strategy behind; a number makes no sense; ``spill`` cannot be
+            written to; TensorBoard is asked for and not installed; on the first round, the symmetry does
+            not fit the model, ``model`` is not what its names say, a privacy wrapper is around this
+            strategy, or every reply is set aside for the same reason.
     """
 
     #: What a checkpoint leaves out: it is given anew, or belongs to one round.
@@ -140,7 +143,7 @@ class Aligned(Strategy):
 
     def __init__(
         self,
-        symmetry: Symmetry | Mapping[str, Any] | object,
+        symmetry: Symmetry | Mapping[str, Any] | object | None = None,
         *args: Any,
         anchor: str = DEFAULT_ANCHOR,
         options: AlignmentOptions | None = None,
@@ -162,21 +165,12 @@ class Aligned(Strategy):
         tensorboard: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
+        arguments.check_described(type(self).__name__, symmetry, align, model)
         super().__init__(*args, **kwargs)
-        if anchor not in ANCHORS:
-            raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
-        if match_at_clients and model is None and foreign is None:
-            raise FedrotError(
-                "match_at_clients is for foreign replies: give 'model', or 'foreign', too."
-            )
-        if min_replies < 1:
-            raise FedrotError(f"min_replies is {min_replies}; a round needs 1 reply at least.")
-        if norm_bound is not None and not norm_bound > 1:
-            raise FedrotError(f"norm_bound is {norm_bound}; it must be above 1, the median itself.")
-        if wire is not None and wire not in PRECISIONS:
-            raise FedrotError(f"wire is {wire}; choose from {', '.join(map(str, PRECISIONS))}.")
+        matched = model is not None or foreign is not None
+        arguments.check_settings(anchor, match_at_clients, matched, min_replies, norm_bound, wire)
         if align:
-            check_in_front(self, anchor, foreign=model is not None or foreign is not None)
+            check_in_front(self, anchor, matched)
         self.symmetry = symmetry
         self.anchor = anchor
         self.options = options or AlignmentOptions()
@@ -190,10 +184,7 @@ class Aligned(Strategy):
         self.wire = wire
         self.device = checked_device(device)
         self.report_path = Path(report_path) if report_path is not None else None
-        self.metrics_log = MetricsLog(
-            Path(metrics_path) if metrics_path is not None else None,
-            Path(tensorboard) if tensorboard is not None else None,
-        )
+        self.metrics_log = MetricsLog(metrics_path, tensorboard)
         self.checkpoints = (
             Checkpoints(checkpoints, keep_checkpoints) if checkpoints is not None else None
         )
@@ -227,23 +218,32 @@ class Aligned(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time."""
+        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time.
+
+        Raises:
+            FedrotError: ``initial_arrays`` is no model; or a checkpoint is wrong, see ``loop.run``.
+        """
+        arguments.check_initial_arrays(initial_arrays, self.symmetry, self.align)
         self._timeout = timeout
         lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         with self.metrics_log as metrics:
             evaluating = metrics.evaluating(evaluate_fn)
             given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
             if self.checkpoints is None and self.resume is None:
+                self.begin(None)
                 return super().start(lazy, initial_arrays, *given)
             return run(
                 self, lazy, initial_arrays, *given, checkpoints=self.checkpoints, resume=self.resume
             )
 
-    def restored(self, after_round: int) -> None:
-        """Forget the reported rows of rounds that will be played again; a resumed run calls it."""
-        if self.report_path is not None:
-            cut_rows(self.report_path, after_round)
-        self.metrics_log.cut(after_round)
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """Refuse Flower's legacy server, which calls this first."""
+        raise FedrotError(arguments.LEGACY.format(name=type(self).__name__))
+
+    def begin(self, after_round: int | None) -> None:
+        """Make the files of report and metrics ready, see ``begin_rows``; every run calls it."""
+        begin_rows(self.report_path, after_round)
+        self.metrics_log.begin(after_round)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -309,6 +309,7 @@ class Aligned(Strategy):
                 result = self._folded(updates, folding, this_round)
         arrays, metrics = self._reported(this_round, *result)
         self.metrics_log.write(server_round, TRAIN, metrics)
+        this_round.check_start()
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -398,7 +399,7 @@ class Aligned(Strategy):
         """Yield the replies that may enter the average, as they come; set the others aside."""
         answers, needs = self._asked.answers(), self._needs(this_round.number)
         how = self.deterministic, getattr(self._weighting, "train_loss_key", None)
-        for message in replies:
+        for message in this_round.waited(replies):
             if message.has_error():
                 reason = message.error.reason or "no reason given"
                 client = answers.failed(message)
@@ -554,9 +555,10 @@ class Aligned(Strategy):
         self, this_round: Round, arrays: ArrayRecord | None, metrics: MetricRecord | None
     ) -> Aggregated:
         """Log and write what happened, and add it to the metrics."""
-        this_round.log_end(self.align)
+        figures = this_round.metrics()
+        this_round.log_end(figures, self.align)
         # Without alignment the metrics are the strategy's own; only what went wrong is added.
-        ours = this_round.metrics() if self.align else {**this_round.losses()}
+        ours = figures if self.align else this_round.losses()
         if self.report_path is not None:
             append_rows(self.report_path, this_round.rows())
         return arrays, MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None

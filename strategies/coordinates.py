@@ -78,7 +78,8 @@ class Coordinates:
             this_round.foreign = len(places)
             base = matching.base(replies, places, broadcast)
             if matching.match_at_clients and places and self.exchange is not None:
-                found = matching.matched_at_clients(replies, base, symmetry, self.exchange)
+                asked = (replies, base, symmetry, self.exchange, this_round)
+                found = matching.matched_at_clients(*asked)
             for index, result in sorted(found.items()):
                 yield from moved(replies[index], result)
         given = deque[Reply]()

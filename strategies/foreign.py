@@ -20,6 +20,7 @@ from fedrot.matching.activations import probing
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.matching import FOREIGN_OPTIONS, read_answer, request
 from fedrot.strategies.replies import Reply
+from fedrot.strategies.rounds import Round
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.resolve import settings_of
 from fedrot.validation import check_finite
@@ -65,7 +66,11 @@ class Foreign:
         return self.options is not None and (self.match_at_clients or "residual" in self.options.parts)
 
     def prepare(self, symmetry: Symmetry) -> None:
-        """Make sure, once, that the model is what its names say before its residual stream is moved."""
+        """Make sure, once, that the model is what its names say before its residual stream is moved.
+
+        Raises:
+            SymmetryError: it is not.
+        """
         if self._prepared or self.model is None:
             return
         self._prepared = True
@@ -77,9 +82,10 @@ class Foreign:
         try:
             check_function(model, config, symmetry, parts)
         except SymmetryError as error:
-            log(WARNING, "Replies from other bases will be aligned like all others: %s", error)
-            self.options = None
-            return
+            raise SymmetryError(
+                "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
+                f"to align them like all others, or give 'foreign' with fewer parts. {error}"
+            ) from error
         self.options = self.options or FOREIGN_OPTIONS
         if reads_text(config):
             self.evidence = probing(self.model, config, symmetry)
@@ -112,6 +118,7 @@ class Foreign:
         base: Tensors,
         symmetry: Symmetry,
         exchange: Exchange,
+        this_round: Round,
     ) -> dict[int, AlignedUpdate]:
         """Return the updates that their senders matched to the base, by place among the replies."""
         asked, requests = {}, []
@@ -121,7 +128,7 @@ class Foreign:
                 asked[node] = index
                 requests.append(request(base, reply.tensors, exchange.config, node))
         found: dict[int, AlignedUpdate] = {}
-        for answer in exchange.of(requests):
+        for answer in this_round.waited(exchange.of(requests)):
             index = asked.get(answer.metadata.src_node_id, -1)
             if index < 0 or index in found:
                 continue

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from logging import INFO
 from pathlib import Path
 
@@ -43,8 +44,8 @@ def run(
 
     Resumed, the run goes on after the newest good checkpoint with its model, its result so far, the
     state of the strategy and of the random generators, and what the strategy changed in the
-    configurations. A strategy that has a method ``restored`` is told after which round it goes on, 0
-    if the run was killed in its first, before anything else happens.
+    configurations. A strategy that has a method ``begin`` is told, before anything else happens, after
+    which round it goes on: 0 if the run was killed in its first, None if this is a new run.
 
     Args:
         strategy: as it was built for the run that is resumed.
@@ -72,8 +73,8 @@ def run(
             _check_same_model(found, initial_arrays)
             arrays, result, done = found.arrays, found.result, found.round
             state.restore(found.state, found.state_arrays)
-        if (goes_on or found is not None) and hasattr(strategy, "restored"):
-            strategy.restored(done)
+        if hasattr(strategy, "begin"):
+            strategy.begin(done if goes_on or found is not None else None)
         started = time.time()
         if found is not None:
             restore_random(found.state, found.state_arrays)
@@ -104,6 +105,26 @@ def run(
                 log_fields(INFO, fields, "Checkpoint written to '%s' in %.2fs", folder, seconds)
     _log_end(result, time.time() - started)
     return result
+
+
+def begin_rows(path: Path | None, after_round: int | None) -> None:
+    """Make a JSON-lines file ready for the rows of a run.
+
+    Args:
+        path: None, and a file that does not exist, need nothing.
+        after_round: the run goes on in the file after this round, and the rows of later ones go; after
+            round 0 everything happens again. A new run, None, begins a file of its own: what an earlier
+            run wrote moves to ``NAME.1.jsonl``, or the next number that is free.
+    """
+    if path is None or not path.is_file():
+        return
+    if after_round is not None:
+        cut_rows(path, after_round or -1)
+    elif path.stat().st_size:
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        earlier = next(name for name in names if not name.exists())
+        path.rename(earlier)
+        log(INFO, "'%s' is of an earlier run, and is now '%s'.", path, earlier)
 
 
 def cut_rows(path: Path, after_round: int) -> None:

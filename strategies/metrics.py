@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from fedrot.errors import FedrotError
 from fedrot.files import append_rows
-from fedrot.strategies.loop import Evaluate, cut_rows
+from fedrot.strategies.loop import Evaluate, begin_rows
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -37,9 +37,9 @@ class MetricsLog:
         FedrotError: TensorBoard is asked for and is not installed.
     """
 
-    def __init__(self, path: Path | None = None, tensorboard: Path | None = None) -> None:
-        self.path = path
-        self.tensorboard = tensorboard
+    def __init__(self, path: str | Path | None = None, tensorboard: str | Path | None = None) -> None:
+        self.path = Path(path) if path is not None else None
+        self.tensorboard = Path(tensorboard) if tensorboard is not None else None
         self._start = time.monotonic()
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
@@ -86,11 +86,10 @@ class MetricsLog:
 
         return written
 
-    def cut(self, after_round: int) -> None:
-        """Forget the rounds after this one, which are played again."""
-        if self.path is not None:
-            cut_rows(self.path, after_round)
-        self._purge_step = after_round + 1
+    def begin(self, after_round: int | None) -> None:
+        """Make the file ready for a run, see ``begin_rows``; TensorBoard forgets what happens again."""
+        begin_rows(self.path, after_round)
+        self._purge_step = None if after_round is None else after_round + 1 if after_round else 0
 
 
 def _summary_writer() -> type[SummaryWriter]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, INFO, WARNING
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flwr.common import log
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
+from fedrot.errors import FedrotError
 from fedrot.report import AlignmentReport
+from fedrot.strategies.figures import FIGURES
 from fedrot.strategies.logs import log_fields
 from fedrot.strategies.replies import Reply
+
+T = TypeVar("T")
 
 
 class Update(NamedTuple):
@@ -45,6 +49,7 @@ class Round:
     foreign: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
+    waiting: float = 0.0
 
     def put_aside(self, client: int, reason: str) -> None:
         """Note a reply that has no part in the average."""
@@ -99,48 +104,53 @@ class Round:
         for name, what in islice(notes.items(), 1):
             log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(notes), what)
 
-    def losses(self) -> dict[str, int]:
-        """Return the counts of what went wrong, without those that are 0."""
-        counts = {
-            "fedrot-replies-set-aside": len(self.set_aside),
-            "fedrot-replies-failed": len(self.failed),
-            "fedrot-round-failed": int(bool(self.lost)),
-            "fedrot-statistics-bytes": self.statistics_bytes,
-        }
-        return {name: count for name, count in counts.items() if count}
+    def waited(self, replies: Iterable[T]) -> Iterator[T]:
+        """Yield replies as they come, and count the seconds that they are waited for."""
+        coming = iter(replies)
+        while True:
+            start = time.perf_counter()
+            try:
+                reply = next(coming)
+            except StopIteration:
+                return
+            finally:
+                self.waiting += time.perf_counter() - start
+            yield reply
+            # Or it would stay until the next one has come.
+            del reply
+
+    @property
+    def seconds(self) -> float:
+        """How long the round has taken so far."""
+        return time.perf_counter() - self.start
+
+    def losses(self) -> dict[str, float | int]:
+        """Return the figures that count without alignment, too, as far as they are not 0."""
+        found = {figure.name: figure.of(self) for figure in FIGURES if figure.always}
+        return {name: value for name, value in found.items() if value}
 
     def metrics(self) -> dict[str, float | int]:
         """Return the round's figures, over all clients."""
-        reports = [report for _, report in self.reports]
-        before = sum(r.before for r in reports)
+        return {figure.name: figure.of(self) for figure in FIGURES}
 
-        def share(*parts: str) -> float:
-            removed = sum(r.share(*parts) * r.before for r in reports)
-            return removed / before if before > 0 else 0.0
+    def check_start(self) -> None:
+        """End a run in whose first round every reply was set aside for the same reason.
 
-        return {
-            "fedrot-distance-before": before / max(len(reports), 1),
-            "fedrot-distance-after": sum(r.after for r in reports) / max(len(reports), 1),
-            "fedrot-share-rotation": share("attention"),
-            "fedrot-share-permutation": share("residual", "output", "heads", "ffn"),
-            "fedrot-share-rescale": share("rescale"),
-            "fedrot-heads-rotated": sum(r.moved("attention") for r in reports),
-            "fedrot-heads-moved": sum(r.moved("heads") for r in reports),
-            "fedrot-neurons-moved": sum(r.moved("ffn") for r in reports),
-            "fedrot-stream-moved": sum(r.moved("residual") for r in reports),
-            "fedrot-groups-skipped": sum(g.skipped for r in reports for g in r.groups),
-            "fedrot-replies-foreign": self.foreign,
-            "fedrot-replies-accepted": self.accepted,
-            "fedrot-replies-set-aside": len(self.set_aside),
-            "fedrot-replies-failed": len(self.failed),
-            "fedrot-round-failed": int(bool(self.lost)),
-            "fedrot-statistics-bytes": self.statistics_bytes,
-            "fedrot-seconds": time.perf_counter() - self.start,
-        }
+        Such a reason is the program's, not a client's, and holds in every round. Where a client has
+        failed or has not answered, or reasons differ, the next round may go better.
 
-    def log_end(self, aligned: bool) -> None:
+        Raises:
+            FedrotError: with the reason.
+        """
+        reasons = {reason for _, reason in self.set_aside}
+        if self.number == 1 and len(reasons) == 1 and not self.accepted and not self.failed:
+            raise FedrotError(
+                "Every reply of the first round was set aside for the same reason; mend the ClientApp "
+                f"and start again. The reason: {reasons.pop()}"
+            )
+
+    def log_end(self, figures: Mapping[str, float | int], aligned: bool) -> None:
         """Log the round's figures."""
-        ours = self.metrics()
         moved = (
             "distance {fedrot-distance-before:.4g} -> {fedrot-distance-after:.4g} (rotation "
             "{fedrot-share-rotation:.1%}, permutation {fedrot-share-permutation:.1%}), "
@@ -150,10 +160,11 @@ class Round:
         )
         counts = (
             "{fedrot-replies-accepted} replies accepted, {fedrot-replies-set-aside} set aside, "
-            "{fedrot-replies-failed} failed, {fedrot-seconds:.2f} s"
+            "{fedrot-replies-failed} failed, {fedrot-seconds-waiting:.2f} s of waiting, "
+            "{fedrot-seconds-aligning:.2f} s of alignment"
         )
-        fields = {"round": self.number, "metrics": ours}
-        log_fields(INFO, fields, "Alignment: %s, %s", moved.format(**ours), counts.format(**ours))
+        fields = {"round": self.number, "metrics": dict(figures)}
+        log_fields(INFO, fields, "Alignment: %s, %s", moved.format(**figures), counts.format(**figures))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per reply lost, per note."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedrot.matching.blocks import distance_once
 from fedrot.matching.match import COUPLED, STAGES, Match, Problem, stage_of
 from fedrot.moves import Move
-from fedrot.report import GroupReport
+from fedrot.report import GroupReport, as_bits
 from fedrot.symmetry.description import Group, Slot
 from fedrot.symmetry.kinds import HeadPermutation
 
@@ -145,7 +145,11 @@ class _Descent:
         row = self.rows.get(group.name)
         if row is None:
             self.first_seen += self._unseen(group, before)
-            row = GroupReport(group.name, group.layer, group.part, before, before, 0, group.kind.units)
+            row = GroupReport(
+                *(group.name, group.layer, group.part, before, before),
+                *(0, group.kind.units),
+                within=group.within,
+            )
         self.rows[group.name] = replace(
             row, after=row.after - (before - after), certified=certified, skipped=skipped
         )
@@ -174,7 +178,7 @@ class _Descent:
             row, element = self.rows[group.name], elements.get(group.name)
             if element is not None:
                 moved, angle = group.kind.moved(element), group.kind.angle(element)
-                row = replace(row, moved=moved, angle=angle, skipped=False)
+                row = replace(row, units=as_bits(moved), angle=angle, skipped=False)
             rows.append(row)
         return Solution(moves, tuple(rows), before, after)
 

@@ -43,8 +43,8 @@ class Kind(Protocol):
         Gradients move inversely to weights, and signs do not show in their squares.
         """
 
-    def moved(self, element: Tensor) -> int:
-        """Return how many heads or neurons the element moves."""
+    def moved(self, element: Tensor) -> Tensor:
+        """Return which of the ``units`` heads or neurons the element moves, bool ``[units]``."""
 
     def angle(self, element: Tensor) -> float:
         """Return by how many degrees the element turns what it moves, on average; 0 if it does not."""
@@ -81,8 +81,8 @@ class Permutation:
     def on_fisher(self, element: Tensor) -> Tensor:
         return element
 
-    def moved(self, element: Tensor) -> int:
-        return int((element.cpu() != torch.arange(self.n)).sum())
+    def moved(self, element: Tensor) -> Tensor:
+        return element.cpu() != torch.arange(self.n)
 
     def angle(self, element: Tensor) -> float:
         return 0.0
@@ -118,8 +118,8 @@ class SignedPermutation(Permutation):
     def on_fisher(self, element: Tensor) -> Tensor:
         return element.abs()
 
-    def moved(self, element: Tensor) -> int:
-        return int((element.cpu() != torch.arange(1, self.n + 1)).sum())
+    def moved(self, element: Tensor) -> Tensor:
+        return element.cpu() != torch.arange(1, self.n + 1)
 
     def contains(self, element: Tensor) -> bool:
         return element.dtype == torch.int64 and _is_order(element.abs() - 1, self.n)
@@ -160,8 +160,8 @@ class QueryPermutation:
     def on_fisher(self, element: Tensor) -> Tensor:
         return element
 
-    def moved(self, element: Tensor) -> int:
-        return int((element.cpu() != torch.arange(self.n)).sum())
+    def moved(self, element: Tensor) -> Tensor:
+        return (element.cpu() != torch.arange(self.n)).flatten()
 
     def angle(self, element: Tensor) -> float:
         return 0.0
@@ -212,9 +212,9 @@ class HeadRotation:
         ordered = ((element == 0) | (element.abs() == 1)).all()
         return element.abs() if bool(ordered) else None
 
-    def moved(self, element: Tensor) -> int:
+    def moved(self, element: Tensor) -> Tensor:
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
-        return int(((element - eye).abs().amax(dim=(-2, -1)) > 1e-6).sum())
+        return (element - eye).abs().amax(dim=(-2, -1)) > 1e-6
 
     def angle(self, element: Tensor) -> float:
         cosine = torch.diagonal(element, dim1=-2, dim2=-1).mean(-1).clamp(-1, 1)
@@ -293,8 +293,8 @@ class RotaryPhases:
         still = bool((element.sin().abs() <= 1e-12).all())
         return torch.zeros_like(element) if still else None
 
-    def moved(self, element: Tensor) -> int:
-        return int((self._turns(element) > 1e-6).any(1).sum())
+    def moved(self, element: Tensor) -> Tensor:
+        return (self._turns(element) > 1e-6).any(1)
 
     def angle(self, element: Tensor) -> float:
         return float(torch.rad2deg(self._turns(element)).mean())
@@ -338,8 +338,8 @@ class RotarySigns:
     def on_fisher(self, element: Tensor) -> Tensor:
         return torch.ones_like(element)
 
-    def moved(self, element: Tensor) -> int:
-        return int((element < 0).any(1).sum())
+    def moved(self, element: Tensor) -> Tensor:
+        return (element < 0).any(1)
 
     def angle(self, element: Tensor) -> float:
         return 0.0
@@ -380,8 +380,8 @@ class Rescale:
     def on_fisher(self, element: Tensor) -> Tensor:
         return element.square().reciprocal()
 
-    def moved(self, element: Tensor) -> int:
-        return int(((element - 1).abs() > 1e-6).sum())
+    def moved(self, element: Tensor) -> Tensor:
+        return (element - 1).abs() > 1e-6
 
     def angle(self, element: Tensor) -> float:
         return 0.0

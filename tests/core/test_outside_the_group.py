@@ -121,7 +121,7 @@ def _moving(kind: Kind, seed: int) -> Tensor:
     """Return a random element that moves something."""
     rng = seeded(seed)
     element = kind.random(rng)
-    while not kind.moved(element):
+    while not kind.moved(element).any():
         element = kind.random(rng)
     return element
 

@@ -105,6 +105,11 @@ def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays_of(record).items()}
 
 
+def timeless(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return metrics without what differs between any two runs."""
+    return {k: v for k, v in (metrics or {}).items() if not k.startswith("fedrot-seconds")}
+
+
 def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
     """Return the largest absolute difference between two records."""
     left, right = arrays_of(a), arrays_of(b)

@@ -29,7 +29,7 @@ from fedrot.strategies.checkpoints import Checkpoints
 from fedrot.strategies.loop import run
 from fedrot.strategies.state import RunState
 from tests.models import near
-from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
+from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of, timeless
 
 ROUNDS, CLIENTS, NODES = 6, 4, 2
 CONFIG = BertConfig(
@@ -40,7 +40,6 @@ CONFIG = BertConfig(
     vocab_size=3000,
     max_position_embeddings=64,
 )
-CLOCKS = ("fedrot-seconds", "seconds")
 METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
@@ -136,7 +135,7 @@ def ending(result: Result, report: Path) -> dict[str, Any]:
 
 def without_clocks(record: Any) -> dict[str, Any]:
     """Return a row or record without what differs between any two runs."""
-    return {name: value for name, value in record.items() if name not in CLOCKS}
+    return {name: value for name, value in timeless(record).items() if name != "seconds"}
 
 
 def die(folder: str, at: int) -> None:

@@ -467,10 +467,10 @@ def test_if_nobody_sends_statistics_nothing_is_averaged(
     align: bool, warnings: Callable[[], str]
 ) -> None:
     strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean)
-    messages = ask(strategy, state(), 3)
+    messages = ask(strategy, state(), 3, server_round=2)
     bare = [replace(client, statistics={}) for client in honest()]
     replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, bare, strict=True))]
-    arrays, metrics = strategy.aggregate_train(1, replies)
+    arrays, metrics = strategy.aggregate_train(2, replies)
     assert arrays is None
     assert metrics is not None
     assert metrics["fedrot-replies-set-aside"] == 3
@@ -489,9 +489,9 @@ class Picky(Mean):
 
 def test_if_the_aggregation_takes_nothing_nothing_is_averaged(warnings: Callable[[], str]) -> None:
     strategy = FedRot(config_of(NAME), aggregation=Picky)
-    messages = ask(strategy, state(), 3)
+    messages = ask(strategy, state(), 3, server_round=2)
     replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
-    arrays, metrics = strategy.aggregate_train(1, replies)
+    arrays, metrics = strategy.aggregate_train(2, replies)
     assert warnings().count("I do not like it") == 3
     assert metrics is not None
     assert metrics["fedrot-replies-set-aside"] == 3
@@ -632,7 +632,7 @@ def test_permutations_carry_fisher_information(anchor: str) -> None:
     expected, _ = play(strategy, clients)
     moved = scrambled(clients, fishers, PERMUTATIONS.parts)
     result, metrics = play(strategy, moved)
-    assert metrics["fedrot-neurons-moved"] > 100
+    assert metrics["fedrot-neurons-moved"] > 90
     # Of a key's bias, which the loss does not see, the average is the mean.
     assert largest_difference(result, expected) <= 1e-4
     assert error(result, tensors_of(expected)) <= 1e-4

@@ -148,7 +148,7 @@ def test_rounds_that_are_played_again_are_written_once(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"round": 4, "sta')
     with MetricsLog(path, folder) as log:
-        log.cut(1)
+        log.begin(1)
         log.write(2, "train", {"loss": 20.0})
     assert [(row["round"], row["metrics"]["loss"]) for row in rows_of(path)] == [(1, 1.0), (2, 20.0)]
     assert scalars(folder) == {"train/loss": {1: 1.0, 2: 20.0}}
@@ -227,7 +227,7 @@ def test_a_round_s_records_carry_their_fields(lines: Lines, tmp_path: Path) -> N
     ((level, number, metrics),) = lines.rows("round", "metrics")
     ours = {k: v for k, v in result.train_metrics_clientapp[1].items() if k.startswith("fedrot-")}
     assert (level, number) == ("INFO", 1)
-    assert {**metrics, "fedrot-seconds": 0} == {**ours, "fedrot-seconds": 0}
+    assert metrics == ours
     ((*_, folder, seconds),) = lines.rows("round", "checkpoint", "seconds")
     assert Path(folder) == tmp_path / "round-000001"
     assert 0 <= seconds < 60

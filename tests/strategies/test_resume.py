@@ -538,9 +538,9 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
 class Reporting(FedAvg):
     """Writes down after which round it goes on."""
 
-    after: int | None = None
+    after: int | None = -1
 
-    def restored(self, after_round: int) -> None:
+    def begin(self, after_round: int | None) -> None:
         self.after = after_round
 
 

@@ -1,0 +1,159 @@
+"""Checks of what a strategy is given: mistakes that are known before any client trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor, nn
+
+from fedrot.anchors import ANCHORS
+from fedrot.errors import FedrotError
+from fedrot.strategies.wire import PRECISIONS
+from fedrot.symmetry import Symmetry, check_family
+from fedrot.symmetry.resolve import settings_of
+
+#: Said when Flower's legacy server takes one of our strategies.
+LEGACY = (
+    "Flower's legacy server (ServerAppComponents, ServerApp(server_fn=...)) cannot run {name}: write "
+    "app = ServerApp(), and in a function main(grid, context) under @app.main() "
+    "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
+)
+
+
+def check_described(name: str, given: object, align: bool, model: object = None) -> None:
+    """Make sure that what describes the model does, and that what builds it can.
+
+    Args:
+        name: the strategy's class.
+        given: a symmetry, or a transformers configuration or its dictionary; None if ``align`` is False.
+        align: whether the description is needed.
+        model: a function that builds the model, or None.
+
+    Raises:
+        FedrotError: one of them is something else; the error says what to write instead.
+        SymmetryError: the architecture that is described is not supported.
+    """
+    kind = type(model).__name__
+    if isinstance(model, nn.Module) or not (model is None or callable(model)):
+        example = kind if isinstance(model, nn.Module) else "MyModel"
+        raise FedrotError(
+            f"{name} was given a {kind} as model, which has to be a function that builds one: write "
+            f"model=lambda: {example}(config)."
+        )
+    if isinstance(given, Symmetry) or (given is None and not align):
+        return
+    mistake = _mistake(name, given)
+    if mistake:
+        raise FedrotError(mistake)
+    settings = settings_of(given)
+    if align:
+        check_family(settings)
+
+
+def _mistake(name: str, given: object) -> str:
+    """Return what was given in place of a configuration, and what to write; nothing if it may be one."""
+    kind, call = type(given).__name__, f"{name}(model.config, ...)"
+    if given is None:
+        return (
+            f"{name} is not told which architecture it aligns: write {call}, with the transformers "
+            f"configuration, or {name}(symmetry, ...) for a model of your own (docs/own-model.md)."
+        )
+    if isinstance(given, nn.Module):
+        config = getattr(given, "config", None)
+        if isinstance(config, Mapping) or callable(getattr(config, "to_dict", None)):
+            return f"{name} was given a model, a {kind}: write {call}, with its configuration."
+        return (
+            f"{name} was given a model, a {kind}, that has no transformers configuration: describe its "
+            f"architecture (docs/own-model.md), and write {name}(symmetry, ...)."
+        )
+    if isinstance(given, str):
+        return (
+            f"{name} was given the name '{given:.60}': write "
+            f"{name}(transformers.AutoConfig.from_pretrained('{given:.60}'), ...)."
+        )
+    if isinstance(given, (bool, int, float)):
+        return (
+            f"{name} was given the number {given} where the model's configuration stands: write "
+            f"{name}(model.config, fraction_train={given}), other strategies' arguments by their names."
+        )
+    if _holds_tensors(given):
+        return (
+            f"{name} was given a model's tensors: write {call}, and give the tensors to "
+            "strategy.start(grid, ArrayRecord(model.state_dict()))."
+        )
+    strategy = given if isinstance(given, type) else type(given)
+    if issubclass(strategy, Strategy):
+        other = strategy.__name__
+        return (
+            f"{name} was given the strategy {other}: write class Aligned{other}(Aligned, {other}): pass "
+            f"and Aligned{other}(model.config, ...)."
+        )
+    if callable(given):
+        return (
+            f"{name} was given a class or function: write {call} with the configuration of a model; "
+            "what builds one is the argument model=."
+        )
+    return ""
+
+
+def _holds_tensors(given: object) -> bool:
+    values = list(given.values()) if isinstance(given, Mapping) else given
+    if isinstance(values, (list, tuple)):
+        return any(isinstance(value, (Tensor, np.ndarray, Array)) for value in values)
+    return isinstance(values, (Tensor, np.ndarray))
+
+
+def check_settings(
+    anchor: str,
+    match_at_clients: bool,
+    foreign: bool,
+    min_replies: int,
+    norm_bound: float | None,
+    wire: torch.dtype | None,
+) -> None:
+    """Make sure that settings exist, and that numbers make sense; see ``Aligned``.
+
+    Args:
+        foreign: whether replies from other bases are matched as a whole.
+
+    Raises:
+        FedrotError: one of them is wrong.
+    """
+    if anchor not in ANCHORS:
+        raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
+    if match_at_clients and not foreign:
+        raise FedrotError("match_at_clients is for foreign replies: give 'model', or 'foreign', too.")
+    if min_replies < 1:
+        raise FedrotError(f"min_replies is {min_replies}; a round needs 1 reply at least.")
+    if norm_bound is not None and not norm_bound > 1:
+        raise FedrotError(f"norm_bound is {norm_bound}; it must be above 1, the median itself.")
+    if wire is not None and wire not in PRECISIONS:
+        raise FedrotError(f"wire is {wire}; choose from {', '.join(map(str, PRECISIONS))}.")
+
+
+def check_initial_arrays(arrays: object, described: object, align: bool) -> None:
+    """Make sure that the first model is a record of tensors by name.
+
+    Args:
+        arrays: what ``start`` was given.
+        described: the symmetry, or the configuration.
+        align: whether names are needed.
+
+    Raises:
+        FedrotError: it is no ``ArrayRecord``; or it was made from a list, whose arrays have numbers for
+            names, and the symmetry does not call them so.
+    """
+    if not isinstance(arrays, ArrayRecord):
+        raise FedrotError(
+            f"initial_arrays is a {type(arrays).__name__}: write ArrayRecord(model.state_dict())."
+        )
+    known = isinstance(described, Symmetry) and described.shapes.keys() == arrays.keys()
+    if align and arrays and not known and all(name.isdigit() for name in arrays):
+        raise FedrotError(
+            "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as if they "
+            "were made from a list: write ArrayRecord(model.state_dict()); names tell what can move."
+        )

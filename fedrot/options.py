@@ -50,8 +50,9 @@ class AlignmentOptions:
     canonical_biases: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.parts, str):
-            raise FedrotError(f"parts is the string '{self.parts}'; give a tuple, ('{self.parts}',).")
+        parts: object = self.parts
+        if isinstance(parts, str):
+            raise FedrotError(f"parts is the string '{parts}'; give a tuple, ('{parts}',).")
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")

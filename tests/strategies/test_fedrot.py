@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
-from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies import Aligned, FedRot, to_arrays
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(
@@ -288,6 +288,49 @@ def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
         1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
     )
     assert {array.dtype for array in arrays_of(result).values()} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("sent", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_reply_beyond_the_precision_of_the_round_is_set_aside_alone(
+    sent: torch.dtype, align: bool, tmp_path: Path
+) -> None:
+    base = {name: tensor.half() for name, tensor in model().items()}
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, align=align, anchor="global", report_path=report)
+    messages = broadcast(strategy, base, clients=4)
+    good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
+    expected, _ = strategy.aggregate_train(1, good)
+    name = "bert.pooler.dense.bias"
+    large = {n: t.to(sent) for n, t in updates(base)[0].items()}
+    large[name][3] = 1e6
+    answer = reply(messages[3], base, 10, 9)
+    answer.content["arrays"] = to_arrays(large)
+    result, metrics = strategy.aggregate_train(1, [good[0], answer, *good[1:]])
+    assert largest_difference(expected, result) == 0.0
+    assert all(np.isfinite(array).all() for array in arrays_of(result).values())
+    assert {array.dtype for array in arrays_of(result).values()} == {np.dtype("float16")}
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 1
+    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert row["client"] == 9
+    assert f"'{name}' holds values beyond torch.float16" in row["set_aside"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("sent", [torch.float16, torch.float32])
+def test_no_precision_hides_what_is_not_finite(value: float, sent: torch.dtype) -> None:
+    base = {name: tensor.half() for name, tensor in model().items()}
+    strategy = FedRot(CONFIG, align=False)
+    messages = broadcast(strategy, base, clients=2)
+    broken = {n: t.to(sent) for n, t in updates(base)[0].items()}
+    broken["classifier.bias"][0] = value
+    good = {n: t.half() for n, t in updates(base)[1].items()}
+    answers = [reply(messages[0], broken, 10, 0), reply(messages[1], good, 10, 1)]
+    result, metrics = strategy.aggregate_train(1, answers)
+    assert largest_difference(result, ArrayRecord(good)) == 0.0
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 1
 
 
 def test_without_a_good_reply_the_model_stays() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.simulations import report
 from fedrot.simulations.report import markdown_table, summary_tables, write_report
 from fedrot.simulations.tables import format_score, result_lines, scrambling
 
@@ -151,6 +152,37 @@ def test_an_interrupted_run_says_so(run: Path) -> None:
     assert "the run has not finished" in page
     assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
     assert "0.611 ± 0.011" in page  # the other start is whole
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [{"scope": "client:0"}, {"scope": "alone:0"}, {"scope": "alignment"}, {"round": ROUNDS - 1}],
+    ids=str,
+)
+def test_a_run_is_done_when_its_last_model_is_evaluated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]
+) -> None:
+    """What clients report of the last round comes before: their own metrics, the alignment."""
+    monkeypatch.setattr(report, "_sections", lambda *_: [])
+    rows = result_rows()
+    ended = ("same", "aligned", 2, ROUNDS)
+    for row in rows:
+        if (row["start"], row["arm"], row["seed"], row["round"]) == ended:
+            row |= instead
+    assert rows != result_rows()
+    write_lines(run / "rows.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
+
+
+def test_a_run_that_does_not_say_that_it_ended_is_incomplete(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_sections", lambda *_: [])
+    (run / "status.json").write_text('{"complete": false}')
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "the run has not finished" in page
+    assert "have no final round yet" not in page
 
 
 @pytest.mark.parametrize("keep", [(), ("config.json",), ("partition.json",), ("rows.jsonl",)])

@@ -64,6 +64,28 @@ def test_a_part_of_an_epoch_is_its_first_steps(seen: Seen) -> None:
     assert seen(0.5, 1) != whole[:5]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "of_steps"),
+    [(0.5, slice(0, 5)), (1.0, slice(0, 9)), (1.5, slice(5, 14)), (3.0, slice(18, 27))],
+)
+def test_the_loss_of_a_training_is_that_of_its_last_epoch(
+    task: Task, monkeypatch: pytest.MonkeyPatch, epochs: float, of_steps: slice
+) -> None:
+    losses: list[float] = []
+    loss = Classification.loss
+
+    def recorded(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        found = loss(self, model, batch) + len(losses)
+        losses.append(float(found.detach()))
+        return found
+
+    monkeypatch.setattr(Classification, "loss", recorded)
+    model = build_model(task.config, task.data, seed=0)
+    found = training.train(model, task, np.arange(70), 4, epochs)
+    assert len(losses) == of_steps.stop
+    assert found == pytest.approx(math.fsum(losses[of_steps]) / len(losses[of_steps]))
+
+
 def test_nothing_to_train_on_is_no_training(task: Task) -> None:
     model = build_model(task.config, task.data, seed=0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

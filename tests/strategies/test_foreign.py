@@ -156,6 +156,23 @@ def test_the_model_is_asked_once_and_left_alone(model: Callable[[], nn.Module]) 
     assert built == [1]
 
 
+def test_building_the_model_leaves_the_random_numbers_of_the_run_alone() -> None:
+    """A resumed run builds it in another round, and must go on as if it had not."""
+    drawn = []
+
+    def model() -> nn.Module:
+        drawn.append(torch.rand(()))
+        return build()
+
+    strategy = FedRot(config_of(NAME), model=model)
+    base = state()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    play(strategy, base, [(base, 1.0), (permuted(base, 1), 1.0), (base, 1.0)])
+    assert len(drawn) >= 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_options_for_foreign_replies_need_no_model(warnings: Callable[[], str]) -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]

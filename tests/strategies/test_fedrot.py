@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
+from fedrot.aggregation import Mean
 from fedrot.strategies import Aligned, FedRot, to_arrays
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
@@ -213,6 +215,33 @@ def test_a_bad_reply_is_set_aside_with_its_reason_and_the_round_goes_on(
     assert aside["client"] in (9, -1)
     assert re.search(reason, aside["set_aside"])
     assert f"Reply of client {aside['client']} set aside" in caplog.text
+
+
+#: Metrics beside the number of examples, by how many numbers they are.
+MANY: dict[str, tuple[int, dict[str, Any]]] = {
+    "a list": (99_999, {"loss": [0.5] * 99_999}),
+    "a list too long": (100_000, {"loss": [0.5] * 100_000}),
+    "lists": (99_999, {"a": [1] * 50_000, "b": [0.5] * 49_998, "c": 2}),
+    "lists too long together": (100_000, {"a": [1] * 50_000, "b": [0.5] * 49_999, "c": 2}),
+    "too many names": (100_000, dict.fromkeys(map(str, range(100_000)), 0.5)),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_reply_may_have_a_hundred_thousand_numbers_of_metrics(
+    what: str, warnings: Callable[[], str]
+) -> None:
+    beside, more = MANY[what]
+    base = {"w": torch.zeros(3)}
+    strategy = FedRot(CONFIG, align=False, aggregation=Mean)
+    messages = broadcast(strategy, base, 2)
+    flood = reply(messages[0], {"w": torch.ones(3)}, 10, 0)
+    flood.content["metrics"] = MetricRecord({"num-examples": 10, **more})
+    arrays, metrics = strategy.aggregate_train(1, [flood, reply(messages[1], base, 10, 1)])
+    taken = 1 + beside <= 100_000
+    assert arrays_of(arrays)["w"].tolist() == [0.5 if taken else 0.0] * 3
+    assert (metrics or {}).get("fedrot-replies-set-aside", 0) == (0 if taken else 1)
+    assert ("Reply of client 0 set aside: The MetricRecord holds more than" in warnings()) != taken
 
 
 def test_failed_clients_leave_the_average_to_the_others() -> None:

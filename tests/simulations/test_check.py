@@ -12,7 +12,6 @@ import transformers
 from typer.testing import CliRunner
 
 import fedrot
-from fedrot.contract import TOLERANCE
 from fedrot.simulations import loading
 from fedrot.simulations.cli import app
 from fedrot.symmetry import FAMILIES
@@ -70,7 +69,7 @@ def test_a_sound_model_is_reported_in_full(model: Path) -> None:
     assert (found["model"], found["model_type"], found["family"]) == (str(model), "bert", "bert")
     assert (found["seed"], found["refused"], found["notes"]) == (0, {}, [])
     assert found["parts"] == ["residual", "output", *INSIDE]
-    assert (found["holds"], found["tolerance"]) == (True, TOLERANCE)
+    assert (found["holds"], found["tolerance"]) == (True, 1e-6)
     assert 0 < found["change"] <= 1e-10
     assert {(kind["part"], kind["kind"]): kind["groups"] for kind in found["kinds"]} == KINDS
     assert all(kind["holds"] and 0 < kind["change"] <= 1e-10 for kind in found["kinds"])
@@ -221,7 +220,7 @@ def test_a_model_that_looks_at_single_heads_is_caught(
     code, found = read(model)
     assert (code, found["holds"]) == (1, False)
     assert {kind["part"] for kind in found["kinds"] if not kind["holds"]} == {"heads"}
-    assert found["change"] > TOLERANCE
+    assert found["change"] > 1e-6
     code, output = check(model)
     shown = " ".join(output.replace("│", " ").split())
     assert code == 1

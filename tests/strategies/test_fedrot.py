@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
@@ -61,6 +61,20 @@ def test_without_alignment_the_result_is_fedavgs_to_the_last_bit() -> None:
         results.append(strategy.aggregate_train(1, replies))
     assert largest_difference(results[0][0], results[1][0]) == 0.0
     assert dict(results[0][1] or {}) == dict(results[1][1] or {})
+
+
+def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None:
+    assert FedRot(CONFIG).anchor == AlignedMedian(CONFIG).anchor == "running"
+    assert "``running`` if not given" in str(Aligned.__doc__)
+    base, results = model(), {}
+    for anchor in ({}, {"anchor": "running"}, {"anchor": "global"}):
+        strategy = FedRot(CONFIG, **anchor)
+        messages = broadcast(strategy, base)
+        sent = enumerate(zip(messages, updates(base, scale=0.3), strict=True))
+        answers = [reply(m, u, 10, i) for i, (m, u) in sent]
+        results[anchor.get("anchor", "")] = strategy.aggregate_train(1, answers)[0]
+    assert largest_difference(results[""], results["running"]) == 0
+    assert largest_difference(results[""], results["global"]) > 1e-3
 
 
 def test_every_fedavg_argument_works() -> None:
@@ -256,6 +270,25 @@ def test_failed_clients_leave_the_average_to_the_others() -> None:
     assert metrics is not None
     assert metrics["fedrot-replies-set-aside"] == 0
     assert metrics["fedrot-replies-failed"] == 1
+
+
+def test_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: Path) -> None:
+    """An error holds no id, and neither does silence."""
+    base, report = model(), tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, report_path=report)
+    grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
+    for number in (1, 2, 3):
+        messages = list(strategy.configure_train(number, ArrayRecord(base), ConfigRecord(), grid))
+        messages.sort(key=lambda message: message.metadata.dst_node_id)
+        answers = [reply(messages[0], base, 10, 7)]
+        if number == 1:
+            answers += [reply(messages[i], base, 10, 7 + i) for i in (1, 2)]
+        else:
+            answers.append(failure(messages[1]))
+        strategy.aggregate_train(number, answers)
+    rows = [row for row in map(json.loads, report.read_text().splitlines()) if "failed" in row]
+    assert [(row["round"], row["client"]) for row in rows] == [(2, 8), (2, 9), (3, 8), (3, 9)]
+    assert [row["failed"] for row in rows] == ["crashed", "No answer came in time."] * 2
 
 
 class AlignedMedian(Aligned, FedMedian):

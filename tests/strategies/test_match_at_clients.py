@@ -472,6 +472,33 @@ class Silent(FakeGrid):
         return []
 
 
+def nothing_moved(message: Message) -> Message:
+    return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
+
+
+class Chatty(FakeGrid):
+    """A grid on which nodes answer twice, and one answers that was not asked to match."""
+
+    def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
+        asked = list(messages)
+        stranger = nothing_moved(asked[0])
+        stranger.metadata.__dict__["_src_node_id"] = 999
+        return [stranger, *super().send_and_receive(asked), *map(nothing_moved, asked), stranger]
+
+
+def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
+    base, update = state(), state(3)
+    sent, nodes = [base, update, base], [client()] * 3
+    options: dict[str, Any] = {"anchor": "global", "foreign": WHOLE, "match_at_clients": True}
+    expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
+    grid = Chatty(dict(enumerate(nodes, start=100)))
+    found, metrics = play(FedRot(config_of(NAME), **options), base, sent, grid)
+    assert grid.asked == [[101]]
+    assert largest_difference(found, expected) == 0
+    assert metrics["fedrot-replies-accepted"] == before["fedrot-replies-accepted"] == 3
+    assert warnings() == ""
+
+
 BAD_NODES: dict[str, Client] = {
     name: REFUSED[name]
     for name in ("failed", "no record", "NaN", "a short order", "unknown group", "a sheared rotation")

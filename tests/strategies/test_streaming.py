@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import logging
 import math
@@ -37,6 +38,7 @@ from fedrot.strategies.records import STATISTICS
 from fedrot.strategies.replies import Reply
 from fedrot.strategies.rounds import Round, Update
 from fedrot.strategies.store import Store
+from fedrot.strategies.waiting import Waiting
 from tests.models import State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, answer, grams, honest
@@ -184,6 +186,22 @@ def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: 
 
 
 ORDERS = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3])
+
+
+def test_clients_of_one_name_are_in_the_order_of_their_nodes() -> None:
+    messages = broadcast(FedRot(CONFIG), state(), 4)
+    given = [
+        Reply(reply(m, {}, 1, name), name, "arrays", {}, 1.0)
+        for m, name in zip(messages, (5, 5, 2, 5), strict=True)
+    ]
+    nodes = {
+        name: sorted(r.message.metadata.src_node_id for r in given if r.client == name)
+        for name in (2, 5)
+    }
+    for arrived in itertools.permutations(given):
+        waiting = Waiting(arrived, Store())
+        found = [(r.client, r.message.metadata.src_node_id) for r in waiting]
+        assert found == [(2, nodes[2][0]), *((5, node) for node in nodes[5])]
 
 
 def elsewhere(array: Array, shift: int) -> Array:

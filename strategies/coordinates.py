@@ -66,10 +66,8 @@ class Coordinates:
 
         def moved(reply: Reply, result: AlignedUpdate) -> Iterator[Update]:
             for update in self._moved(reply, result, broadcast, this_round):
-                before = len(this_round.set_aside)
                 yield update
-                # Whoever was refused has no part in the anchor either.
-                if own is not None and len(this_round.set_aside) == before:
+                if own is not None:
                     own.fold(update.tensors, update.weight)
 
         found: dict[int, AlignedUpdate] = {}

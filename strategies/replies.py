@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from flwr.app import Message, Metadata, RecordDict
 from torch import Tensor
 
@@ -204,8 +205,13 @@ def read_reply(
     check_finite(tensors)
     # In the broadcast order: Flower's wrappers take tensors by their place.
     cast = {name: tensors[name].to(like.dtype) for name, like in broadcast.items()}
-    # A narrower dtype has a smaller range.
-    check_finite({name: t for name, t in cast.items() if t.dtype != tensors[name].dtype})
+    for name, tensor in cast.items():
+        if tensor.dtype != tensors[name].dtype and not bool(torch.isfinite(tensor).all()):
+            raise UpdateError(
+                f"The tensor '{name}' holds values beyond {tensor.dtype}, in which the model was "
+                "broadcast. Check the client's training (learning rate, mixed precision) before "
+                "sending it."
+            )
     statistics = read_statistics(content, copy)
     missing = [kind for kind in needs if not brings(statistics, kind)]
     if missing:

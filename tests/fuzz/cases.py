@@ -24,8 +24,9 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 
-#: Cases tried, by test.
+#: Cases tried, and those that were accepted, by test.
 COUNTS: Counter[str] = Counter()
+ACCEPTED: Counter[str] = Counter()
 
 #: Sum of the weights of all tests, which ``test_cases.py`` checks.
 WEIGHTS: dict[str, float] = {}
@@ -33,19 +34,33 @@ WEIGHT = 100
 
 
 def fuzzed(weight: float, **arguments: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
-    """Return the decorator of a test that gets ``weight`` percent of all cases."""
+    """Return the decorator of a test that gets ``weight`` percent of all cases.
 
-    def decorate(test: Callable[..., None]) -> Any:
-        WEIGHTS[test.__name__] = weight
+    The test returns whether its case was accepted. Some are and some are not, or it tests nothing.
+    """
+
+    def decorate(test: Callable[..., bool]) -> Any:
+        name = test.__name__
+        WEIGHTS[name] = weight
 
         @functools.wraps(test)
         def counted(**drawn: Any) -> None:
-            COUNTS[test.__name__] += 1
-            test(**drawn)
+            COUNTS[name] += 1
+            ACCEPTED[name] += test(**drawn)
 
         cases = max(1, round(TOTAL * weight / WEIGHT))
         limits = settings(settings.get_profile("fuzz"), max_examples=cases)
-        return limits(given(**arguments)(counted))
+        tried = limits(given(**arguments)(counted))
+
+        @functools.wraps(tried)
+        def guarded() -> None:
+            tried()
+            if REPEATABLE:
+                assert 0 < ACCEPTED[name] < COUNTS[name]
+
+        # pytest would take the drawn arguments for fixtures.
+        del guarded.__wrapped__
+        return guarded
 
     return decorate
 

@@ -41,19 +41,20 @@ def labels(draw: st.DrawFn) -> np.ndarray:
 
 
 @fuzzed(6, spec=specs)
-def test_a_spec_is_read_or_refused(spec: str) -> None:
+def test_a_spec_is_read_or_refused(spec: str) -> bool:
     try:
         found = parse_partition(spec)
     except PartitionError:
-        return
+        return False
     assert found.kind in KINDS
     assert parse_partition(str(found)) == found
+    return True
 
 
 @fuzzed(6, split=labels(), spec=specs, clients=st.integers(-1, 12), seed=st.integers(0, 2**40))
 def test_every_row_has_one_client_or_the_error_says_why(
     split: np.ndarray, spec: str, clients: int, seed: int
-) -> None:
+) -> bool:
     columns: dict[str, Any] = {
         "source": [f"s{i % 5}" for i in range(len(split))],
         "none": [None] * len(split),
@@ -62,7 +63,7 @@ def test_every_row_has_one_client_or_the_error_says_why(
         partition: Partition = parse_partition(spec)
         parts = split_clients(split, columns, partition, clients, seed)
     except PartitionError:
-        return
+        return False
     assert len(parts) == clients
     assert all(len(part) and (np.diff(part) > 0).all() for part in parts)
     together = np.sort(np.concatenate(parts))
@@ -73,3 +74,4 @@ def test_every_row_has_one_client_or_the_error_says_why(
         assert len(together) == len(split)
     names = key_names(split, [f"c{i}" for i in range(split.shape[1] if split.ndim == 2 else 12)])
     assert histogram(split, parts, len(names)).sum() == len(together)
+    return True

@@ -220,6 +220,15 @@ def ask(
     config: SimulationConfig, model: Mapping[str, Tensor], client: int, **options: Any
 ) -> tuple[State, dict[str, dict[str, Tensor]]]:
     """Let a client train, and return its update and its statistics."""
+    content = answered(config, model, client, **options)
+    arrays: ArrayRecord = content.array_records["arrays"]
+    return dict(arrays.to_torch_state_dict()), read_statistics(content)
+
+
+def answered(
+    config: SimulationConfig, model: Mapping[str, Tensor], client: int, **options: Any
+) -> RecordDict:
+    """Let a client train, and return what it answers."""
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     job = {
         "simulation": config.to_json(),
@@ -237,8 +246,7 @@ def ask(
     content = RecordDict({"arrays": ArrayRecord(dict(model)), "config": ConfigRecord(job)})
     message = Message(content, dst_node_id=1, message_type="train")
     context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
-    content = client_app.train(message, context).content
-    return dict(content["arrays"].to_torch_state_dict()), read_statistics(content)
+    return client_app.train(message, context).content
 
 
 def initial(config: SimulationConfig) -> State:
@@ -261,9 +269,10 @@ def test_different_heads_on_one_encoder(kind: Any) -> None:
     config = SimulationConfig(**SMALL, task=kind, head="different")
     received = initial(config)
     found = [ask(config, received, client)[0] for client in range(2)]
-    for name, tensor in received.items():
-        if name.startswith("bert."):
-            assert all(torch.equal(update[name], tensor) for update in found), name
+    encoder = {name: tensor for name, tensor in received.items() if name.startswith("bert.")}
+    assert len(encoder) > 30
+    for name, tensor in encoder.items():
+        assert all(torch.equal(update[name], tensor) for update in found), name
     heads = [received[HEAD[kind]], *(update[HEAD[kind]] for update in found)]
     for i, one in enumerate(heads):
         assert not any(torch.equal(one, other) for other in heads[:i])
@@ -344,6 +353,101 @@ def test_statistics_are_computed_once_for_one_update(
     ask(task.config, received, 0, server_round=2, **cache)
     ask(task.config, received, 0, server_round=2, **cache)
     assert collected == ["collect_gram", "collect_fisher", *["collect_gram"] * 4]
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Losses of all trainings, each another one, that leave their number in the head."""
+    losses: list[float] = []
+
+    def train(model: Any, *args: Any) -> float:
+        losses.append(len(losses) + 1.0)
+        with torch.no_grad():
+            model.classifier.bias.fill_(losses[-1])
+        return losses[-1]
+
+    monkeypatch.setattr(training, "train", train)
+    return losses
+
+
+def training_of(update: State) -> float:
+    """Return which of ``trainings`` an update is."""
+    (number,) = {float(value) for value in update["classifier.bias"]}
+    return number
+
+
+#: What decides what a client trains in the first round, or what it reports of it.
+DECIDES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 1},
+    "client": {"client": 1},
+    "the last round": {"last_round": 1},
+    "an own start": {"start": "different"},
+    "learning rate": {"config": {"lr": 0.5}},
+    "epochs of the first round": {"config": {"first_epochs": 3.0}},
+    "partition": {"config": {"partition": "dirichlet:1"}},
+    "the model": {"model": 2.0},
+}
+
+
+@pytest.mark.parametrize("what", DECIDES)
+def test_arms_share_a_training_only_if_nothing_that_decides_it_differs(
+    what: str, task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    def ask_for(change: Mapping[str, Any]) -> float:
+        given = {"cache": str(tmp_path), "client": 0, "last_round": 2, **change}
+        config = task.config.model_copy(update=given.pop("config", {}))
+        received = initial(task.config)
+        received["classifier.weight"] *= given.pop("model", 1.0)
+        return training_of(ask(config, received, given.pop("client"), **given)[0])
+
+    assert ask_for({}) == 1
+    assert ask_for(DECIDES[what]) == 2
+    # Both are there from now on, each for those who ask the same.
+    assert [ask_for({}), ask_for(DECIDES[what])] == [1, 2]
+    assert trainings == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("same", [{"learn": True}, {"start": "scrambled"}, {"align": "ffn"}], ids=str)
+def test_what_comes_after_training_shares_it(
+    same: dict[str, Any], task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    received = initial(task.config)
+    for change in ({}, same):
+        update, _ = ask(task.config, received, 0, cache=str(tmp_path), **change)
+        assert training_of(update) == 1
+    assert trainings == [1.0]
+
+
+def test_later_rounds_and_clients_elsewhere_share_no_training(
+    task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    received = initial(task.config)
+    for cache, number in (("", 1), (str(tmp_path / "missing"), 1), (str(tmp_path), 2)):
+        for _ in range(2):
+            ask(task.config, received, 0, cache=cache, server_round=number)
+    assert len(trainings) == 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_metrics_of_a_shared_training_are_its_own(
+    task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    received = initial(task.config)
+
+    def metrics(last_round: int) -> dict[str, Any]:
+        content = answered(task.config, received, 0, cache=str(tmp_path), last_round=last_round)
+        (found,) = content.metric_records.values()
+        return dict(found)
+
+    first = metrics(1)
+    assert metrics(1) == first
+    assert first["train-loss"] == trainings[0]
+    assert first["num-examples"] == len(task.client_rows(0, 0)[0])
+    # Only in the last round clients are evaluated alone.
+    assert {name for name in first if name.startswith("alone-")} == {
+        f"alone-{name}" for name in (*task.data.metrics, "loss")
+    }
+    assert not any(name.startswith("alone-") for name in metrics(2))
 
 
 def test_clients_that_align_first_send_the_unscrambled_update_and_fisher(task: Task) -> None:

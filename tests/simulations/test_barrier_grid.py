@@ -96,6 +96,7 @@ def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
 
 def test_matching_keeps_the_ends_and_comes_closer(finished: Path) -> None:
     lines = {(line.cell, line.pair, line.method): line for line in lines_of(read_rows(finished))}
+    assert {method for _, _, method in lines} == {"vanilla", "whole", "whole+data"}
     for (cell, pair, method), line in lines.items():
         vanilla = lines[cell, pair, "vanilla"].barrier
         for end in (0.0, 1.0):
@@ -167,7 +168,9 @@ def test_a_later_method_needs_no_training(run: Path, grid_file: Path) -> None:
     code, output = invoke("barriers", grid_file, *options)
     assert code == 0, output
     after = contents(run)
-    assert all(after[name] == before[name] for name in before if name.startswith(("models/", "lines/")))
+    done = [name for name in before if name.startswith(("models/", "lines/"))]
+    assert {name.split("/")[0] for name in done} == {"models", "lines"}
+    assert all(after[name] == before[name] for name in done)
     assert set(after) - set(before) == {
         "lines/labels-same.0-1.rotation.jsonl",
         "lines/labels-thirds.0-1.rotation.jsonl",

@@ -17,7 +17,7 @@ from PIL import Image
 from fedrot.simulations import sources, training
 from fedrot.simulations.architectures import patch_of
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.images import LARGEST_SIDE, load_image_data, resized
+from fedrot.simulations.images import load_image_data, resized
 from fedrot.simulations.models import build_model
 from fedrot.simulations.sources import DataError
 from fedrot.simulations.tasks import Task, task_of
@@ -135,7 +135,7 @@ def test_sizes_and_colours_are_brought_together(tmp_path: Path) -> None:
     ]
     write(tmp_path / "mine.parquet", image=images, label=[0, 1, 0, 1], split=["train", "test"] * 2)
     data = load_image_data("mine", tmp_path)
-    assert (data.side, data.channels) == (LARGEST_SIDE, 3)
+    assert (data.side, data.channels) == (64, 3)
     assert [p.shape for p in data.train.pixels] == [(10, 30, 3), (12, 12, 3)]
     assert [p.shape for p in data.test.pixels] == [(64, 64, 3), (12, 12, 3)]
     assert data.train.pixels[0][0, 0].tolist() == [7, 7, 7]

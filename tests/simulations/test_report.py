@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.simulations import report
 from fedrot.simulations.report import markdown_table, summary_tables, write_report
 from fedrot.simulations.tables import format_score, result_lines, scrambling
 
@@ -153,6 +154,37 @@ def test_an_interrupted_run_says_so(run: Path) -> None:
     assert "0.611 ± 0.011" in page  # the other start is whole
 
 
+@pytest.mark.parametrize(
+    "instead",
+    [{"scope": "client:0"}, {"scope": "alone:0"}, {"scope": "alignment"}, {"round": ROUNDS - 1}],
+    ids=str,
+)
+def test_a_run_is_done_when_its_last_model_is_evaluated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]
+) -> None:
+    """What clients report of the last round comes before: their own metrics, the alignment."""
+    monkeypatch.setattr(report, "_sections", lambda *_: [])
+    rows = result_rows()
+    ended = ("same", "aligned", 2, ROUNDS)
+    for row in rows:
+        if (row["start"], row["arm"], row["seed"], row["round"]) == ended:
+            row |= instead
+    assert rows != result_rows()
+    write_lines(run / "rows.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
+
+
+def test_a_run_that_does_not_say_that_it_ended_is_incomplete(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_sections", lambda *_: [])
+    (run / "status.json").write_text('{"complete": false}')
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "the run has not finished" in page
+    assert "have no final round yet" not in page
+
+
 @pytest.mark.parametrize("keep", [(), ("config.json",), ("partition.json",), ("rows.jsonl",)])
 def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None:
     for path in list(run.iterdir()):
@@ -248,7 +280,8 @@ def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
     assert headers[1] == ["pseudo_perplexity", "loss", "pseudo_perplexity - plain"]
     header, _, *lines = markdown_table(rows).splitlines()
     assert header.split(" | ")[4:7] == ["accuracy", "pseudo_perplexity", "loss"]
-    assert all(line.split(" | ")[5] == "-" for line in lines if line.startswith("| main"))
+    main = [line.split(" | ") for line in lines if line.startswith("| main")]
+    assert [cells[5] for cells in main] == ["-"] * 6
 
     write_lines(run / "rows.jsonl", rows)
     page = write_report(run).read_text(encoding="utf-8")

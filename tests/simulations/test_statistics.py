@@ -6,6 +6,9 @@ import math
 
 import pytest
 
+from fedrot.simulations.config import TaskName
+from fedrot.simulations.metrics import _CLASSIFICATION, _REGRESSION
+from fedrot.simulations.objectives import OBJECTIVES
 from fedrot.simulations.statistics import (
     metrics_in,
     paired,
@@ -99,15 +102,44 @@ def test_verdicts_know_the_direction(
     assert paired_difference(differences, lower_is_better=lower_is_better).verdict == verdict
 
 
-@pytest.mark.parametrize("metric", ["loss", "pseudo_perplexity"])
-def test_lower_is_better(metric: str) -> None:
+LOWER = ("loss", "perplexity", "pseudo_perplexity")
+HIGHER = (
+    *("accuracy", "macro_f1", "micro_f1", "f1", "matthews", "pearson", "spearman"),
+    *("precision", "recall"),
+)
+
+
+@pytest.mark.parametrize("metric", [*LOWER, *HIGHER])
+def test_which_metrics_are_better_where_they_are_lower(metric: str) -> None:
     rows = [
         row(arm, seed, level + seed / 1000, metric=metric)
         for arm, level in (("plain", 1.0), ("aligned", 0.9))
         for seed in range(3)
     ]
-    assert paired(rows, "aligned", "plain", metric, "same").verdict == "better"
-    assert paired(rows, "plain", "aligned", metric, "same").verdict == "worse"
+    down, up = ("better", "worse") if metric in LOWER else ("worse", "better")
+    assert paired(rows, "aligned", "plain", metric, "same").verdict == down
+    assert paired(rows, "plain", "aligned", metric, "same").verdict == up
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_every_metric_of_every_task_has_a_direction(task: TaskName) -> None:
+    metrics = getattr(OBJECTIVES[task], "metrics", None)
+    known = metrics if metrics is not None else (*_CLASSIFICATION, *_REGRESSION)
+    assert known
+    assert {*known} <= {*LOWER, *HIGHER}
+
+
+def test_a_round_ends_when_its_model_is_evaluated() -> None:
+    """A run killed in its fourth round: its clients have reported, the server has not."""
+    rows = [row("plain", seed, 0.5) for seed in range(2)]
+    rows += [
+        row("plain", 0, 0.9, round=4, scope=scope) for scope in ("client:0", "alone:1", "alignment")
+    ]
+    (only,) = summarise(rows)
+    assert (only.n, only.mean) == (2, 0.5)
+    assert metrics_in([*rows, row("plain", 0, 1.0, metric="train-loss", scope="client:0")]) == [
+        "accuracy"
+    ]
 
 
 def test_removed_shares_weigh_rows_by_their_distance() -> None:

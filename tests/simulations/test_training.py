@@ -67,6 +67,143 @@ def test_a_part_of_an_epoch_is_its_first_steps(seen: Seen) -> None:
     assert seen(0.5, 1) != whole[:5]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "of_steps"),
+    [(0.5, slice(0, 5)), (1.0, slice(0, 9)), (1.5, slice(5, 14)), (3.0, slice(18, 27))],
+)
+def test_the_loss_of_a_training_is_that_of_its_last_epoch(
+    task: Task, monkeypatch: pytest.MonkeyPatch, epochs: float, of_steps: slice
+) -> None:
+    losses: list[float] = []
+    loss = Classification.loss
+
+    def recorded(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        found = loss(self, model, batch) + len(losses)
+        losses.append(float(found.detach()))
+        return found
+
+    monkeypatch.setattr(Classification, "loss", recorded)
+    model = build_model(task.config, task.data, seed=0)
+    found = training.train(model, task, np.arange(70), 4, epochs)
+    assert len(losses) == of_steps.stop
+    assert found == pytest.approx(math.fsum(losses[of_steps]) / len(losses[of_steps]))
+
+
+def trained(of: Task, seed: int, **settings: Any) -> dict[str, torch.Tensor]:
+    """Return a model after an epoch on 24 rows: three steps."""
+    changed = replace(of, config=of.config.model_copy(update=settings))
+    model = build_model(changed.config, of.data, seed=0)
+    training.train(model, changed, np.arange(24), seed, settings.get("local_epochs"))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_training_takes_the_configured_learning_rate_and_weight_decay(task: Task) -> None:
+    before = build_model(task.config, task.data, seed=0).state_dict()
+    one_step = trained(task, 0, lr=0.02, weight_decay=0.0, local_epochs=0.1)
+    # Adam's first step is as long as the learning rate wherever there is a gradient.
+    steps = (one_step["classifier.bias"] - before["classifier.bias"]).abs()
+    assert steps == pytest.approx(torch.full_like(steps, 0.02), rel=1e-3)
+    # What no row uses has no gradient and only decays.
+    words = "bert.embeddings.word_embeddings.weight"
+    used = set(task.train.batch(np.arange(24))["input_ids"].flatten().tolist())
+    unused = sorted(set(range(len(before[words]))) - used)
+    assert len(unused) > 100
+    found = trained(task, 0, lr=0.02, weight_decay=0.5)[words][unused]
+    torch.testing.assert_close(found, before[words][unused] * (1 - 0.02 * 0.5) ** 3)
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[bool] = []
+    loss, evaluate = Classification.loss, Classification.evaluate
+
+    def loss_seen(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        modes.append(model.training)
+        return loss(self, model, batch)
+
+    def evaluate_seen(self: Any, model: Any, encoded: Any, rows: np.ndarray) -> dict[str, float]:
+        modes.append(model.training)
+        return evaluate(self, model, encoded, rows)
+
+    monkeypatch.setattr(Classification, "loss", loss_seen)
+    monkeypatch.setattr(Classification, "evaluate", evaluate_seen)
+    model = build_model(task.config, task.data, seed=0)
+    assert model.config.hidden_dropout_prob > 0
+    for _ in range(2):
+        training.train(model, task, np.arange(8), 0)
+        first = training.evaluate(model, task, task.test, np.arange(10))
+        assert training.evaluate(model, task, task.test, np.arange(10)) == first
+    assert modes == [True, False, False] * 2
+
+
+def test_dropout_depends_on_the_seed_and_on_no_other_random_number(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[float] = []
+    loss = Classification.loss
+
+    def recorded(self: Any, model: Any, batch: Any) -> torch.Tensor:
+        drawn.append(float(torch.rand(())))
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(Classification, "loss", recorded)
+    for noise, seed in ((1, 4), (2, 4), (1, 5)):
+        model = build_model(task.config, task.data, seed=0)
+        torch.manual_seed(noise)
+        training.train(model, task, np.arange(8), seed)
+    one, same, other = drawn
+    assert one == same
+    assert one != other
+
+
+def test_every_training_hides_other_tokens(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+    batch = Classification.batch
+
+    def recorded(self: Any, encoded: Any, rows: np.ndarray, rng: Any) -> Any:
+        drawn.append(rng.random())
+        return batch(self, encoded, rows, rng)
+
+    monkeypatch.setattr(Classification, "batch", recorded)
+    for seed in (0, 1, 0):
+        trained(task, seed)
+    assert drawn[:3] == drawn[6:]
+    assert len(drawn) == 9
+    assert len(set(drawn)) == 6
+
+
+def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[int]] = []
+    batch = Classification.batch
+
+    def recorded(self: Any, encoded: Any, rows: np.ndarray, rng: Any) -> Any:
+        assert encoded is task.train
+        found.append(rows.tolist())
+        return batch(self, encoded, rows, rng)
+
+    monkeypatch.setattr(Classification, "batch", recorded)
+    model = build_model(task.config, task.data, seed=0)
+
+    def chosen(limit: int, seed: int) -> list[list[int]]:
+        found.clear()
+        sizes = [
+            len(inputs["labels"])
+            for inputs in training.step_batches(task, model, np.arange(10, 60), limit, 8, seed)
+        ]
+        assert sizes == [len(rows) for rows in found]
+        return list(found)
+
+    few = chosen(20, 0)
+    assert sorted(map(len, few)) == [4, 8, 8]
+    assert len({row for rows in few for row in rows} & set(range(10, 60))) == 20
+    assert chosen(20, 0) == few
+    assert {row for rows in chosen(20, 1) for row in rows} != {row for rows in few for row in rows}
+    assert sorted(row for rows in chosen(999, 0) for row in rows) == list(range(10, 60))
+
+
 def test_nothing_to_train_on_is_no_training(task: Task) -> None:
     model = build_model(task.config, task.data, seed=0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

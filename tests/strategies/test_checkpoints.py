@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import struct
@@ -418,6 +419,65 @@ def test_an_error_of_the_file_system_ends_the_run(
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "round-000001"]
     assert round_of(Checkpoints(tmp_path).newest()) == 1
+
+
+@pytest.fixture
+def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return what is done to files below the folder of a checkpoint, in order: (what, path)."""
+    found: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def noted(what: str, path: Any) -> None:
+        path = Path(path)
+        if path.is_relative_to(tmp_path):
+            found.append((what, str(path.relative_to(tmp_path))))
+
+    def noted_fsync(descriptor: int) -> None:
+        noted("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def noted_move(move: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def moved(source: Any, target: Any) -> None:
+            noted("write", target)
+            move(source, target)
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_move(rename))
+    monkeypatch.setattr(os, "replace", noted_move(replace))
+    return found
+
+
+def test_every_file_is_on_disk_before_its_checkpoint_has_a_name(
+    tmp_path: Path, operations: list[tuple[str, str]]
+) -> None:
+    folder = save(tmp_path / "run", 7)
+    named = operations.index(("write", "run/round-000007"))
+    before = {path for what, path in operations[:named] if what == "sync"}
+    assert {Path(path).name for path in before} >= {path.name for path in folder.iterdir()}
+    # And the entries of the folder that becomes the checkpoint.
+    (written,) = {Path(path).parent for path in before if path.endswith("checkpoint.json")}
+    assert str(written) in before
+    assert written.parent == Path("run")
+
+
+def test_the_name_of_a_checkpoint_is_on_disk_before_older_ones_go(
+    tmp_path: Path, operations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run", 6, keep=1)
+    operations.clear()
+    remove = shutil.rmtree
+
+    def noted(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).exists():
+            operations.append(("remove", str(Path(path).relative_to(tmp_path))))
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    save(tmp_path / "run", 7, keep=1)
+    named = operations.index(("write", "run/round-000007"))
+    assert operations[named + 1 :] == [("sync", "run"), ("remove", "run/round-000006")]
 
 
 def test_death_before_any_file_operation_leaves_whole_ones(tmp_path: Path, server: Server) -> None:

@@ -6,19 +6,21 @@ import inspect
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
-from fedrot.strategies import Aligned, FedRot
+from fedrot.aggregation import Mean
+from fedrot.strategies import Aligned, FedRot, to_arrays
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(
@@ -59,6 +61,20 @@ def test_without_alignment_the_result_is_fedavgs_to_the_last_bit() -> None:
         results.append(strategy.aggregate_train(1, replies))
     assert largest_difference(results[0][0], results[1][0]) == 0.0
     assert dict(results[0][1] or {}) == dict(results[1][1] or {})
+
+
+def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None:
+    assert FedRot(CONFIG).anchor == AlignedMedian(CONFIG).anchor == "running"
+    assert "``running`` if not given" in str(Aligned.__doc__)
+    base, results = model(), {}
+    for anchor in ({}, {"anchor": "running"}, {"anchor": "global"}):
+        strategy = FedRot(CONFIG, **anchor)
+        messages = broadcast(strategy, base)
+        sent = enumerate(zip(messages, updates(base, scale=0.3), strict=True))
+        answers = [reply(m, u, 10, i) for i, (m, u) in sent]
+        results[anchor.get("anchor", "")] = strategy.aggregate_train(1, answers)[0]
+    assert largest_difference(results[""], results["running"]) == 0
+    assert largest_difference(results[""], results["global"]) > 1e-3
 
 
 def test_every_fedavg_argument_works() -> None:
@@ -215,6 +231,33 @@ def test_a_bad_reply_is_set_aside_with_its_reason_and_the_round_goes_on(
     assert f"Reply of client {aside['client']} set aside" in caplog.text
 
 
+#: Metrics beside the number of examples, by how many numbers they are.
+MANY: dict[str, tuple[int, dict[str, Any]]] = {
+    "a list": (99_999, {"loss": [0.5] * 99_999}),
+    "a list too long": (100_000, {"loss": [0.5] * 100_000}),
+    "lists": (99_999, {"a": [1] * 50_000, "b": [0.5] * 49_998, "c": 2}),
+    "lists too long together": (100_000, {"a": [1] * 50_000, "b": [0.5] * 49_999, "c": 2}),
+    "too many names": (100_000, dict.fromkeys(map(str, range(100_000)), 0.5)),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_reply_may_have_a_hundred_thousand_numbers_of_metrics(
+    what: str, warnings: Callable[[], str]
+) -> None:
+    beside, more = MANY[what]
+    base = {"w": torch.zeros(3)}
+    strategy = FedRot(CONFIG, align=False, aggregation=Mean)
+    messages = broadcast(strategy, base, 2)
+    flood = reply(messages[0], {"w": torch.ones(3)}, 10, 0)
+    flood.content["metrics"] = MetricRecord({"num-examples": 10, **more})
+    arrays, metrics = strategy.aggregate_train(1, [flood, reply(messages[1], base, 10, 1)])
+    taken = 1 + beside <= 100_000
+    assert arrays_of(arrays)["w"].tolist() == [0.5 if taken else 0.0] * 3
+    assert (metrics or {}).get("fedrot-replies-set-aside", 0) == (0 if taken else 1)
+    assert ("Reply of client 0 set aside: The MetricRecord holds more than" in warnings()) != taken
+
+
 def test_failed_clients_leave_the_average_to_the_others() -> None:
     base = model()
     strategy = FedRot(CONFIG)
@@ -227,6 +270,25 @@ def test_failed_clients_leave_the_average_to_the_others() -> None:
     assert metrics is not None
     assert metrics["fedrot-replies-set-aside"] == 0
     assert metrics["fedrot-replies-failed"] == 1
+
+
+def test_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: Path) -> None:
+    """An error holds no id, and neither does silence."""
+    base, report = model(), tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, report_path=report)
+    grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
+    for number in (1, 2, 3):
+        messages = list(strategy.configure_train(number, ArrayRecord(base), ConfigRecord(), grid))
+        messages.sort(key=lambda message: message.metadata.dst_node_id)
+        answers = [reply(messages[0], base, 10, 7)]
+        if number == 1:
+            answers += [reply(messages[i], base, 10, 7 + i) for i in (1, 2)]
+        else:
+            answers.append(failure(messages[1]))
+        strategy.aggregate_train(number, answers)
+    rows = [row for row in map(json.loads, report.read_text().splitlines()) if "failed" in row]
+    assert [(row["round"], row["client"]) for row in rows] == [(2, 8), (2, 9), (3, 8), (3, 9)]
+    assert [row["failed"] for row in rows] == ["crashed", "No answer came in time."] * 2
 
 
 class AlignedMedian(Aligned, FedMedian):
@@ -288,6 +350,49 @@ def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
         1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
     )
     assert {array.dtype for array in arrays_of(result).values()} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("sent", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_reply_beyond_the_precision_of_the_round_is_set_aside_alone(
+    sent: torch.dtype, align: bool, tmp_path: Path
+) -> None:
+    base = {name: tensor.half() for name, tensor in model().items()}
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, align=align, anchor="global", report_path=report)
+    messages = broadcast(strategy, base, clients=4)
+    good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
+    expected, _ = strategy.aggregate_train(1, good)
+    name = "bert.pooler.dense.bias"
+    large = {n: t.to(sent) for n, t in updates(base)[0].items()}
+    large[name][3] = 1e6
+    answer = reply(messages[3], base, 10, 9)
+    answer.content["arrays"] = to_arrays(large)
+    result, metrics = strategy.aggregate_train(1, [good[0], answer, *good[1:]])
+    assert largest_difference(expected, result) == 0.0
+    assert all(np.isfinite(array).all() for array in arrays_of(result).values())
+    assert {array.dtype for array in arrays_of(result).values()} == {np.dtype("float16")}
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 1
+    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert row["client"] == 9
+    assert f"'{name}' holds values beyond torch.float16" in row["set_aside"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("sent", [torch.float16, torch.float32])
+def test_no_precision_hides_what_is_not_finite(value: float, sent: torch.dtype) -> None:
+    base = {name: tensor.half() for name, tensor in model().items()}
+    strategy = FedRot(CONFIG, align=False)
+    messages = broadcast(strategy, base, clients=2)
+    broken = {n: t.to(sent) for n, t in updates(base)[0].items()}
+    broken["classifier.bias"][0] = value
+    good = {n: t.half() for n, t in updates(base)[1].items()}
+    answers = [reply(messages[0], broken, 10, 0), reply(messages[1], good, 10, 1)]
+    result, metrics = strategy.aggregate_train(1, answers)
+    assert largest_difference(result, ArrayRecord(good)) == 0.0
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 1
 
 
 def test_without_a_good_reply_the_model_stays() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,19 @@ import fedrot
 from fedrot.alignment import Alignment
 from fedrot.strategies import FedRot, Matching, match_at_client
 from fedrot.strategies.matching import ELEMENTS, GENERAL, MESSAGE_TYPE, read_answer, request
-from fedrot.symmetry.kinds import HeadLinear
+from fedrot.symmetry.description import Group, Slot, Stretch, Symmetry
+from fedrot.symmetry.kinds import (
+    HeadLinear,
+    HeadPermutation,
+    HeadRotation,
+    Kind,
+    Permutation,
+    QueryPermutation,
+    Rescale,
+    RotaryPhases,
+    RotarySigns,
+    SignedPermutation,
+)
 from tests.models import VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
@@ -221,7 +234,8 @@ NOT_ELEMENTS: dict[str, EDITED] = {
     "a short order": put(FFN, lambda e: e[:-1].contiguous()),
     "an order of the stream twice": put(STREAM, lambda e: e[:1].expand(len(e)).contiguous()),
     "no sign": put(OUTPUT, lambda e: e.abs() - 1),
-    "a stretched rotation": put(ATTENTION, lambda e: 1.01 * e),
+    "a rotation stretched by a thousandth": put(ATTENTION, lambda e: 1.001 * e),
+    "a rotation shrunk by a thousandth": put(ATTENTION, lambda e: 0.999 * e),
     "a sheared rotation": put(ATTENTION, with_entry(3.0)),
     "NaN": put(ATTENTION, with_entry(float("nan"))),
     "Inf": put(ATTENTION, with_entry(float("inf"))),
@@ -263,6 +277,125 @@ def test_what_is_no_element_is_refused(case: str) -> None:
     base, update = state(), state(3)
     with pytest.raises(fedrot.UpdateError):
         read_answer(ask(REFUSED[case], base, update), update, base, SYMMETRY)
+
+
+def one_head(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the element with only its last head or row changed."""
+    return lambda e: torch.cat([e[:-1], change(e[-1:])])
+
+
+def doubled(e: Tensor) -> Tensor:
+    """Return the element with its last entry where its first is."""
+    e = e.clone()
+    e[..., 0] = e[..., -1]
+    return e
+
+
+#: What is next to an element of a group that acts on 12 entries, but is none.
+BESIDE: dict[str, tuple[Kind, dict[str, Callable[[Tensor], Tensor]]]] = {
+    "rotation": (
+        HeadRotation(3, 4),
+        {
+            "stretched": lambda e: 1.001 * e,
+            "shrunk": lambda e: 0.999 * e,
+            "one head stretched": one_head(lambda e: 1.001 * e),
+            "one column stretched": lambda e: e * torch.tensor([1.0, 1.0, 1.0, 1.001]),
+            "one column twice": doubled,
+            "whole numbers": lambda e: torch.eye(4, dtype=torch.int64).expand(3, 4, 4),
+        },
+    ),
+    "linear": (
+        HeadLinear(3, 4),
+        {
+            "one head far too large": one_head(lambda e: 1e5 * e),
+            "one head far too small": one_head(lambda e: 1e-5 * e),
+            "one column twice": doubled,
+        },
+    ),
+    "phases": (
+        RotaryPhases(3, 4),
+        {
+            "infinite": lambda e: e / 0,
+            "one head NaN": one_head(lambda e: e * math.nan),
+            "whole numbers": lambda e: e.long(),
+            "an angle too few": lambda e: e[:, 1:],
+        },
+    ),
+    "rotary signs": (
+        RotarySigns(3, 4),
+        {
+            "one head stretched": one_head(lambda e: 2 * e),
+            "one head zero": one_head(lambda e: 0 * e),
+            "floats": lambda e: e.float(),
+            "floats next to signs": lambda e: 1.001 * e,
+        },
+    ),
+    "rescale": (
+        Rescale(3),
+        {"one head zero": one_head(lambda e: 0 * e), "one head huge": one_head(lambda e: 1e5 * e)},
+    ),
+    "permutation": (
+        Permutation(12),
+        {"one twice": doubled, "floats": lambda e: e.double(), "beyond the end": lambda e: e + 1},
+    ),
+    "signed permutation": (
+        SignedPermutation(12),
+        {
+            "one twice": doubled,
+            "one twice with either sign": lambda e: torch.cat([-e[-1:], e[1:]]),
+            "counted from 0": lambda e: e.sign() * (e.abs() - 1),
+            "floats": lambda e: e.double(),
+        },
+    ),
+    "head permutation": (
+        HeadPermutation(3),
+        {"one twice": doubled, "before the start": lambda e: e - 1},
+    ),
+    "query permutation": (
+        QueryPermutation(2, 3),
+        {
+            "one group with one twice": one_head(doubled),
+            "counted across groups": lambda e: e + 3 * torch.arange(2)[:, None],
+            "a group too few": lambda e: e[:1],
+        },
+    ),
+}
+
+
+def element_read(kind: Kind, element: Tensor) -> Tensor:
+    """Return the element that is read from a client's answer, for a model of one tensor."""
+    general = isinstance(kind, HeadLinear)
+    own = HeadRotation(kind.heads, kind.dim) if isinstance(kind, HeadLinear) else kind
+    group = Group("g", 0, "attention", own, (Slot("w", 0, Stretch(0, 12)),))
+    model = {"w": torch.randn(12, 2, generator=torch.Generator().manual_seed(5))}
+    elements = ArrayRecord({f"g{GENERAL if general else ''}": element.contiguous()})
+    asked = request(model, model, ConfigRecord(), 7)
+    answer = Message(RecordDict({ELEMENTS: elements}), reply_to=asked)
+    (move,) = read_answer(answer, model, model, Symmetry("", 1, (group,), {"w": (12, 2)})).moves
+    return move.element
+
+
+def drawn(kind: Kind) -> list[Tensor]:
+    return [kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_elements_of_every_kind_are_read_as_they_were_sent(name: str) -> None:
+    kind, _ = BESIDE[name]
+    for element in drawn(kind):
+        assert torch.equal(element_read(kind, element), element)
+        if element.is_floating_point():
+            assert torch.equal(element_read(kind, element.float()), element.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, how) for name, (_, beside) in BESIDE.items() for how in beside]
+)
+def test_what_is_beside_an_element_is_refused(name: str, how: str) -> None:
+    kind, beside = BESIDE[name]
+    for element in drawn(kind):
+        with pytest.raises(fedrot.UpdateError, match="not one of the model's symmetry"):
+            element_read(kind, beside[how](element))
 
 
 @pytest.mark.parametrize("case", sorted(EXTREME))
@@ -346,6 +479,33 @@ class Silent(FakeGrid):
 
     def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
         return []
+
+
+def nothing_moved(message: Message) -> Message:
+    return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
+
+
+class Chatty(FakeGrid):
+    """A grid on which nodes answer twice, and one answers that was not asked to match."""
+
+    def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
+        asked = list(messages)
+        stranger = nothing_moved(asked[0])
+        stranger.metadata.__dict__["_src_node_id"] = 999
+        return [stranger, *super().send_and_receive(asked), *map(nothing_moved, asked), stranger]
+
+
+def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
+    base, update = state(), state(3)
+    sent, nodes = [base, update, base], [client()] * 3
+    options: dict[str, Any] = {"anchor": "global", "foreign": WHOLE, "match_at_clients": True}
+    expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
+    grid = Chatty(dict(enumerate(nodes, start=100)))
+    found, metrics = play(FedRot(config_of(NAME), **options), base, sent, grid)
+    assert grid.asked == [[101]]
+    assert largest_difference(found, expected) == 0
+    assert metrics["fedrot-replies-accepted"] == before["fedrot-replies-accepted"] == 3
+    assert warnings() == ""
 
 
 BAD_NODES: dict[str, Client] = {

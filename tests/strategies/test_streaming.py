@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import logging
 import math
@@ -31,10 +32,13 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.strategies import Aligned, FedRot, from_arrays, statistics_record, to_arrays
-from fedrot.strategies.folding import CANDIDATES
+from fedrot.strategies.folding import Folding
 from fedrot.strategies.grids import LazyGrid
 from fedrot.strategies.records import STATISTICS
+from fedrot.strategies.replies import Reply
+from fedrot.strategies.rounds import Round, Update
 from fedrot.strategies.store import Store
+from fedrot.strategies.waiting import Waiting
 from tests.models import State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, answer, grams, honest
@@ -190,6 +194,22 @@ def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: 
 
 
 ORDERS = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3])
+
+
+def test_clients_of_one_name_are_in_the_order_of_their_nodes() -> None:
+    messages = broadcast(FedRot(CONFIG), state(), 4)
+    given = [
+        Reply(reply(m, {}, 1, name), name, "arrays", {}, 1.0)
+        for m, name in zip(messages, (5, 5, 2, 5), strict=True)
+    ]
+    nodes = {
+        name: sorted(r.message.metadata.src_node_id for r in given if r.client == name)
+        for name in (2, 5)
+    }
+    for arrived in itertools.permutations(given):
+        waiting = Waiting(arrived, Store())
+        found = [(r.client, r.message.metadata.src_node_id) for r in waiting]
+        assert found == [(2, nodes[2][0]), *((5, node) for node in nodes[5])]
 
 
 def elsewhere(array: Array, shift: int) -> Array:
@@ -657,17 +677,17 @@ def odd(client: Client, how: int) -> Client:
 def test_odd_clients_at_the_start_do_not_take_over_the_round() -> None:
     clients = [*honest(grams), *honest(grams)[:2]]
     strategy = FedRot(CONFIG, aggregation=RegMean, align=False)
-    messages = broadcast(strategy, state(), 5 + CANDIDATES)
+    messages = broadcast(strategy, state(), 5 + 3)
     bad = {name: torch.full_like(t, 666.0) for name, t in state().items()}
-    strange = [odd(Client(bad, 10.0, clients[0].statistics), i) for i in range(CANDIDATES)]
+    strange = [odd(Client(bad, 10.0, clients[0].statistics), i) for i in range(3)]
     everybody = [*strange, *clients]
     sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, everybody, strict=True))]
     arrays, metrics = strategy.aggregate_train(1, sent)
-    assert (metrics or {})["fedrot-replies-set-aside"] == CANDIDATES
+    assert (metrics or {})["fedrot-replies-set-aside"] == 3
     assert max(float(t.abs().max()) for t in tensors_of(arrays).values()) < 100
 
 
-@pytest.mark.parametrize("odds", [1, 2, CANDIDATES + 2])
+@pytest.mark.parametrize("odds", [1, 2, 5])
 def test_whatever_odd_statistics_come_first_most_clients_decide(odds: int) -> None:
     clients = [*honest(grams), *honest(grams)]
     plain = FedRot(CONFIG, aggregation=RegMean, align=False)
@@ -678,10 +698,55 @@ def test_whatever_odd_statistics_come_first_most_clients_decide(odds: int) -> No
     messages = broadcast(strategy, state(), len(clients) + odds)
     strange = [answer(messages[-1 - i], odd(clients[0], i), 90 + i) for i in range(odds)]
     good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=False))]
-    found, metrics = strategy.aggregate_train(1, [*strange[: CANDIDATES - 1], *good, *strange[2:]])
+    found, metrics = strategy.aggregate_train(1, [*strange[:2], *good, *strange[2:]])
     assert metrics is not None
     assert metrics["fedrot-replies-set-aside"] == odds
     assert largest_difference(found, expected) == 0
+
+
+class OfOneForm(Mean):
+    """A mean of updates that name themselves like the first one."""
+
+    form = ""
+
+    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+        (form,) = statistics or {}
+        if self.form not in ("", form):
+            raise fedrot.UpdateError(f"{form} is not {self.form}")
+        self.form = form
+        super().add(update, weight)
+
+
+@pytest.mark.parametrize(
+    ("forms", "ahead"),
+    [
+        ("abcd", "a"),
+        ("abcde", "a"),
+        ("abcdea", "a"),
+        ("abcddd", "d"),
+        ("abbcd", "b"),
+        ("abbcdefg", "b"),
+        ("aabbccdefg", "a"),
+        ("bacacabd", "a"),
+        ("aabbccddd", "d"),
+    ],
+)
+def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, ahead: str) -> None:
+    folding, this_round = Folding(OfOneForm), Round(1)
+    message = broadcast(FedRot(CONFIG), state(), 2)[0]
+    for client, form in enumerate(forms):
+        tensors = {"w": torch.full((2,), float(client))}
+        given = Reply(reply(message, {}, 1, client), client, "arrays", tensors, 1.0)
+        folding.add(Update(given, tensors, 1.0, {form: {}}))
+    aggregator, contents = folding.chosen(this_round)
+    assert isinstance(aggregator, OfOneForm)
+    assert aggregator.form == ahead
+    members = [client for client, form in enumerate(forms) if form == ahead]
+    assert [c.config_records["client"]["partition-id"] for c in contents] == members
+    # All others are set aside, those that were pushed out among them; each once.
+    others = [client for client, form in enumerate(forms) if form != ahead]
+    assert sorted(client for client, _ in this_round.set_aside) == others
+    assert float(aggregator.result()["w"][0]) == pytest.approx(sum(members) / len(members))
 
 
 # --- precision on the wire ---------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def test_what_is_completed_is_what_was_received() -> None:
     full, marked = fedrot.completed(given, base)
     assert list(full) == list(base)
     assert all(torch.equal(full[name], base[name]) for name in HEAD)
+    assert len(given) == len(base) - len(HEAD)
     assert all(full[name] is update[name] for name in given)
     assert {name: bool(mask) for name, mask in marked[TRAINED].items()} == dict.fromkeys(HEAD, False)
     full, marked = fedrot.completed(update, base, {HEAD[0]: [2, 0]})

@@ -69,12 +69,12 @@ def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None
     assert FedRot(CONFIG).anchor == AlignedMedian(CONFIG).anchor == "running"
     assert "``running`` if not given" in str(Aligned.__doc__)
     base, results = model(), {}
-    for anchor in ({}, {"anchor": "running"}, {"anchor": "global"}):
-        strategy = FedRot(CONFIG, **anchor)
+    for name in ("", "running", "global"):
+        strategy = FedRot(CONFIG, anchor=name) if name else FedRot(CONFIG)
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates(base, scale=0.3), strict=True))
         answers = [reply(m, u, 10, i) for i, (m, u) in sent]
-        results[anchor.get("anchor", "")] = strategy.aggregate_train(1, answers)[0]
+        results[name] = strategy.aggregate_train(1, answers)[0]
     assert largest_difference(results[""], results["running"]) == 0
     assert largest_difference(results[""], results["global"]) > 1e-3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -448,7 +447,7 @@ def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
     broadcast, symmetry = state_of(name), symmetry_for(name)
     clients = [(state_of(name, 40 + i), weights[i]) for i in range(3)]
     means = []
-    for order in itertools.permutations(range(3)):
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         given = [clients[i] for i in order]
         chosen: dict[str, Any] = {"foreign": WHOLE} if foreign else {"options": WHOLE}
         mean, results = _round(given, broadcast, symmetry, "consensus", **chosen)

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedrot.simulations.barrier_grid import Cell, Grid, shared_rows
+from fedrot.simulations import training
+from fedrot.simulations.barrier_grid import Cell, Grid, shared_rows, trained
 from fedrot.simulations.barriers import METHODS, Method, lines_of
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.models import build_model
 from fedrot.simulations.runfolder import read_rows
+from fedrot.simulations.tasks import task_of
 from tests.simulations.commands import contents, invoke
 
 GRID = """
@@ -160,6 +163,28 @@ def test_what_is_missing_is_done_again_with_the_same_result(run: Path, grid_file
         (ln.cell, ln.pair, ln.method, ln.after) for ln in before
     ]
     assert [ln.barrier for ln in after] == [ln.barrier for ln in before]
+
+
+def test_a_model_is_built_and_trained_from_its_own_seed_and_once(
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def train(model: torch.nn.Module, task: Any, rows: np.ndarray, seed: int) -> float:
+        seen.append((rows.tolist(), seed))
+        return 0.5
+
+    monkeypatch.setattr(training, "train", train)
+    (cell, *_) = Grid.read(grid_file).cells
+    task = task_of(cell.config.to_json())
+    rows = {3: np.arange(20), 7: np.arange(10, 40)}
+    for _ in range(2):
+        for seed in (3, 7):
+            model = trained(cell, (3, 7), seed, rows[seed], tmp_path)
+            initial = build_model(cell.config, task.data, seed).state_dict()
+            assert all(torch.equal(initial[name], t) for name, t in model.state_dict().items())
+            assert not model.training
+    assert seen == [(rows[3].tolist(), 3), (rows[7].tolist(), 7)]
 
 
 def test_a_later_method_needs_no_training(run: Path, grid_file: Path) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fedrot import random_equivalent, symmetry_of
 from fedrot.diagnostics import Barrier, interpolate
-from fedrot.simulations import barrier_report, barriers
+from fedrot.simulations import barrier_report, barriers, training
 from fedrot.simulations.barrier_report import markdown, plot, summarise, tables
 from fedrot.simulations.barriers import METHODS, Line, lines_of, match, measure, training_batches
 from fedrot.simulations.config import SimulationConfig
@@ -152,6 +152,25 @@ def test_means_and_intervals_are_over_pairs() -> None:
     assert [end.mean for end in whole.ends] == pytest.approx([0.9, 0.9])
     assert whole.distance.mean == 0.5
     assert "| c | accuracy | 2 | whole | 0.200 [-1.071, 1.471] |" in markdown([whole])
+
+
+def test_where_the_ends_differ_the_mean_and_the_worse_one_are_told_apart() -> None:
+    (summary,) = summarise([line("c", "0-1", "vanilla", 0.1, 0.6, 0.3)])
+    assert summary.barrier.mean == pytest.approx(0.6 - 0.2)
+    assert summary.above.mean == pytest.approx(0.6 - 0.3)
+    assert summary.ends.mean == pytest.approx((0.9 + 0.7) / 2)
+    assert summary.seconds.mean == 2
+
+
+def test_the_anchor_is_where_the_line_begins(task: Task, model: torch.nn.Module) -> None:
+    client = build_model(task.config, task.data, seed=1)
+    symmetry = symmetry_of(model.config, model.state_dict())
+    found = measure("vanilla", model, client, symmetry, task, [], points=3)
+    everything = np.arange(len(task.test))
+    for position, end in ((0.0, model), (1.0, client)):
+        alone = training.evaluate(end, task, task.test, everything)
+        assert found.barrier.at(position) == pytest.approx(alone, abs=1e-6)
+    assert found.barrier.at(0.0)["loss"] != pytest.approx(found.barrier.at(1.0)["loss"], abs=1e-5)
 
 
 def test_a_share_needs_a_vanilla_barrier() -> None:

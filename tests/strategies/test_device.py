@@ -87,8 +87,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(which: str) -> None:
         assert found[1][name] == pytest.approx(wanted[1][name], rel=1e-5)
 
 
-@pytest.mark.parametrize("match_at_clients", [False, True])
-@pytest.mark.parametrize("anchor", ["running", "consensus"])
+@pytest.mark.parametrize(("anchor", "match_at_clients"), [("running", True), ("consensus", False)])
 def test_foreign_replies_are_matched_there_too(anchor: str, match_at_clients: bool) -> None:
     """With activations of the models, which run on the host."""
     clients = [Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)]

@@ -20,7 +20,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
 from fedrot.aggregation import Mean
+from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
+from fedrot.strategies.rounds import Round
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(
@@ -67,12 +69,12 @@ def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None
     assert FedRot(CONFIG).anchor == AlignedMedian(CONFIG).anchor == "running"
     assert "``running`` if not given" in str(Aligned.__doc__)
     base, results = model(), {}
-    for anchor in ({}, {"anchor": "running"}, {"anchor": "global"}):
-        strategy = FedRot(CONFIG, **anchor)
+    for name in ("", "running", "global"):
+        strategy = FedRot(CONFIG, anchor=name) if name else FedRot(CONFIG)
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates(base, scale=0.3), strict=True))
         answers = [reply(m, u, 10, i) for i, (m, u) in sent]
-        results[anchor.get("anchor", "")] = strategy.aggregate_train(1, answers)[0]
+        results[name] = strategy.aggregate_train(1, answers)[0]
     assert largest_difference(results[""], results["running"]) == 0
     assert largest_difference(results[""], results["global"]) > 1e-3
 
@@ -437,6 +439,23 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     assert len(rows) == 3 * 2 * 3
     assert {row["layer"] for row in rows} == {0, 1}
     assert sum(r["before"] for r in rows) == pytest.approx(sum(before), rel=1e-5)
+
+
+def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
+    """A client that is far away counts by its distance, and not as one of two."""
+    this_round = Round(1)
+    for client, before, rotated, permuted in ((0, 90.0, 45.0, 9.0), (1, 10.0, 1.0, 8.0)):
+        attention = GroupReport("a", 0, "attention", before, before - rotated, 3, 4)
+        neurons = GroupReport("f", 0, "ffn", permuted, 0.0, 5, 9)
+        left = before - rotated - permuted
+        this_round.report(client, AlignmentReport((attention, neurons), before, left, 0.1))
+    metrics = this_round.metrics()
+    assert metrics["fedrot-share-rotation"] == pytest.approx(46 / 100)
+    assert metrics["fedrot-share-permutation"] == pytest.approx(17 / 100)
+    assert metrics["fedrot-share-rescale"] == 0
+    assert metrics["fedrot-distance-before"] == 50
+    assert metrics["fedrot-distance-after"] == pytest.approx((36 + 1) / 2)
+    assert (metrics["fedrot-heads-rotated"], metrics["fedrot-neurons-moved"]) == (6, 10)
 
 
 def test_a_threshold_skips_and_says_so() -> None:

@@ -455,7 +455,6 @@ def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
     assert metrics["fedrot-share-rescale"] == 0
     assert metrics["fedrot-distance-before"] == 50
     assert metrics["fedrot-distance-after"] == pytest.approx((36 + 1) / 2)
-    assert (metrics["fedrot-heads-rotated"], metrics["fedrot-neurons-moved"]) == (6, 10)
 
 
 def test_a_threshold_skips_and_says_so() -> None:

@@ -224,6 +224,9 @@ MEMBERS: dict[str, Member] = {
         "GPTNeoX", "ForTokenClassification", {**_ENCODER, "attention_bias": False}
     ),
     "opt": Member("OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24}),
+    "opt-open": Member(
+        "OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True}
+    ),
     "opt-projected": Member("OPT", _CLASSIFIER, {**_OPT, "do_layer_norm_before": False}),
     "llama": Member("Llama", _CAUSAL, _DECODER),
     "llama-biased": Member(

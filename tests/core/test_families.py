@@ -137,6 +137,7 @@ STACKS = {
     "t5": ("encoder.block.{}.", "decoder.block.{}."),
     "bart": ("model.encoder.layers.{}.", "model.decoder.layers.{}."),
     "clip": ("text_model.encoder.layers.{}.", "vision_model.encoder.layers.{}."),
+    "albert-groups": tuple(f"encoder.albert_layer_groups.{i}.albert_layers.{{}}." for i in range(2)),
 }
 
 
@@ -153,13 +154,15 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
     alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(layers=layers))
     aligned = alignment.apply(update)
     changed = {key for key in update if not torch.equal(aligned[key], update[key])}
-    places = [stack.format(layer) for stack in STACKS[name] for layer in range(2)]
+    prefix = "albert." if name == "albert-groups" else ""
+    places = [prefix + stack.format(layer) for stack in STACKS[name] for layer in range(2)]
     moved = {i for key in changed for i, place in enumerate(places) if key.startswith(place)}
     assert moved == {*expected}
     assert all(key.startswith(tuple(places)) for key in changed)
     rows = alignment.report.rows()
     assert {row["layer"] for row in rows} == {*expected}
-    assert all(row["group"].startswith(places[row["layer"]].removeprefix("model.")) for row in rows)
+    groups = [place.removeprefix("model.").removeprefix("albert.") for place in places]
+    assert all(row["group"].startswith(groups[row["layer"]]) for row in rows)
 
 
 def test_phases_beat_random_phases_and_reflections_are_no_option() -> None:

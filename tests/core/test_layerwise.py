@@ -217,9 +217,17 @@ def test_what_cannot_be_folded_in_changes_nothing() -> None:
     name = next(reversed(client))
     broken = {**client, name: client[name][:-1]}
     missing = {n: t for n, t in client.items() if n != name}
-    for update, weight in ((broken, 1.0), (missing, 1.0), (client, 0.0), (client, float("nan"))):
+    # Of a tensor that does not move: found out before its turn comes, or not at all.
+    mask = {"trained": {"lm_head.weight": torch.ones(3, dtype=torch.bool)}}
+    for update, weight, statistics in (
+        (broken, 1.0, None),
+        (missing, 1.0, None),
+        (client, 0.0, None),
+        (client, float("nan"), None),
+        (client, 1.0, mask),
+    ):
         with pytest.raises(fedrot.UpdateError):
-            fold_by_layer(mean, update, weight, anchor, symmetry)
+            fold_by_layer(mean, update, weight, anchor, symmetry, statistics=statistics)
     assert largest_difference(mean.result(), before) == 0
     assert mean.weight == 1
 

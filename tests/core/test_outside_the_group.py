@@ -60,6 +60,7 @@ _HIDDEN = ["bert", "roberta", "camembert", "electra", "mpnet", "mpnet-mlm", "alb
 _HIDDEN += ["bart", "bart-classifier", "vit", "deit", "gpt2", "gpt2-classifier"]
 _HIDDEN += [
     "opt",
+    "opt-open",
     "opt-projected",
     "clip",
     "clip-classifier",

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from fedrot import random_equivalent, symmetry_of
+from fedrot import random_equivalent, symmetry_of, unit_statistics
 from fedrot.diagnostics import Barrier, interpolate
 from fedrot.learning import LearningOptions
 from fedrot.simulations import barrier_report, barriers, training
@@ -126,6 +126,29 @@ def test_a_method_may_refine_the_client_and_repair_the_merged_models(
         assert len({row["loss"] for row in line.barrier.rows}) == 1
         assert (line.after == 0) == (name == "refined")
     assert all(torch.equal(state[name], moved[name]) for state in seen for name in moved)
+
+
+def test_repaired_averages_near_an_end_are_like_that_end(task: Task, model: torch.nn.Module) -> None:
+    """Though the units of the other one are four times as large."""
+    client = build_model(task.config, task.data, seed=1)
+    with torch.no_grad():
+        for name, parameter in client.named_parameters():
+            if "intermediate" in name:
+                parameter.mul_(4)
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    repair = METHODS["whole+data+repair"].repair
+    assert repair is not None
+    ends = model.state_dict(), client.state_dict()
+    path = repair(model, client, symmetry, batches)
+    for position, end in ((0.001, 0), (0.999, 1)):
+        shell = copy.deepcopy(model)
+        shell.load_state_dict(path(*ends, position))
+        scales = [unit_statistics(m, batches[:4], symmetry).std for m in (shell, (model, client)[end])]
+        assert scales[0].keys() == scales[1].keys() != set()
+        for name, scale in scales[1].items():
+            assert torch.allclose(scales[0][name], scale, rtol=0.05, atol=0.02 * float(scale.max())), (
+                name
+            )
 
 
 # Summaries

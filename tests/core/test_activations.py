@@ -408,6 +408,27 @@ def test_activations_bring_a_random_element_back(name: str, weight: float) -> No
     assert alignment.report.after <= 1e-9 * alignment.report.before
 
 
+@pytest.mark.parametrize("weight", [0.5, 0.9, 1.0])
+def test_rotations_found_with_activations_report_the_weights_distance(weight: float) -> None:
+    """What activations gain is not distance: a rotation may even lead away from the anchor's weights."""
+    name = "bert-classifier"
+    state, client, symmetry = state_of(name), state_of(name, 9), symmetry_for(name)
+    seen = fedrot.collect_activations(
+        _model(name, state), _model(name, client), _tokens(name, 256), symmetry
+    )
+    options = fedrot.AlignmentOptions(parts=("attention",), activation_weight=weight)
+    alignment = fedrot.align(client, state, symmetry, options, seen)
+    aligned = alignment.apply(client)
+    found = {row.group: (row.before, row.after) for row in alignment.report.groups}
+    assert len(found) == 4
+    for group in symmetry.select(("attention",)):
+        tensors = [slot.tensor for slot in group.slots]
+        before, after = (
+            squared_distance({n: model[n] for n in tensors}, state) for model in (client, aligned)
+        )
+        assert found[group.name] == pytest.approx((before, after), rel=1e-9)
+
+
 def test_weights_have_no_say_where_activations_are_all_that_counts() -> None:
     """The client's weights are noise; its activations come from a model that is the anchor's equal."""
     name = "bert-classifier"

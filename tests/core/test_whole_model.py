@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
+from fedrot.matching import solve
 from fedrot.symmetry.kinds import Permutation
 from tests.core.oracles import Array, seeded
 from tests.core.pairs import PAIRS, only
@@ -408,6 +409,25 @@ _QKV = ("query", "key", "value")
 
 #: So many random orders of four units, seeded 1, 2, ..., hold all 24 of them.
 EVERY_ORDER = 91
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_restarts_are_further_starts(restarts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the first one, each from an order of its own."""
+    starts, orders = [], []
+    begin = solve._Descent._start
+
+    def recorded(descent: Any, seed: int) -> bool:
+        started = begin(descent, seed)
+        starts.append(seed)
+        orders.append(tuple(tuple(move.element.tolist()) for move in descent.moves))
+        return started
+
+    monkeypatch.setattr(solve._Descent, "_start", recorded)
+    name = FEW[0]
+    fedrot.align(state_of(name, 5), state_of(name), symmetry_for(name), _options(restarts=restarts))
+    assert starts == list(range(restarts + 1))
+    assert len(set(orders)) == restarts + 1
 
 
 def test_restarts_draw_every_order_of_a_tiny_stream() -> None:

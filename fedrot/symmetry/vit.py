@@ -6,12 +6,9 @@ gauges of pre-norm streams as in GPT-2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fedrot.symmetry.axes import RESIDUAL, Axes, linear, merged, norm
 from fedrot.symmetry.blocks import Heads, Part, Units, attention, feed_forward, together
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.kinds import Permutation, SignedPermutation
 
 _TOKEN = (None, None, RESIDUAL)
 
@@ -59,10 +56,6 @@ def _heads(config: Config, names: Names) -> Axes:
     )
 
 
-def _spaces(config: Config) -> Mapping[str, type[Permutation]]:
-    return {"pooler": SignedPermutation} if config.get("pooler_act", "tanh") == "tanh" else {}
-
-
 FAMILY = Family(
     name="vit",
     model_types=("vit", "deit"),
@@ -70,5 +63,4 @@ FAMILY = Family(
     body=_body,
     heads=_heads,
     encoder=("embeddings", "layers", "layernorm", "pooler"),
-    spaces=_spaces,
 )

@@ -208,6 +208,25 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where:
     assert not torch.equal(kept, ~trained)
 
 
+@pytest.mark.parametrize("which", ["update", "anchor"])
+@pytest.mark.parametrize("fault", ["missing", "extra", "misshapen"])
+def test_what_is_wrong_with_the_last_tensor_is_said_before_the_first_part(
+    fault: str, which: str
+) -> None:
+    symmetry, (anchor, client) = symmetry_for("llama"), _models("llama")
+    given = {"update": client, "anchor": anchor}
+    broken, name = dict(given[which]), next(reversed(given[which]))
+    if fault == "extra":
+        broken["another"] = torch.zeros(1)
+    elif fault == "misshapen":
+        broken[name] = broken[name][:-1]
+    else:
+        del broken[name]
+    given[which] = broken
+    with pytest.raises(fedrot.UpdateError, match="another" if fault == "extra" else name):
+        next(align_by_layer(given["update"], given["anchor"], symmetry))
+
+
 def test_what_cannot_be_folded_in_changes_nothing() -> None:
     symmetry = symmetry_for("llama")
     anchor, client = _models("llama")

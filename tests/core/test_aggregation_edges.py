@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean, check_statistics
 from fedrot.moves import Move, transport_statistics
 from tests.core.oracles import Array, seeded
 from tests.models import (
@@ -404,3 +404,16 @@ def test_blocks_of_heads_follow_the_heads(parts: tuple[str, ...]) -> None:
     found = transport_statistics({"gram": {OUTPUT: one}}, moves, SYMMETRY.shapes)["gram"][OUTPUT]
     assert (torch.block_diag(*found) - expected).abs().max() <= 1e-10
     assert (found - one).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("kind", ["gram", "fisher"])
+def test_one_tensor_for_layers_of_two_shapes_is_checked_against_both(
+    kind: str, order: tuple[int, int]
+) -> None:
+    shapes: list[tuple[str, tuple[int, ...]]] = [("narrow", (4, 4)), ("wide", (4, 6))]
+    shared = torch.eye(4)
+    given = {kind: {shapes[i][0]: shared for i in order}}
+    with pytest.raises(fedrot.UpdateError, match=r"'wide' have shape \[4, 4\]"):
+        check_statistics(given, dict(shapes))
+    check_statistics({kind: {"narrow": shared, "other": shared}}, {"narrow": (4, 4), "other": (4, 4)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fedrot.errors import FedrotError
@@ -39,7 +39,7 @@ class AlignmentOptions:
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
-    layers: str | Sequence[int] = "all"
+    layers: str | Iterable[int] = "all"
     ridge: float = 0.0
     within_heads: str = "rotation"
     threshold: float = 0.0
@@ -75,7 +75,7 @@ class AlignmentOptions:
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""
-        if not isinstance(self.layers, str | Sequence):
+        if not isinstance(self.layers, Iterable):
             raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
         if not isinstance(self.layers, str):
             outside = [layer for layer in self.layers if not 0 <= layer < count]

@@ -149,7 +149,7 @@ def load_text_data(
         DataError: unknown data set (what is available is listed), unreadable file, missing
             column (the columns are listed), empty split, or missing values.
     """
-    source = limited(find(name, data_dir), name, train_limit, test_limit)
+    source = limited(find(name, data_dir, label=label_column), name, train_limit, test_limit)
     text_columns = _text_columns(source, text_column)
     label_columns = find_labels(source, label_column)
     labels = labels_of(source, label_columns)

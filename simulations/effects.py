@@ -44,8 +44,13 @@ def _merges_with_data(values: Values) -> bool:
     return _collects(values) or "residual" in merging.options_of(values["parts"]).parts
 
 
-def _is_file(values: Values) -> bool:
-    return Path(values["run_or_file"]).is_file()
+# A path that does not exist is for the command to complain of.
+def _no_file(values: Values) -> bool:
+    return not Path(values["run_or_file"]).is_file()
+
+
+def _no_folder(values: Values) -> bool:
+    return not Path(values["run_or_file"]).is_dir()
 
 
 _TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")
@@ -63,9 +68,9 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         Effect(
             ("markdown",),
             "for a run folder: a strategy's file has no results",
-            lambda v: not _is_file(v),
+            _no_file,
         ),
-        Effect(("out", "metrics"), "for a strategy's file: a run folder has its own", _is_file),
+        Effect(("out", "metrics"), "for a strategy's file: a run folder has its own", _no_folder),
     ),
     "barrier": (
         Effect(("rows",), "with a method that looks at data, such as whole+data", _looks_at_data),

@@ -74,11 +74,14 @@ class Catalogue:
 TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts})
 
 
-def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Source:
+def find(
+    name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS, label: str | None = None
+) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
     A name that ends in one of ``READERS`` is that of a file, in ``data_dir`` or anywhere. A file with
-    a ``split`` column has its own splits; the rows of another one are divided by ``divided``.
+    a ``split`` column has its own splits; the rows of another one are divided by ``divided``, by the
+    classes in the column ``label`` (of this name, if None).
 
     Raises:
         DataError: if it is in none of them (what is available is listed), if ``data_dir`` does not
@@ -87,9 +90,9 @@ def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Sour
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
     if Path(name).suffix in READERS:
-        return _from_file(_file(name, data_dir, catalogue))
+        return _from_file(_file(name, data_dir, catalogue), label)
     if data_dir is not None:
-        found = _find_locally(name, data_dir, catalogue)
+        found = _find_locally(name, data_dir, catalogue, label)
         if found is not None:
             return found
     if name in catalogue.bundled:
@@ -97,40 +100,56 @@ def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Sour
     return _from_hub(name, data_dir, catalogue)
 
 
-def divided(task: str, table: pa.Table, where: object) -> Source:
-    """Hold one row in five of every class in a column ``label`` out, always the same ones.
+def divided(task: str, table: pa.Table, where: object, label: str = "label") -> Source:
+    """Hold one row in five of every class in the label column out, always the same ones.
 
-    Where there is no such column, or it holds no classes, one in five of all rows is held out.
+    Where there is no such column, or it holds no classes (numbers of rows, say), one in five of all rows
+    is held out.
+
+    Args:
+        task: the name of the data set.
+        table: all rows.
+        where: the rows are from, for messages.
+        label: the column of classes.
 
     Raises:
         DataError: there are too few rows for two splits.
     """
-    labels = _classes(table)
+    classes = _classes(table, label)
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(table.num_rows, dtype=bool)
-    for label in sorted(set(labels), key=lambda label: (label is None, label)):
-        rows = rng.permutation(np.flatnonzero([other == label for other in labels]))
-        held_out[rows[: round(len(rows) / HELD_OUT_SHARE)]] = True
+    order = np.argsort(classes, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
+        held_out[rng.permutation(rows)[: round(len(rows) / HELD_OUT_SHARE)]] = True
+    of_each = " of each class" if classes.any() else ""
     if not held_out.any():
         raise DataError(
-            f"{where} has {table.num_rows} rows, too few to hold one in {HELD_OUT_SHARE} of each class "
-            "out; give a training and a test split, or more rows"
+            f"{where} has {table.num_rows} rows, too few to hold one in {HELD_OUT_SHARE}{of_each} out; "
+            "give a training and a test split, or more rows"
         )
     note = (
         f"{where} has no splits of its own: of {table.num_rows} rows {held_out.sum()} are held out, one "
-        f"in {HELD_OUT_SHARE} of each class, drawn with seed {SPLIT_SEED}."
+        f"in {HELD_OUT_SHARE}{of_each}, drawn with seed {SPLIT_SEED}."
     )
     return Source(task, table.filter(~held_out), table.filter(held_out), note=note)
 
 
-def _classes(table: pa.Table) -> list[object]:
-    """Return the class of each row, or one class for all of them."""
+def _classes(table: pa.Table, label: str) -> np.ndarray:
+    """Return the class of each row, int ``[rows]``; 0 for all where the column holds no classes."""
     import pyarrow.types as types
 
-    kind = table.schema.field("label").type if "label" in table.column_names else None
-    if kind is None or types.is_floating(kind) or types.is_nested(kind):
-        return [0] * table.num_rows
-    return table["label"].to_pylist()
+    none = np.zeros(table.num_rows, dtype=int)
+    if label not in table.column_names:
+        return none
+    kind = table.schema.field(label).type
+    if types.is_floating(kind) or types.is_nested(kind):
+        return none
+    labels = table[label].to_pylist()
+    found = sorted(set(labels), key=lambda value: (value is None, value))
+    if 2 * len(found) > table.num_rows:
+        return none
+    places = {value: place for place, value in enumerate(found)}
+    return np.array([places[value] for value in labels])
 
 
 def _file(name: str, data_dir: Path | None, catalogue: Catalogue) -> Path:
@@ -143,12 +162,12 @@ def _file(name: str, data_dir: Path | None, catalogue: Catalogue) -> Path:
     return found
 
 
-def _find_locally(name: str, data_dir: Path, catalogue: Catalogue) -> Source | None:
+def _find_locally(name: str, data_dir: Path, catalogue: Catalogue, label: str | None) -> Source | None:
     task = Path(name).name
     for root in (data_dir / folder for folder in catalogue.folders):
         single_file = root / f"{name}.parquet"
         if single_file.is_file():
-            return _from_file(single_file)
+            return _from_file(single_file, label)
         for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
             if train.is_file():
                 prefix = train.name.removesuffix("train.parquet")
@@ -161,12 +180,12 @@ def _find_locally(name: str, data_dir: Path, catalogue: Catalogue) -> Source | N
     return None
 
 
-def _from_file(path: Path) -> Source:
+def _from_file(path: Path, label: str | None) -> Source:
     import pyarrow.compute as pc
 
     table = _read(path)
     if "split" not in table.column_names:
-        return divided(path.stem, table, path)
+        return divided(path.stem, table, path, label or "label")
     present = set(table["split"].to_pylist())
     held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
     if "train" not in present or held_out is None:
@@ -228,17 +247,33 @@ def _parquet(path: Path) -> pa.Table:
     return pq.read_table(path)
 
 
+def _block(path: Path) -> int:
+    """Return how many bytes are read at a time: a row that is longer than a block is refused."""
+    return min(max(path.stat().st_size, 2**20), 2**31 - 1)
+
+
 def _csv(path: Path) -> pa.Table:
     import pyarrow.csv
 
-    # Texts go over several lines.
-    return pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+    table = pyarrow.csv.read_csv(
+        path,
+        pyarrow.csv.ReadOptions(block_size=_block(path)),
+        # Texts go over several lines.
+        pyarrow.csv.ParseOptions(newlines_in_values=True),
+    )
+    # What is not UTF-8 is read as bytes.
+    other = [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]
+    if other:
+        raise pyarrow.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
+    return table
 
 
 def _json_lines(path: Path) -> pa.Table:
     import pyarrow.json
 
-    return pyarrow.json.read_json(path)
+    table = pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=_block(path)))
+    table.validate(full=True)
+    return table
 
 
 #: Files of rows by what their names end in: the format's name, and how it is read.
@@ -254,7 +289,10 @@ def _read(path: Path) -> pa.Table:
 
     format_name, read = READERS[path.suffix]
     try:
-        return read(path)
+        table = read(path)
+        if len(set(table.column_names)) < table.num_columns:
+            raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")
+        return table
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"

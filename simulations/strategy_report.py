@@ -38,7 +38,9 @@ def write_strategy_report(report: Path, out: Path | None = None, metrics: Path |
         OSError: a file cannot be read or written.
     """
     rows = _checked(report, ("round",))
-    beside = report.with_name(BESIDE)
+    # An earlier run's files carry the same number: alignment.1.jsonl and metrics.1.jsonl.
+    number = next((s for s in report.suffixes[:-1] if s[1:].isdecimal()), "")
+    beside = report.with_name(f"{Path(BESIDE).stem}{number}{Path(BESIDE).suffix}")
     if metrics is None and beside.is_file() and beside != report:
         metrics = beside
     stages = _checked(metrics, ("round", "stage", "metrics")) if metrics is not None else []

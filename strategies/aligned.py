@@ -242,7 +242,8 @@ class Aligned(Strategy):
 
     def begin(self, after_round: int | None) -> None:
         """Make the files of report and metrics ready, see ``begin_rows``; every run calls it."""
-        begin_rows(self.report_path, after_round)
+        # Both at once: files of one run get one number.
+        begin_rows((self.report_path, self.metrics_log.path), after_round)
         self.metrics_log.begin(after_round)
 
     def configure_train(
@@ -309,7 +310,7 @@ class Aligned(Strategy):
                 result = self._folded(updates, folding, this_round)
         arrays, metrics = self._reported(this_round, *result)
         self.metrics_log.write(server_round, TRAIN, metrics)
-        this_round.check_start()
+        this_round.check_start(self._nodes)
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -352,6 +353,9 @@ class Aligned(Strategy):
         """Return whom the grid sent messages to: a subclass may have sent others than were made here."""
         sent = self._grid.sent if isinstance(self._grid, LazyGrid) else []
         return Asked(sent, asked.clients) if sent else asked
+
+    def _nodes(self) -> Iterable[int]:
+        return self._grid.get_node_ids() if self._grid is not None else ()
 
     @property
     def _weighting(self) -> object:

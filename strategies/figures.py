@@ -163,7 +163,7 @@ FIGURES = (
     Figure(
         "fedrot-seconds-aligning",
         "seconds",
-        "spent on finding the alignments, summed over the replies",
+        "spent on finding the alignment that each reply was moved by, summed over the replies",
         lambda r: sum(report.seconds for _, report in r.reports),
     ),
     Figure(

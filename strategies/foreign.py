@@ -73,7 +73,6 @@ class Foreign:
         """
         if self._prepared or self.model is None:
             return
-        self._prepared = True
         # Building a model draws random numbers, which a resumed run would draw in another round.
         with torch.random.fork_rng(devices=[]):
             model = self.model()
@@ -89,6 +88,7 @@ class Foreign:
         self.options = self.options or FOREIGN_OPTIONS
         if reads_text(config):
             self.evidence = probing(self.model, config, symmetry)
+        self._prepared = True
 
     def base(
         self, replies: Sequence[Reply], foreign: Sequence[int], broadcast: Tensors

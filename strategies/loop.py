@@ -6,7 +6,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import count
 from logging import INFO
@@ -107,24 +107,31 @@ def run(
     return result
 
 
-def begin_rows(path: Path | None, after_round: int | None) -> None:
-    """Make a JSON-lines file ready for the rows of a run.
+def begin_rows(paths: Iterable[Path | None], after_round: int | None) -> None:
+    """Make JSON-lines files ready for the rows of a run.
 
     Args:
-        path: None, and a file that does not exist, need nothing.
-        after_round: the run goes on in the file after this round, and the rows of later ones go; after
-            round 0 everything happens again. A new run, None, begins a file of its own: what an earlier
-            run wrote moves to ``NAME.1.jsonl``, or the next number that is free.
+        paths: of one run. None, and a file that does not exist, need nothing.
+        after_round: the run goes on in the files after this round, and the rows of later ones go; after
+            round 0 everything happens again. A new run, None, begins files of its own: what an earlier
+            run wrote moves to ``NAME.1.jsonl``, or the next number that is free for all of them.
     """
-    if path is None or not path.is_file():
-        return
+    present = [path for path in paths if path is not None and path.is_file()]
     if after_round is not None:
-        cut_rows(path, after_round or -1)
-    elif path.stat().st_size:
-        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-        earlier = next(name for name in names if not name.exists())
+        for path in present:
+            cut_rows(path, after_round or -1)
+        return
+    written = [path for path in present if path.stat().st_size]
+    number = next(n for n in count(1) if not any(_numbered(path, n).exists() for path in written))
+    for path in written:
+        earlier = _numbered(path, number)
         path.rename(earlier)
         log(INFO, "'%s' is of an earlier run, and is now '%s'.", path, earlier)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    """Return where the file of an earlier run lies: ``NAME.1.jsonl`` for ``NAME.jsonl`` and 1."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def cut_rows(path: Path, after_round: int) -> None:

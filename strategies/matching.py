@@ -70,16 +70,16 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
 
     @app.train(ACTION)
     def answer(message: Message, context: Context) -> Message:
-        alignment = _match(message, setup(message, context))
+        # Models are initialised and batches are drawn at random: the client's training is not to notice.
+        with torch.random.fork_rng(devices=[]):
+            alignment = _match(message, setup(message, context))
         elements = {_name(move): move.element for move in alignment.moves}
         return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
 
 
 def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
-    # Initialising a model draws random numbers, which the client's training is not to notice.
-    with torch.random.fork_rng(devices=[]):
-        ours, theirs = matching.build(), matching.build()
+    ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
     for model, tensors in ((ours, anchor), (theirs, update)):
         model.load_state_dict(tensors)

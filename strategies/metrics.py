@@ -88,7 +88,7 @@ class MetricsLog:
 
     def begin(self, after_round: int | None) -> None:
         """Make the file ready for a run, see ``begin_rows``; TensorBoard forgets what happens again."""
-        begin_rows(self.path, after_round)
+        begin_rows((self.path,), after_round)
         self._purge_step = None if after_round is None else after_round + 1 if after_round else 0
 
 

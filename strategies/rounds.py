@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, INFO, WARNING
@@ -133,17 +133,24 @@ class Round:
         """Return the round's figures, over all clients."""
         return {figure.name: figure.of(self) for figure in FIGURES}
 
-    def check_start(self) -> None:
+    def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End a run in whose first round every reply was set aside for the same reason.
 
         Such a reason is the program's, not a client's, and holds in every round. Where a client has
-        failed or has not answered, or reasons differ, the next round may go better.
+        failed or has not answered, or reasons differ, the next round may go better; so it may where a
+        single client was asked and there are others.
+
+        Args:
+            nodes: returns the ids of all connected nodes.
 
         Raises:
             FedrotError: with the reason.
         """
         reasons = {reason for _, reason in self.set_aside}
-        if self.number == 1 and len(reasons) == 1 and not self.accepted and not self.failed:
+        clients = {client for client, _ in self.set_aside}
+        if self.number > 1 or len(reasons) != 1 or self.accepted or self.failed:
+            return
+        if len(clients) > 1 or len(list(nodes())) <= 1:
             raise FedrotError(
                 "Every reply of the first round was set aside for the same reason; mend the ClientApp "
                 f"and start again. The reason: {reasons.pop()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fedrot
@@ -90,6 +91,13 @@ def test_a_wrong_argument_is_answered_by_what_to_write(
     with pytest.raises(error) as raised:
         call(fresh_model(NAME), state_of(NAME))
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("layers", [{1}, range(1, 2), np.array([1]), (1,)])
+def test_layers_may_be_anything_that_lists_indices(layers: Any) -> None:
+    options = fedrot.AlignmentOptions(layers=layers)
+    report = fedrot.align(state_of(NAME, 1), state_of(NAME), symmetry_for(NAME), options).report
+    assert {group.layer for group in report.groups} == {1}
 
 
 def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:

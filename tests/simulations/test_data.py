@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,48 @@ def test_a_file_that_cannot_be_used_is_named(
         save(path, columns)
     with pytest.raises(DataError, match=f"(?s){message}"):
         load_text_data(str(path))
+
+
+def test_the_chosen_labels_divide_a_file_and_others_do_not(tmp_path: Path) -> None:
+    """Though another column is called ``label``: here the numbers of the rows, which are no classes."""
+    rows = {"text": TEXTS, "label": list(range(20)), "mood": ["glad"] * 15 + ["sad"] * 5}
+    path = str(save(tmp_path / "mine.csv", rows))
+    data = load_text_data(path, label_column="mood")
+    assert np.bincount(data.test.labels).tolist() == [3, 1]
+    assert "one in 5 of each class" in data.note
+    by_rows = sources.find(path, None)
+    assert by_rows.test.num_rows == 4
+    assert "one in 5, drawn" in by_rows.note
+
+
+def test_many_different_labels_divide_at_once(tmp_path: Path) -> None:
+    table = pa.table({"label": [str(i // 10) for i in range(100_000)]})
+    found = sources.divided("it", table, "here")
+    assert set(Counter(found.test["label"].to_pylist()).values()) == {2}
+
+
+def test_rows_may_be_longer_than_a_block(tmp_path: Path) -> None:
+    texts = [f"{i} " + 800_000 * "ab" for i in range(6)]
+    for suffix in (".csv", ".jsonl"):
+        path = save(tmp_path / f"long{suffix}", {"text": texts, "label": ["glad"] * 3 + ["sad"] * 3})
+        source = sources.find(str(path), None)
+        assert sorted(t for s in (source.train, source.test) for t in s["text"].to_pylist()) == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("mine.csv", "text,label\ncaf\xe9,a\n", "the column 'text' is not UTF-8"),
+        ("mine.jsonl", '{"text": "caf\xe9", "label": 1}\n', "[Uu][Tt][Ff]-?8"),
+        ("mine.csv", "text,text,label\na,b,1\n", "two columns have one name among text, text, label"),
+    ],
+)
+def test_a_file_in_another_encoding_or_with_one_name_twice_is_refused(
+    name: str, content: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=f"{name} cannot be read .*{message}"):
+        load_text_data(str(tmp_path / name))
 
 
 def test_commands_say_how_a_file_was_divided(tmp_path: Path) -> None:

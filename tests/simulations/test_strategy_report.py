@@ -169,6 +169,15 @@ def test_metrics_beside_the_report_or_given_are_drawn(report: Path, tmp_path: Pa
     assert len(Outline(write_strategy_report(report, out).read_text()).links) == 1
 
 
+def test_the_report_of_an_earlier_run_has_that_run_s_metrics(report: Path) -> None:
+    """They were moved aside together, and what lies beside them is of a later run."""
+    write_lines(report.with_name("metrics.jsonl"), METRICS)
+    earlier = report.rename(report.with_name("alignment.2.jsonl"))
+    assert len(Outline(write_strategy_report(earlier).read_text(encoding="utf-8")).links) == 1
+    write_lines(report.with_name("metrics.2.jsonl"), METRICS)
+    assert len(Outline(write_strategy_report(earlier).read_text(encoding="utf-8")).links) == 2
+
+
 def test_a_report_without_alignment_or_losses(tmp_path: Path) -> None:
     write_lines(tmp_path / "r.jsonl", [{"round": 1, "tensor": "w", "note": "a note"}])
     page = write_strategy_report(tmp_path / "r.jsonl").read_text()

@@ -218,6 +218,20 @@ def test_a_first_round_that_another_may_better_does_not_end_the_run(what: str) -
     assert len([nodes for nodes in grid.asked if nodes]) == 2
 
 
+@pytest.mark.parametrize("nodes", [1, 30])
+def test_one_client_of_many_does_not_end_the_run(nodes: int) -> None:
+    """Of thirty, the next round may ask a better one; where there is one, it may not."""
+    few = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_train": 1 / nodes}
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **few)
+    clients = _clients(*(without(WEIGHT, index) for index in range(nodes)))
+    if nodes == 1:
+        with pytest.raises(fedrot.FedrotError, match="Every reply of the first round"):
+            _start(strategy, ArrayRecord(state()), clients, 2)
+    else:
+        grid = _start(strategy, ArrayRecord(state()), clients, 2)
+        assert [len(asked) for asked in grid.asked if asked] == [1, 1]
+
+
 def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -286,6 +300,15 @@ def test_what_is_moved_aside_is_said_and_an_empty_file_stays(
     ]
     assert (tmp_path / "alignment.1.jsonl").read_text() == "earliest\n"
     assert (tmp_path / "alignment.2.jsonl").read_text() == "earlier\n"
+
+
+def test_files_of_one_run_get_one_number(tmp_path: Path) -> None:
+    for _ in range(2):
+        _run(tmp_path, 1)
+    (tmp_path / "alignment.1.jsonl").unlink()
+    _run(tmp_path, 1)
+    names = {path.name for path in tmp_path.glob("*.[0-9].jsonl")}
+    assert names == {"metrics.1.jsonl", "metrics.2.jsonl", "alignment.2.jsonl"}
 
 
 def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:

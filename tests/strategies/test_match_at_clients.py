@@ -137,7 +137,13 @@ def test_matching_draws_nothing_from_the_clients_random_numbers() -> None:
     build()
     assert not torch.equal(torch.random.get_rng_state(), before)
     torch.random.set_rng_state(before)
-    ask(client(), state(), permuted(state(), 2))
+    app = ClientApp()
+    rows = [*batches()]
+    match_at_client(
+        app, lambda *_: Matching(build, lambda: [rows[i] for i in torch.randperm(len(rows)).tolist()])
+    )
+    context = Context(1, 1, {}, RecordDict(), {})
+    ask(lambda message: app(message, context), state(), permuted(state(), 2))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

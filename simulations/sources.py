@@ -146,7 +146,7 @@ def _classes(table: pa.Table, label: str) -> np.ndarray:
         return none
     labels = table[label].to_pylist()
     found = sorted(set(labels), key=lambda value: (value is None, value))
-    if 2 * len(found) > table.num_rows:
+    if len(found) == table.num_rows:
         return none
     places = {value: place for place, value in enumerate(found)}
     return np.array([places[value] for value in labels])

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedrot.simulations import sources
-from fedrot.simulations.data import DataError, evaluate_predictions, load_text_data
+from fedrot.simulations.data import DataError, evaluate_predictions, labels_of, load_text_data
 from fedrot.simulations.tokenizer import SPECIAL_TOKENS, bundled_tokenizer, train_wordpiece
 from tests.simulations.commands import invoke
 
@@ -348,6 +348,21 @@ def test_a_file_in_another_encoding_or_with_one_name_twice_is_refused(
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=f"{name} cannot be read .*{message}"):
         load_text_data(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("odd", ["train", "test"])
+@pytest.mark.parametrize("row", [(0, 0), (1, 1)], ids=["none", "both"])
+def test_rows_without_or_with_several_labels_make_a_task_of_several(
+    odd: str, row: tuple[int, int]
+) -> None:
+    """In whichever split they are."""
+    splits = {name: pa.table({"glad": [1, 0], "sad": [0, 1]}) for name in ("train", "test")}
+    single = labels_of(sources.Source("it", **splits), ("glad", "sad"))
+    assert (single.kind, single.train.tolist(), single.test.tolist()) == ("single", [0, 1], [0, 1])
+    splits[odd] = pa.table({"glad": [1, row[0]], "sad": [0, row[1]]})
+    several = labels_of(sources.Source("it", **splits), ("glad", "sad"))
+    assert several.kind == "multi"
+    assert getattr(several, odd).tolist() == [[1, 0], list(row)]
 
 
 def test_commands_say_how_a_file_was_divided(tmp_path: Path) -> None:

@@ -346,6 +346,18 @@ def test_what_has_arrived_when_time_is_up_is_taken_however_long_the_others_took(
     assert len(found) == 3
 
 
+def test_what_arrives_in_time_while_another_reply_is_used_is_taken() -> None:
+    """Though using that one takes until time is up: there is a last look."""
+    grid = LazyGrid(Slow(clients(), {100: 1, 101: 2, 102: 2}))
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
+    found = []
+    for message in grid.send_and_receive(messages, timeout=0.1):
+        if not found:
+            time.sleep(0.15)
+        found.append(message)
+    assert len(found) == 3
+
+
 def test_nobody_asked_nothing_fetched() -> None:
     assert list(LazyGrid(FakeGrid({})).send_and_receive([])) == []
 

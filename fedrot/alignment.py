@@ -16,7 +16,7 @@ from fedrot.matching.blocks import squared_distance
 from fedrot.matching.match import Anchor, Problem
 from fedrot.matching.solve import solve
 from fedrot.moves import Move, apply_moves, transport_statistics
-from fedrot.options import AlignmentOptions
+from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport, as_bits
 from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
@@ -138,12 +138,7 @@ def align(
     """
     start = time.perf_counter()
     check_symmetry(symmetry)
-    if not isinstance(options, AlignmentOptions | None):
-        raise FedrotError(
-            f"options is a {type(options).__name__}; pass fedrot.AlignmentOptions, "
-            "AlignmentOptions(parts=('attention',)), say."
-        )
-    options = options or AlignmentOptions()
+    options = checked_options(options)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     check_update(update, symmetry.shapes)
     check_update(anchor.tensors, symmetry.shapes)

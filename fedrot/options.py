@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fedrot.errors import FedrotError
 from fedrot.symmetry.description import DEFAULT_PARTS, PARTS
+
+#: Layers by their place.
+_LAYERS = re.compile(r"all|(first|last):[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,19 @@ class AlignmentOptions:
     def __post_init__(self) -> None:
         parts: object = self.parts
         if isinstance(parts, str):
-            raise FedrotError(f"parts is the string '{parts}'; give a tuple, ('{parts}',).")
+            named = tuple(parts.split("+"))
+            known = repr(named) if set(named) <= {*PARTS} else f"a tuple of some of {PARTS}"
+            write = "fedrot.WHOLE_MODEL" if parts == "whole" else known
+            raise FedrotError(f"parts is the string '{parts}'; write parts={write}.")
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")
+        if not isinstance(self.layers, Iterable):
+            raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
+        if isinstance(self.layers, str) and not _LAYERS.fullmatch(self.layers):
+            raise FedrotError(
+                f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
+            )
         if not self.ridge >= 0:
             raise FedrotError(f"ridge is {self.ridge}; it must be 0 or positive.")
         if self.within_heads not in ("rotation", "permutation"):
@@ -75,8 +88,6 @@ class AlignmentOptions:
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""
-        if not isinstance(self.layers, Iterable):
-            raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
         if not isinstance(self.layers, str):
             outside = [layer for layer in self.layers if not 0 <= layer < count]
             if outside:
@@ -85,9 +96,19 @@ class AlignmentOptions:
         if self.layers == "all":
             return tuple(range(count))
         side, _, number = self.layers.partition(":")
-        if side not in ("first", "last") or not number.isdecimal():
-            raise FedrotError(
-                f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
-            )
         n = min(int(number), count)
         return tuple(range(n) if side == "first" else range(count - n, count))
+
+
+def checked_options(options: AlignmentOptions | None) -> AlignmentOptions:
+    """Return options, the defaults if None.
+
+    Raises:
+        FedrotError: they are something else.
+    """
+    if not isinstance(options, AlignmentOptions | None):
+        raise FedrotError(
+            f"options is a {type(options).__name__}; pass fedrot.AlignmentOptions, "
+            "AlignmentOptions(parts=('attention',)), say."
+        )
+    return options or AlignmentOptions()

@@ -68,7 +68,7 @@ class AlignmentReport:
         for part in dict.fromkeys(group.part for group in self.groups):
             rows = [group for group in self.groups if group.part == part]
             moved, certified = sum(r.moved > 0 for r in rows), sum(r.certified for r in rows)
-            best = f", {certified} proved to be in place" if certified else ""
+            best = f", {certified} in the best order already" if certified else ""
             lines.append(
                 f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} groups moved{best}"
             )

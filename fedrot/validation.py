@@ -67,7 +67,7 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
         )
     for name, shape in shapes.items():
         if name not in update:
-            raise UpdateError(f"The tensor '{name}' is missing. Send every tensor of the model.")
+            raise UpdateError(_missing(name, update, shapes))
         if tuple(update[name].shape) != shape:
             raise UpdateError(
                 f"The tensor '{name}' has shape {list(update[name].shape)}, the model has "
@@ -79,6 +79,23 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
             f"The tensor '{extra[0]}' is not part of the model ({len(extra)} extra in all). Send "
             "only the tensors that were received."
         )
+
+
+def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why a tensor is missing, as far as the names tell, and what to do."""
+    if update and all(other.isdigit() for other in update):
+        return (
+            "The tensors have numbers in place of names ('0', '1', ...), as if they were made from a "
+            "list. Send ArrayRecord(model.state_dict())."
+        )
+    extra = (other for other in update if other not in shapes)
+    like = next((o for o in extra if o.endswith(f".{name}") or name.endswith(f".{o}")), None)
+    instead = f"; '{like}' came in its place" if like else ""
+    count = sum(other not in update for other in shapes)
+    return (
+        f"The tensor '{name}' is missing ({count} of {len(shapes)} are){instead}. Send every tensor of "
+        "the model, under the name that it came with."
+    )
 
 
 def check_finite(update: Mapping[str, Tensor]) -> None:

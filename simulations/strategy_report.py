@@ -38,6 +38,8 @@ def write_strategy_report(report: Path, out: Path | None = None, metrics: Path |
         OSError: a file cannot be read or written.
     """
     rows = _checked(report, ("round",))
+    if all("stage" in row for row in rows):
+        raise ValueError(f"'{report}' is what metrics_path received; give the file of report_path.")
     # An earlier run's files carry the same number: alignment.1.jsonl and metrics.1.jsonl.
     number = next((s for s in report.suffixes[:-1] if s[1:].isdecimal()), "")
     beside = report.with_name(f"{Path(BESIDE).stem}{number}{Path(BESIDE).suffix}")

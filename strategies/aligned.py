@@ -29,7 +29,7 @@ from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.files import append_rows
 from fedrot.layerwise import checked_device
 from fedrot.matching.blocks import model_distance
-from fedrot.options import AlignmentOptions
+from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.checkpoints import Checkpoints
 from fedrot.strategies.coordinates import Coordinates
@@ -169,11 +169,12 @@ class Aligned(Strategy):
         super().__init__(*args, **kwargs)
         matched = model is not None or foreign is not None
         arguments.check_settings(anchor, match_at_clients, matched, min_replies, norm_bound, wire)
+        arguments.check_paths(spill, report_path, metrics_path)
         if align:
             check_in_front(self, anchor, matched)
         self.symmetry = symmetry
         self.anchor = anchor
-        self.options = options or AlignmentOptions()
+        self.options = checked_options(options)
         self.align = align
         self.deterministic = deterministic
         self.spill = Path(spill) if spill is not None else None
@@ -262,6 +263,9 @@ class Aligned(Strategy):
                     f"The symmetry was built for another model: '{different[0]}' differs from what is "
                     "broadcast. Pass the configuration, or the symmetry, of this model."
                 )
+            # What cannot be moved had better be known before clients train.
+            layers = self.options.layer_indices(self.symmetry.layers)
+            self.symmetry.select(self.options.parts, layers)
             self._foreign.prepare(self.symmetry)
         readable = plain(arrays)
         messages = super().configure_train(  # type: ignore[safe-super]

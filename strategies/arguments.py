@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fedrot.anchors import ANCHORS
 from fedrot.errors import FedrotError
-from fedrot.strategies.wire import PRECISIONS
+from fedrot.strategies.wire import PRECISIONS, from_arrays
 from fedrot.symmetry import Symmetry, check_family
 from fedrot.symmetry.resolve import settings_of
 
@@ -59,7 +60,7 @@ def _mistake(name: str, given: object) -> str:
     kind, call = type(given).__name__, f"{name}(model.config, ...)"
     if given is None:
         return (
-            f"{name} is not told which architecture it aligns: write {call}, with the transformers "
+            f"{name} needs the model's configuration: write {call}, with the transformers "
             f"configuration, or {name}(symmetry, ...) for a model of your own (docs/own-model.md)."
         )
     if isinstance(given, nn.Module):
@@ -132,7 +133,26 @@ def check_settings(
     if norm_bound is not None and not norm_bound > 1:
         raise FedrotError(f"norm_bound is {norm_bound}; it must be above 1, the median itself.")
     if wire is not None and wire not in PRECISIONS:
-        raise FedrotError(f"wire is {wire}; choose from {', '.join(map(str, PRECISIONS))}.")
+        raise FedrotError(f"wire is {wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
+
+
+def check_paths(
+    spill: str | Path | None, report_path: str | Path | None, metrics_path: str | Path | None
+) -> None:
+    """Make sure that files are files, and not one and the same.
+
+    Raises:
+        FedrotError: one of them is something else.
+    """
+    if isinstance(spill, bool):
+        raise FedrotError(f"spill is {spill}; give the folder in which updates may wait.")
+    given = {"report_path": report_path, "metrics_path": metrics_path}
+    paths = {name: Path(path) for name, path in given.items() if path is not None}
+    for name, path in paths.items():
+        if path.is_dir():
+            raise FedrotError(f"{name} is the folder '{path}'; give a file in it, rows.jsonl, say.")
+    if len(paths) == 2 and len({path.resolve() for path in paths.values()}) == 1:
+        raise FedrotError(f"report_path and metrics_path are one file, '{report_path}'; give two.")
 
 
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:
@@ -144,8 +164,8 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
         align: whether names are needed.
 
     Raises:
-        FedrotError: it is no ``ArrayRecord``; or it was made from a list, whose arrays have numbers for
-            names, and the symmetry does not call them so.
+        FedrotError: it is no ``ArrayRecord``; it was made from a list, whose arrays have numbers for
+            names, and the symmetry does not call them so; or it is not finite.
     """
     if not isinstance(arrays, ArrayRecord):
         raise FedrotError(
@@ -157,3 +177,6 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
             "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as if they "
             "were made from a list: write ArrayRecord(model.state_dict()); names tell what can move."
         )
+    for name, tensor in from_arrays(arrays).items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf: nothing can train from it.")

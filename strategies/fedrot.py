@@ -63,8 +63,9 @@ class FedRot(Aligned, FedAvg):
         self.statistics_every = statistics_every
         if aggregation is not None and not callable(aggregation):
             raise FedrotError(
-                "aggregation is an aggregator; give its class, or a function without arguments that "
-                "builds it anew for every round."
+                f"aggregation is a {type(aggregation).__name__}; give a class, aggregation="
+                "fedrot.aggregation.RegMean, or a function without arguments that builds an aggregator "
+                "anew for every round."
             )
         needs = aggregation().needs if aggregation is not None else ()
         foreign = self._foreign.options

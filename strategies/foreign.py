@@ -148,8 +148,9 @@ class Foreign:
         if foreign and self.options is None and self.model is None:
             log(
                 WARNING,
-                "%d of %d replies come from other bases than the broadcast model; give the strategy "
-                "'model' to match them as a whole.",
+                "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp "
+                "load it? If these clients have starts of their own, give the strategy 'model' to match "
+                "them as a whole.",
                 foreign,
                 replies,
             )

@@ -235,6 +235,11 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
             f"The reply holds {len(content.metric_records)} MetricRecords; send exactly one."
         )
     (metrics,) = content.metric_records.values()
+    if weighted_by_key not in metrics:
+        raise UpdateError(
+            f"The MetricRecord has no '{weighted_by_key}' (it has: {', '.join(metrics) or 'nothing'}). "
+            "Send it, or name the metric that weights the clients: weighted_by_key=..."
+        )
     weight = metrics.get(weighted_by_key)
     if not isinstance(weight, (int, float)) or not smallest <= weight <= LARGEST_WEIGHT:
         raise UpdateError(

@@ -152,7 +152,7 @@ class Round:
             return
         if len(clients) > 1 or len(list(nodes())) <= 1:
             raise FedrotError(
-                "Every reply of the first round was set aside for the same reason; mend the ClientApp "
+                "Every reply of the first round was set aside for the same reason; fix the ClientApp "
                 f"and start again. The reason: {reasons.pop()}"
             )
 

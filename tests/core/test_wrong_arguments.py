@@ -73,11 +73,30 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
             fedrot.SymmetryError,
             "model.state_dict()",
         ),
-        (
-            lambda model, state: fedrot.AlignmentOptions(parts="attention"),  # type: ignore[arg-type]
-            fedrot.FedrotError,
-            "('attention',)",
+        *(
+            (
+                lambda model, state, parts=parts: fedrot.AlignmentOptions(parts=parts),
+                fedrot.FedrotError,
+                f"write parts={says}",
+            )
+            for parts, says in (
+                ("attention", "('attention',)"),
+                ("attention+ffn", "('attention', 'ffn')"),
+                ("whole", "fedrot.WHOLE_MODEL"),
+                ("atention", "a tuple of some of ('residual', "),
+            )
         ),
+        (
+            lambda model, state: _align({f"module.{n}": t for n, t in state.items()}, state),
+            fedrot.UpdateError,
+            "'module.bert.embeddings.word_embeddings.weight' came in its place",
+        ),
+        (
+            lambda model, state: _align({str(i): t for i, t in enumerate(state.values())}, state),
+            fedrot.UpdateError,
+            "numbers in place of names",
+        ),
+        (lambda model, state: fedrot.AlignmentOptions(layers="last"), fedrot.FedrotError, "'last:N'"),
         (
             lambda model, state: _align(state, state, None, fedrot.AlignmentOptions(layers=1)),  # type: ignore[arg-type]
             fedrot.FedrotError,
@@ -114,5 +133,5 @@ def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:
     assert len(parts) == 2
     nothing = str(fedrot.align(anchor, anchor, symmetry))
     assert "attention: 0.0% removed, 0 of 4 groups moved" in nothing
-    assert "ffn: 0.0% removed, 0 of 2 groups moved, 2 proved to be in place" in nothing
+    assert "ffn: 0.0% removed, 0 of 2 groups moved, 2 in the best order already" in nothing
     assert len(repr(alignment)) < 300

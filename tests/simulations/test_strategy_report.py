@@ -178,6 +178,13 @@ def test_the_report_of_an_earlier_run_has_that_run_s_metrics(report: Path) -> No
     assert len(Outline(write_strategy_report(earlier).read_text(encoding="utf-8")).links) == 2
 
 
+def test_the_other_file_is_told_apart(report: Path) -> None:
+    metrics = report.with_name("metrics.jsonl")
+    write_lines(metrics, METRICS)
+    with pytest.raises(ValueError, match="give the file of report_path"):
+        write_strategy_report(metrics)
+
+
 def test_a_report_without_alignment_or_losses(tmp_path: Path) -> None:
     write_lines(tmp_path / "r.jsonl", [{"round": 1, "tensor": "w", "note": "a note"}])
     page = write_strategy_report(tmp_path / "r.jsonl").read_text()

@@ -105,6 +105,48 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
     return grid
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"options": "attention"}, r"options is a str; pass fedrot\.AlignmentOptions"),
+        ({"report_path": "."}, "report_path is the folder"),
+        ({"metrics_path": Path()}, "metrics_path is the folder"),
+        ({"report_path": "rows.jsonl", "metrics_path": Path("rows.jsonl")}, "one file, 'rows.jsonl'"),
+        ({"spill": True}, "spill is True; give the folder"),
+        ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
+        ({"aggregation": "regmean"}, r"aggregation=fedrot\.aggregation\.RegMean"),
+    ],
+)
+def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match=says):
+        FedRot(CONFIG, **given)
+
+
+def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train() -> None:
+    def asked(message: Message) -> Message:
+        raise AssertionError("a client was asked")
+
+    broken = {**state(), BIAS: torch.full_like(state()[BIAS], torch.nan)}
+    with pytest.raises(fedrot.FedrotError, match=f"'{BIAS}' in initial_arrays holds NaN"):
+        _start(FedRot(CONFIG), ArrayRecord(broken), asked)
+    options = fedrot.AlignmentOptions(layers=(7,))
+    with pytest.raises(fedrot.FedrotError, match="Layer 7 is not in the model"):
+        _start(FedRot(CONFIG, options=options), ArrayRecord(state()), asked)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [({"num_examples": 5}, "has no 'num-examples' .it has: num_examples"), ({}, "it has: nothing")],
+)
+def test_a_reply_without_the_weight_is_told_what_it_has(record: dict[str, int], says: str) -> None:
+    def answer(message: Message) -> Message:
+        arrays, metrics = ArrayRecord(state()), MetricRecord(record)
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    with pytest.raises(fedrot.FedrotError, match=says):
+        _start(FedRot(CONFIG, fraction_evaluate=0.0), ArrayRecord(state()), answer)
+
+
 @STRATEGY
 def test_arrays_without_names_are_refused_before_clients_train(strategy: type[Aligned]) -> None:
     def asked(message: Message) -> Message:

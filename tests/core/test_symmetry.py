@@ -17,6 +17,7 @@ from transformers import (
 
 import fedrot
 from fedrot.symmetry import NO_LAYER
+from tests import families
 from tests.models import (
     CASES,
     DIM,
@@ -327,6 +328,29 @@ def test_a_moved_tensor_tied_to_one_that_stays_is_refused() -> None:
     state["bert.pooler.dense.weight"] = state[f"{names.of(0, 'query')}.weight"]
     with pytest.raises(fedrot.SymmetryError, match="share storage"):
         fedrot.symmetry_of(config_of(name), state)
+
+
+@pytest.mark.parametrize("still", ["embeddings.LayerNorm.bias", "encoder.layer.1.output.LayerNorm.bias"])
+def test_a_moved_tensor_tied_to_one_that_nothing_moves_is_refused(still: str) -> None:
+    """Whichever of the two comes first."""
+    name = "bert-bare"
+    state = state_of(name)
+    state[still] = state["encoder.layer.0.attention.self.query.bias"]
+    with pytest.raises(fedrot.SymmetryError, match="share storage"):
+        fedrot.symmetry_of(config_of(name), state)
+
+
+def test_the_rotary_share_of_older_configurations_is_read() -> None:
+    """GPT-NeoX called it ``rotary_pct`` before transformers 5."""
+    config = families.config_of("gpt-neox").to_dict()
+    share = config.pop("rope_parameters")["partial_rotary_factor"]
+    assert 0 < share < 1
+    config.pop("partial_rotary_factor", None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in families.state_of("gpt-neox").items()}
+    expected = fedrot.symmetry_of(families.config_of("gpt-neox"), shapes)
+    for other in (share, 1.0):
+        found = fedrot.symmetry_of({**config, "rotary_pct": other}, shapes)
+        assert (found.groups == expected.groups) == (other == share)
 
 
 @pytest.mark.parametrize("value", [None, "many", [2], {}, 1.5, float("nan")])

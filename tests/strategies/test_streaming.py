@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ from fedrot.strategies.replies import Reply
 from fedrot.strategies.rounds import Round, Update
 from fedrot.strategies.store import Store
 from fedrot.strategies.waiting import Waiting
-from tests.models import State, config_of, near
+from tests.models import State, config_of, near, squared_distance
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, answer, grams, honest
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -816,6 +817,19 @@ def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so() -> None:
     assert new["one"] is new["two"]
     assert (new["one"].float() - (shared + 0.5)).abs().max() < 0.03
     assert int(new["steps"]) == 3
+
+
+@pytest.mark.parametrize("anchor", ["global", "running", "first", "consensus"])
+def test_the_norm_bound_measures_from_the_broadcast_model_whatever_the_anchor(anchor: str) -> None:
+    """Each update on its own: what others sent does not change its distance."""
+    base = state()
+    given = [fedrot.random_equivalent(near(base, 0.5, i), SYMMETRY, i) for i in range(3)]
+    strategy = FedRot(CONFIG, anchor=anchor, norm_bound=3)
+    broadcast(strategy, base)
+    waiting: Any = [SimpleNamespace(tensors=update, weight=1.0) for update in given]
+    found = list(strategy._coordinates.distances(waiting, base))
+    alone = [fedrot.align(update, base, SYMMETRY).apply(update) for update in given]
+    assert found == pytest.approx([squared_distance(a, base) ** 0.5 for a in alone], rel=1e-5)
 
 
 # --- evaluation --------------------------------------------------------------------------------------

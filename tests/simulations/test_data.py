@@ -365,6 +365,15 @@ def test_rows_without_or_with_several_labels_make_a_task_of_several(
     assert getattr(several, odd).tolist() == [[1, 0], list(row)]
 
 
+@pytest.mark.parametrize("odd", ["train", "test"])
+def test_a_class_of_one_split_is_a_class(odd: str) -> None:
+    splits = {name: pa.table({"label": [0, 1, 1]}) for name in ("train", "test")}
+    splits[odd] = pa.table({"label": [0, 1, 2]})
+    found = labels_of(sources.Source("it", **splits), ("label",))
+    assert found.names == ("0", "1", "2")
+    assert (found.train.max(), found.test.max()) == ((2, 1) if odd == "train" else (1, 2))
+
+
 def test_commands_say_how_a_file_was_divided(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", {"text": TEXTS, "label": MOODS})
     code, output = invoke(

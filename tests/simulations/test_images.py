@@ -17,7 +17,7 @@ from PIL import Image
 from fedrot.simulations import sources, training
 from fedrot.simulations.architectures import patch_of
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.images import load_image_data, resized
+from fedrot.simulations.images import load_image_data, resized, side_of
 from fedrot.simulations.models import build_model
 from fedrot.simulations.sources import DataError
 from fedrot.simulations.tasks import Task, task_of
@@ -142,6 +142,14 @@ def test_sizes_and_colours_are_brought_together(tmp_path: Path) -> None:
     assert data.test.pixels[1][0, 0].tolist() == [255, 255, 255]
     grey = load_image_data("mine", tmp_path, side=16, channels=1)
     assert (grey.side, grey.test.pixels[0].shape) == (16, (16, 16, 1))
+
+
+@pytest.mark.parametrize(
+    ("largest", "side"), [(5, 5), (8, 8), (9, 12), (12, 12), (13, 16), (30, 32), (32, 32)]
+)
+def test_images_are_enlarged_to_what_patches_divide(largest: int, side: int) -> None:
+    images = [np.zeros((4, 3, 3), np.uint8), np.zeros((2, largest, 3), np.uint8)]
+    assert side_of(images) == side
 
 
 @pytest.mark.parametrize(("side", "patch"), [(8, 2), (12, 3), (28, 4), (32, 4), (64, 8)])

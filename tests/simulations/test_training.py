@@ -271,3 +271,17 @@ def test_a_gpu_is_used_where_the_engine_lends_one(
     assert training.lent_device().type == kind
     monkeypatch.delitem(sys.modules, "ray")
     assert training.lent_device().type == "cpu"
+
+
+def test_an_evaluation_is_the_mean_over_rows_one_by_one(task: Task) -> None:
+    """Though rows of one length are evaluated together: every answer is compared with its own label."""
+    model, data = build_model(task.config, task.data, seed=0), task.train
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    rows = np.random.default_rng(0).permutation(70)[:40]
+    whole = training.evaluate(model, task, data, rows)
+    alone = [training.evaluate(model, task, data, rows[i : i + 1]) for i in range(len(rows))]
+    for name in ("loss", "accuracy"):
+        assert whole[name] == pytest.approx(np.mean([one[name] for one in alone]), rel=1e-5)
+    assert len({one["loss"] for one in alone}) > 30

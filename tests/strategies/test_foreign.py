@@ -67,7 +67,7 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     lost, metrics = play(FedRot(config_of(NAME), anchor=anchor), base, sent)
     assert error(lost, other) > 0.1
     assert metrics["fedrot-replies-foreign"] == 3
-    assert "3 of 3 replies come from other bases" in warnings()
+    assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
     assert "'model'" in warnings()
 
 

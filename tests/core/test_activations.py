@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.matching.activations import RESIDUAL_SITES
+from fedrot.matching.match import Problem
 from tests.core.oracles import Array, random_moves
 from tests.models import (
     CASES,
@@ -406,6 +407,26 @@ def test_activations_bring_a_random_element_back(name: str, weight: float) -> No
     # Rotations are fitted to sums in float32; one unit out of place would be off by 0.1 and more.
     assert largest_difference(alignment.apply(moved), state) <= 1e-4
     assert alignment.report.after <= 1e-9 * alignment.report.before
+
+
+@pytest.mark.parametrize(("weight", "times"), [(0.2, 0.25), (0.5, 1.0), (0.8, 4.0)])
+def test_activations_count_in_proportion_to_the_weights(weight: float, times: float) -> None:
+    """``w / (1 - w)`` times the weights' similarity, whose size is that of the two models' blocks."""
+    name = "bert-classifier"
+    state, client, symmetry = state_of(name), state_of(name, 9), symmetry_for(name)
+    group = symmetry.select(("attention",))[0]
+    size = HEADS * DIM
+    seen = fedrot.Activations({group.name: torch.eye(size, dtype=torch.float64)}, {group.name: ""})
+    options = fedrot.AlignmentOptions(activation_weight=weight)
+    problem = Problem(fedrot.Anchor(state), client, symmetry, options, seen)
+    factor, addition = problem.evidence(group, problem.pairs(group))
+    norms = [
+        sum(float(model[slot.tensor].square().sum()) for slot in group.slots) ** 0.5
+        for model in (state, client)
+    ]
+    assert factor == 1
+    assert addition is not None
+    assert torch.allclose(addition, times * norms[0] * norms[1] * seen.matrices[group.name])
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.9, 1.0])

@@ -10,6 +10,7 @@ import torch
 
 import fedrot
 from fedrot.aggregation import Mean
+from fedrot.matching.match import Anchor
 from tests.models import (
     BARE,
     EVERY,
@@ -506,3 +507,20 @@ def test_clients_that_trained_far_from_one_start_are_not_foreign_to_each_other(a
     assert len(results) == 2
     for result in results:
         assert {row.part for row in result.alignment.report.groups} == {"attention", "ffn"}
+
+
+def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds on its neurons shrink by as much."""
+    shares = []
+    move = Anchor.towards_last
+
+    def recorded(anchor: Anchor, tensors: Any, share: float) -> Anchor:
+        shares.append(share)
+        return move(anchor, tensors, share)
+
+    monkeypatch.setattr(Anchor, "towards_last", recorded)
+    name = FEW[0]
+    base = state_of(name)
+    updates = [(near(base, 0.01, seed), weight) for seed, weight in ((1, 1.0), (2, 3.0), (3, 4.0))]
+    _round(updates, base, symmetry_for(name), "running")
+    assert shares == pytest.approx([1.0, 0.75, 0.5])

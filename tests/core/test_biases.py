@@ -109,3 +109,13 @@ def test_a_separation_that_was_measured_serves_canonical_biases_too() -> None:
     for seed in (1, 2):
         fedrot.align(state_of(name, seed), anchor, symmetry, options)
     assert anchor._separation
+
+
+def test_statistics_follow_where_there_is_no_redundant_bias() -> None:
+    symmetry, anchor = symmetry_for("llama"), state_of("llama")
+    assert not symmetry.gauges
+    options = fedrot.AlignmentOptions(canonical_biases=True)
+    alignment = fedrot.align(state_of("llama", 1), anchor, symmetry, options)
+    fisher = {"fisher": {"model.norm.weight": torch.ones_like(anchor["model.norm.weight"])}}
+    found = alignment.transport(fisher)["fisher"]["model.norm.weight"]
+    assert torch.equal(found, fisher["fisher"]["model.norm.weight"])

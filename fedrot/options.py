@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fedrot.errors import FedrotError
@@ -43,7 +43,7 @@ class AlignmentOptions:
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
-    layers: str | Iterable[int] = "all"
+    layers: str | Collection[int] = "all"
     ridge: float = 0.0
     within_heads: str = "rotation"
     threshold: float = 0.0
@@ -63,7 +63,7 @@ class AlignmentOptions:
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")
-        if not isinstance(self.layers, Iterable):
+        if not isinstance(self.layers, Collection):
             raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
         if isinstance(self.layers, str) and not _LAYERS.fullmatch(self.layers):
             raise FedrotError(

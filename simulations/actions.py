@@ -1,4 +1,4 @@
-"""What the commands do once their options are read, and print."""
+"""Actions of the commands, once their options are read, and what they print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which options have an effect beside which others, by command: an option without one is refused."""
+"""A table of options that have an effect beside some others only, by command, and its check."""
 
 from __future__ import annotations
 

@@ -97,6 +97,12 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
             "numbers in place of names",
         ),
         (lambda model, state: fedrot.AlignmentOptions(layers="last"), fedrot.FedrotError, "'last:N'"),
+        # It would be empty the second time it is read.
+        (
+            lambda model, state: fedrot.AlignmentOptions(layers=iter([1])),
+            fedrot.FedrotError,
+            "give a list of indices",
+        ),
         (
             lambda model, state: _align(state, state, None, fedrot.AlignmentOptions(layers=1)),  # type: ignore[arg-type]
             fedrot.FedrotError,

@@ -99,8 +99,14 @@ def alignment_of(
         moved, angle = as_bits(kind.moved(move.element)), kind.angle(move.element)
         rows.append(
             GroupReport(
-                *(group.name, group.layer, group.part, distance, after),
-                *(moved, kind.units, angle),
+                group=group.name,
+                layer=group.layer,
+                part=group.part,
+                before=distance,
+                after=after,
+                units=moved,
+                of=kind.units,
+                angle=angle,
                 within=group.within,
             )
         )

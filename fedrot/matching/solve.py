@@ -146,8 +146,13 @@ class _Descent:
         if row is None:
             self.first_seen += self._unseen(group, before)
             row = GroupReport(
-                *(group.name, group.layer, group.part, before, before),
-                *(0, group.kind.units),
+                group=group.name,
+                layer=group.layer,
+                part=group.part,
+                before=before,
+                after=before,
+                units=0,
+                of=group.kind.units,
                 within=group.within,
             )
         self.rows[group.name] = replace(

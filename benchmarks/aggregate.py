@@ -39,7 +39,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fedrot.strategies import FedRot, to_arrays
-from fedrot.strategies.wire import encode
+from fedrot.strategies.wire.arrays import encode
 
 State = dict[str, Tensor]
 

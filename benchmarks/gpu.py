@@ -4,7 +4,8 @@ The floor is what nobody can beat, the time of moving every byte once over the b
 here: the update from the host to the device, or on the device the update and the mean read and the
 moved update and the mean written, whichever takes longer, for the two overlap.
 
-Every layer takes the path that a server's layers take (``fedrot.layerwise``): near its anchor, into a
+Every layer takes the path that a server's layers take (``fedrot.strategies.round.layerwise``): near its
+anchor, into a
 mean that is held on the device in float32 and is the anchor of the clients after the first. All layers
 of a model hold the same random numbers, so that one layer is all that the host needs. ``first`` and
 ``next`` are clients from the host's memory to the mean, copies and work overlapped; the stages are
@@ -38,9 +39,15 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.layerwise import align_by_layer, brought, checked_device, fold_by_layer, parts_of
-from fedrot.symmetry.kinds import HeadRotation
-from fedrot.validation import check_finite
+from fedrot.strategies.round.layerwise import (
+    align_by_layer,
+    brought,
+    checked_device,
+    fold_by_layer,
+    parts_of,
+)
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.tensors import check_finite
 
 Seconds = dict[str, float]
 Model = Mapping[str, Tensor]

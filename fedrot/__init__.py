@@ -8,26 +8,26 @@ Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
 from fedrot import aggregation
 from fedrot.alignment import Alignment, align, alignment_of, random_equivalent
 from fedrot.anchors import ANCHORS, AlignedUpdate, align_round, base_cosine
-from fedrot.biases import canonical_biases
-from fedrot.contract import check_function
-from fedrot.diagnostics import Barrier, interpolate, loss_barrier
+from fedrot.check import check_function
+from fedrot.collect.activations import Activations, collect_activations, probing
+from fedrot.collect.fisher import collect_fisher
+from fedrot.collect.gram import collect_gram, completed, compressed
+from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.fisher import collect_fisher
-from fedrot.inputs import random_inputs
-from fedrot.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.matching.activations import Activations, collect_activations, probing
-from fedrot.matching.match import Anchor
+from fedrot.matching.stages import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.statistics import collect_gram, completed, compressed
-from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
-from fedrot.variance import (
+from fedrot.research.interpolation import Barrier, interpolate, loss_barrier
+from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
+from fedrot.research.repair import (
     UnitStatistics,
     average_statistics,
     repair,
     unit_statistics,
     variance_ratio,
 )
+from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
+from fedrot.symmetry.biases import canonical_biases
 
 __version__ = "0.1.0"
 

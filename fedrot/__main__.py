@@ -12,7 +12,7 @@ from importlib import import_module
 def main() -> None:
     """Run the command, or say what to install for it."""
     try:
-        command = import_module("fedrot.simulations.cli")
+        command = import_module("fedrot.simulations.cli.app")
     except ModuleNotFoundError as error:
         if error.name is not None:  # missing for another reason than that the extra is not installed
             raise

@@ -9,20 +9,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedrot.biases import canonical_biases
+from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.activations import Activations
-from fedrot.matching.blocks import squared_distance
-from fedrot.matching.match import Anchor, Problem
-from fedrot.matching.solve import solve
-from fedrot.moves import Move, apply_moves, transport_statistics
+from fedrot.matching.descent import solve
+from fedrot.matching.pairs import squared_distance
+from fedrot.matching.stages import Anchor, Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport, as_bits
-from fedrot.symmetry.description import DEFAULT_PARTS, Group, Symmetry
-from fedrot.validation import check_symmetry, check_update
-
-Tensors = Mapping[str, Tensor]
+from fedrot.symmetry.biases import canonical_biases
+from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
+from fedrot.tensors import Tensors, check_update
+from fedrot.transport import Move, apply_moves, transport_statistics
 
 
 @dataclass(frozen=True)

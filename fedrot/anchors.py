@@ -10,24 +10,20 @@ does not change the function of their mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
+from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError
-from fedrot.matching.activations import Activations
-from fedrot.matching.blocks import compute_dtype
-from fedrot.matching.match import Anchor
+from fedrot.matching.stages import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
-from fedrot.symmetry.description import Symmetry
-from fedrot.validation import check_symmetry
-
-Tensors = Mapping[str, Tensor]
+from fedrot.symmetry.groups import Symmetry, check_symmetry
+from fedrot.tensors import Tensors, compute_dtype
 
 #: Finds the alignment of an update to an anchor.
 Aligner = Callable[[Tensors, Anchor], Alignment]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fedrot.errors import FedrotError
-from fedrot.symmetry.description import DEFAULT_PARTS, PARTS
+from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS
 
 #: Layers by their place.
 _LAYERS = re.compile(r"all|(first|last):[0-9]+")

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.partition import parse_partition
-from fedrot.simulations.sources import BUNDLED, DIGITS
+from fedrot.simulations.data.partition import parse_partition
+from fedrot.simulations.data.sources import BUNDLED, DIGITS
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 

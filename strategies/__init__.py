@@ -7,12 +7,12 @@ if find_spec("flwr") is None:
 
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.client import align_mod
+from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
-from fedrot.strategies.logs import JsonLines
-from fedrot.strategies.matching import Matching, match_at_client
-from fedrot.strategies.metrics import MetricsLog
-from fedrot.strategies.records import statistics_record, wanted_statistics
-from fedrot.strategies.wire import from_arrays, to_arrays
+from fedrot.strategies.reporting.json_log import JsonLines
+from fedrot.strategies.reporting.metrics_log import MetricsLog
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.records import statistics_record, wanted_statistics
 
 __all__ = [
     "DEFAULT_ANCHOR",

@@ -21,28 +21,23 @@ from flwr.serverapp.strategy import (
     Result,
     Strategy,
 )
-from torch import Tensor, nn
+from torch import nn
 
+from fedrot._io import append_rows
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.anchors import OF_ALL
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.files import append_rows
-from fedrot.layerwise import checked_device
-from fedrot.matching.blocks import model_distance
+from fedrot.matching.pairs import model_distance
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
-from fedrot.strategies.checkpoints import Checkpoints
-from fedrot.strategies.coordinates import Coordinates
-from fedrot.strategies.folding import Folding
-from fedrot.strategies.foreign import Exchange, Foreign
-from fedrot.strategies.grids import LazyGrid
-from fedrot.strategies.logs import log_fields
-from fedrot.strategies.loop import begin_rows, run
-from fedrot.strategies.messages import as_sent, of_mean, plain, restored, with_arrays, with_tensors
-from fedrot.strategies.metrics import EVALUATE, TRAIN, MetricsLog
+from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.privacy import check_in_front, check_not_behind
-from fedrot.strategies.records import statistics_bytes
-from fedrot.strategies.replies import (
+from fedrot.strategies.reporting.json_log import log_fields
+from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog
+from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.loop import begin_rows, run
+from fedrot.strategies.round.aligner import Coordinates
+from fedrot.strategies.round.inbox import (
     Asked,
     Reply,
     client_id,
@@ -51,14 +46,17 @@ from fedrot.strategies.replies import (
     read_weight,
     with_common_layout,
 )
-from fedrot.strategies.rounds import Round, Update, legible
-from fedrot.strategies.store import Store
-from fedrot.strategies.waiting import Waiting, beyond
-from fedrot.strategies.wire import from_arrays, to_arrays
+from fedrot.strategies.round.layerwise import checked_device
+from fedrot.strategies.round.merge import Folding
+from fedrot.strategies.round.other_basis import Exchange, Foreign
+from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_arrays, with_tensors
+from fedrot.strategies.round.round_report import Round, Update, legible
+from fedrot.strategies.round.spill import Store
+from fedrot.strategies.round.waiting import Waiting, beyond
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.records import statistics_bytes
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.validation import check_finite
-
-Tensors = Mapping[str, Tensor]
+from fedrot.tensors import Tensors, check_finite
 
 #: What a round gives: the new model, None if the old one stays, and metrics.
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]

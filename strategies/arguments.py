@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedrot.anchors import ANCHORS
 from fedrot.errors import FedrotError
-from fedrot.strategies.wire import PRECISIONS, from_arrays
+from fedrot.strategies.wire.arrays import PRECISIONS, from_arrays
 from fedrot.symmetry import Symmetry, check_family
 from fedrot.symmetry.resolve import settings_of
 

@@ -18,16 +18,16 @@ from fedrot.aggregation import Statistics
 from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.matching import ACTION
-from fedrot.strategies.records import (
+from fedrot.strategies.client_matching import ACTION
+from fedrot.strategies.wire.arrays import TIED, from_arrays, same_bits, to_arrays
+from fedrot.strategies.wire.records import (
     STATISTICS,
     model_records,
     read_statistics,
     statistics_record,
 )
-from fedrot.strategies.wire import TIED, from_arrays, same_bits, to_arrays
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.validation import check_finite
+from fedrot.tensors import check_finite
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable, Mod

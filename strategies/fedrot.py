@@ -12,17 +12,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.aggregation.statistics import FISHER, TRAINED, Statistics
+from fedrot.aggregation.statistic_kinds import FISHER, TRAINED, Statistics
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import Aggregated, Aligned
-from fedrot.strategies.folding import Folding
-from fedrot.strategies.matching import FOREIGN_OPTIONS
+from fedrot.strategies.client_matching import FOREIGN_OPTIONS
 from fedrot.strategies.privacy import check_not_behind
-from fedrot.strategies.records import STATISTICS
-from fedrot.strategies.replies import Reply
-from fedrot.strategies.rounds import Round, Update
-from fedrot.strategies.store import Store
+from fedrot.strategies.round.inbox import Reply
+from fedrot.strategies.round.merge import Folding
+from fedrot.strategies.round.round_report import Round, Update
+from fedrot.strategies.round.spill import Store
+from fedrot.strategies.wire.records import STATISTICS
 
 
 class FedRot(Aligned, FedAvg):

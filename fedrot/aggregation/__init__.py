@@ -5,12 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedrot.aggregation.fisher import Fisher
+from fedrot.aggregation.fisher_mean import Fisher
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.regmean import RegMean
-from fedrot.aggregation.soup import GreedySoup
-from fedrot.aggregation.statistics import Statistics, check_statistics
-from fedrot.aggregation.transport import OptimalTransport
+from fedrot.aggregation.statistic_kinds import Statistics, check_statistics
+from fedrot.research.optimal_transport import OptimalTransport
+from fedrot.research.soup import GreedySoup
 
 
 class Aggregator(Protocol):

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.statistics import TRAINED, Statistics, Tensors, along_rows, check_statistics
+from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors, along_rows, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.matching.blocks import compute_dtype
-from fedrot.validation import check_update, check_weight
+from fedrot.tensors import check_update, check_weight, compute_dtype
 
 
 class Mean:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors, untrained
+from fedrot.aggregation.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors, untrained
 from fedrot.errors import FedrotError, UpdateError
 
 

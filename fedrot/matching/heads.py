@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedrot.matching import rotary, rotation
-from fedrot.matching.blocks import Pair
-from fedrot.matching.permutation import best_assignment
+from fedrot.matching import procrustes, rotary
+from fedrot.matching.assignment import best_assignment
+from fedrot.matching.pairs import Pair
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.kinds import (
+from fedrot.symmetry.actions import (
     HeadPermutation,
     HeadRotation,
     QueryPermutation,
@@ -52,7 +52,7 @@ def _solver(module: Any) -> Solver:
 
 #: How each kind of group inside heads is solved.
 SOLVERS: Mapping[type, Solver] = {
-    HeadRotation: _solver(rotation),
+    HeadRotation: _solver(procrustes),
     RotaryPhases: _solver(rotary),
     RotarySigns: _solver(rotary),
 }

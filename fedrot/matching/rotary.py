@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedrot.matching.blocks import Pair
+from fedrot.matching.pairs import Pair
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.kinds import RotaryPhases, RotarySigns
+from fedrot.symmetry.actions import RotaryPhases, RotarySigns
 
 Kind = RotaryPhases | RotarySigns
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from importlib import import_module
-from pkgutil import iter_modules
+from collections.abc import Sequence
 
-from fedrot.symmetry.description import (
+from fedrot.symmetry.families import FAMILIES
+from fedrot.symmetry.family import Family
+from fedrot.symmetry.groups import (
     DEFAULT_PARTS,
     NO_LAYER,
     PARTS,
@@ -15,7 +15,6 @@ from fedrot.symmetry.description import (
     Slot,
     Symmetry,
 )
-from fedrot.symmetry.family import Family
 from fedrot.symmetry.resolve import TensorsOrShapes, family_of, resolve, settings_of
 
 __all__ = [
@@ -32,17 +31,6 @@ __all__ = [
     "supported",
     "symmetry_of",
 ]
-
-
-def _families() -> Iterator[Family]:
-    """Find what the modules of this package declare, so that a new family is a new module alone."""
-    for found in iter_modules(__path__):
-        module = import_module(f"{__name__}.{found.name}")
-        yield from (value for value in vars(module).values() if isinstance(value, Family))
-
-
-#: Every supported family, by the names of their modules; each passes the contract in the tests.
-FAMILIES: tuple[Family, ...] = tuple(_families())
 
 
 def supported() -> tuple[str, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedrot.symmetry.axes import Axes
-from fedrot.symmetry.blocks import Part
-from fedrot.symmetry.kinds import Permutation
+from fedrot.symmetry.actions import Permutation
+from fedrot.symmetry.layers import Part
+from fedrot.symmetry.spaces import Axes
 
 Config = Mapping[str, Any]
 Names = Collection[str]

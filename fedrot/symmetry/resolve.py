@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.axes import Axes, merged, read_to_the_end, space_of, spaces_of
-from fedrot.symmetry.blocks import Part
-from fedrot.symmetry.description import NO_LAYER, Gauge, Group, Slot, Stretch, Symmetry
+from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.family import Family
-from fedrot.symmetry.kinds import Permutation
+from fedrot.symmetry.groups import NO_LAYER, Gauge, Group, Slot, Stretch, Symmetry
+from fedrot.symmetry.layers import Part
+from fedrot.symmetry.spaces import Axes, merged, read_to_the_end, space_of, spaces_of
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]

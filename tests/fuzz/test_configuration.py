@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fedrot.simulations import config as configuration
-from fedrot.simulations import runner, server_app
-from fedrot.simulations.barrier_grid import Grid
+from fedrot.simulations.barrier.barrier_grid import Grid
 from fedrot.simulations.cli import app
+from fedrot.simulations.cli.terminal import BAD_INPUT
 from fedrot.simulations.config import Arm, SimulationConfig
-from fedrot.simulations.terminal import BAD_INPUT
+from fedrot.simulations.federation import runner, server_app
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fedrot.simulations.partition import (
+from fedrot.simulations.data.partition import (
     Partition,
     PartitionError,
     histogram,

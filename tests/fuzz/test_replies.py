@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation.statistics import check_statistics
+from fedrot.aggregation.statistic_kinds import check_statistics
 from fedrot.alignment import Alignment
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
-from fedrot.strategies.matching import ELEMENTS, read_answer
-from fedrot.strategies.records import STATISTICS, read_statistics
-from fedrot.strategies.replies import read_reply
-from fedrot.strategies.wire import BFLOAT16, TIED, UNCHANGED, from_arrays
+from fedrot.strategies.client_matching import ELEMENTS, read_answer
+from fedrot.strategies.round.inbox import read_reply
+from fedrot.strategies.wire.arrays import BFLOAT16, TIED, UNCHANGED, from_arrays
+from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from tests.fuzz.cases import EDGES, fuzzed, mutated
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state

@@ -147,7 +147,7 @@ def test_strategies_name_the_missing_package(bare: Path) -> None:
 
 
 def test_the_harness_names_the_missing_package(bare: Path) -> None:
-    result = python(bare, "from fedrot.simulations.cli import main")
+    result = python(bare, "from fedrot.simulations.cli.app import main")
     assert result.returncode != 0
     assert "fedrot[simulation]" in result.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from fedrot.simulations.runfolder import read_rows
+from fedrot.simulations.federation.run_folder import read_rows
 
 SMALL = shlex.split(
     "--train-limit 480 --test-limit 200 --clients 2 --width 32 --heads 2 --max-length 32 --seeds 1"

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
 from fedrot.simulations.cli import app
+from fedrot.simulations.cli.terminal import BAD_INPUT
 from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
-from fedrot.simulations.terminal import BAD_INPUT
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
-from fedrot.symmetry.description import DEFAULT_PARTS
+from fedrot.symmetry.groups import DEFAULT_PARTS
 from tests.simulations.commands import contents, invoke
 
 BAD_OPTIONS = {
@@ -148,8 +148,8 @@ def test_gpus_reach_the_engine(
     seen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(flwr.simulation, "run_simulation", lambda *_, **how: seen.append(how))
-    monkeypatch.setattr("fedrot.simulations.runner.present", lambda *_: None)
-    monkeypatch.setattr("fedrot.simulations.runner._log_to", lambda *_: None)
+    monkeypatch.setattr("fedrot.simulations.federation.runner.present", lambda *_: None)
+    monkeypatch.setattr("fedrot.simulations.federation.runner._log_to", lambda *_: None)
     options = ["--train-limit", 40, "--test-limit", 20, *(["--gpus", gpus] if gpus else [])]
     code, output = invoke("simulate", *options, "--out", tmp_path / "run")
     assert code == 0, output

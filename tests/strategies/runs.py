@@ -39,7 +39,7 @@ class Server:
         self.log = log
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.strategies.killed_run"],
+                [sys.executable, "-m", "tests.strategies.resume.killed_run"],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,

@@ -22,7 +22,7 @@ import fedrot
 from fedrot.aggregation import Mean
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
-from fedrot.strategies.rounds import Round
+from fedrot.strategies.round.round_report import Round
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(

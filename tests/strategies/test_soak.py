@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import Tensor
 
 import fedrot
-from fedrot.strategies import FedRot, grids
+from fedrot.strategies import FedRot, lazy_grid
 from tests.models import State, config_of, largest_difference
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
@@ -250,7 +250,7 @@ def play(
         The grid with its accounts, and the memory after every so many rounds.
     """
     clock = Clock()
-    monkeypatch.setattr(grids, "time", clock)
+    monkeypatch.setattr(lazy_grid, "time", clock)
     grid, memory = FaultyGrid(clock, 0), list[Memory]()
 
     def check(number: int, arrays: ArrayRecord) -> MetricRecord:

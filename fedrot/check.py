@@ -1,0 +1,176 @@
+"""Does a model really have the symmetry that its family describes? Asked of the model itself."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.collect.random_inputs import random_inputs
+from fedrot.errors import SymmetryError
+from fedrot.precision import Float64
+from fedrot.symmetry.groups import WHOLE_MODEL, Group, Symmetry
+from fedrot.symmetry.resolve import settings_of
+from fedrot.transport import Move, apply_moves
+
+#: Accepted change of an output, relative to the largest, in float64.
+TOLERANCE = 1e-6
+
+#: Size of the random numbers that are added to the parameters: zero biases and unit gains hide mistakes.
+_NOISE = 0.05
+
+#: How often an element is drawn again that happens to move nothing.
+_DRAWS = 64
+
+#: Outputs that are no part of the function, in coordinates that may move: caches of keys and values,
+#: what an encoder hands to its decoder, and hidden states beside the embeddings projected from them.
+_INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
+_PROJECTED = frozenset({"text_embeds", "image_embeds"})
+_BESIDE_PROJECTED = frozenset({"last_hidden_state"})
+
+#: Which groups are moved.
+Selection = Callable[[Group], bool]
+
+
+def output_change(
+    model: nn.Module,
+    config: Mapping[str, Any] | object,
+    symmetry: Symmetry,
+    parts: Sequence[str] = WHOLE_MODEL,
+    seed: int = 0,
+    batch: Mapping[str, Tensor] | None = None,
+) -> Callable[[Selection], float]:
+    """Draw an element of every group, and return what measures how moving some changes the outputs.
+
+    Outputs are the tensors that the model itself returns. What lies inside nested outputs (each tower
+    of CLIP returns its own) it goes on computing with, in coordinates that may move; so do caches, the
+    hidden states of an encoder that a decoder reads, and those beside CLIP's projected embeddings.
+
+    Args: those of ``check_function``.
+
+    Returns a function from a selection of groups to the largest change of an output relative to that
+    output's largest entry, NaN if an output is. The same elements are applied every time.
+
+    Raises:
+        SymmetryError: a part cannot be moved; or the model does not run on random inputs, or returns
+            no tensor.
+    """
+    settings = settings_of(config)
+    model = copy.deepcopy(model).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    given = _prepared(model, _drawn_batch(settings, seed) if batch is None else batch)
+    before = _outputs(model, given)
+    moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
+
+    def change(selected: Selection) -> float:
+        model.load_state_dict(apply_moves(state, (m for m in moves if selected(m.group))))
+        changes = [
+            (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+            for a, b in zip(_outputs(model, given), before, strict=True)
+        ]
+        return float(torch.stack(changes).max())
+
+    return change
+
+
+def check_function(
+    model: nn.Module,
+    config: Mapping[str, Any] | object,
+    symmetry: Symmetry,
+    parts: Sequence[str] = WHOLE_MODEL,
+    seed: int = 0,
+    batch: Mapping[str, Tensor] | None = None,
+) -> float:
+    """Move a model by a random element and compare its outputs.
+
+    Names cannot tell what a model does with its tensors: a head that reads the hidden states
+    differently than the family's is found only by running it.
+
+    Args:
+        model: a copy of it is run in evaluation mode and float64, with noise on its parameters.
+        config: its transformers configuration, object or dictionary.
+        symmetry: of this model.
+        parts: what is moved.
+        seed: of noise, element and inputs.
+        batch: keyword arguments of the model's forward; ``random_inputs`` if None.
+
+    Returns the largest change of an output relative to the largest output; see ``output_change``.
+
+    Raises:
+        SymmetryError: the change exceeds ``TOLERANCE``, and the message says which part does it; or
+            the model does not run on random inputs.
+    """
+    change = output_change(model, config, symmetry, parts, seed, batch)
+    largest = change(lambda group: True)
+    if not largest <= TOLERANCE:
+        guilty = [part for part in parts if not change(partial(_belongs, part=part)) <= TOLERANCE]
+        raise SymmetryError(
+            f"Moving {' and '.join(guilty) or 'all parts together'} changes this model's outputs by "
+            f"{largest:.2g} of their size: it does something with these tensors that family "
+            f"'{symmetry.family}' does not know. Align other parts only."
+        )
+    return largest
+
+
+def _belongs(group: Group, part: str) -> bool:
+    return group.part == part
+
+
+def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:
+    # Classifiers on decoders take one text at a time if the configuration names no padding.
+    alone = settings.get("pad_token_id", 0) is None
+    return next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
+
+
+def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a batch for a model in float64 that need not keep a cache."""
+    found: dict[str, Any] = {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        found.setdefault("use_cache", False)
+    return found
+
+
+def _drawn(group: Group, generator: torch.Generator) -> Tensor:
+    """Return a random element that moves something, if the group has any."""
+    element = group.kind.random(generator)
+    for _ in range(_DRAWS):
+        if group.kind.moved(element).any():
+            break
+        element = group.kind.random(generator)
+    return element
+
+
+def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
+    try:
+        with torch.no_grad(), Float64():
+            out = model(**batch)
+    except Exception as error:
+        raise SymmetryError(
+            f"The model does not run on its inputs ({error}), so that its symmetry cannot be checked. "
+            "If it takes other inputs than rows of tokens or images, call check_function with a batch "
+            "of yours."
+        ) from error
+    if isinstance(out, Mapping):
+        inside = _INSIDE | (_BESIDE_PROJECTED if _PROJECTED & out.keys() else frozenset())
+        values = [value for name, value in out.items() if name not in inside]
+    else:
+        values = list(out) if isinstance(out, tuple) else [out]
+    found = [value for value in values if isinstance(value, Tensor)]
+    if not found:
+        raise SymmetryError(
+            f"The model returns a {type(out).__name__} without a tensor of its own, so that its "
+            "symmetry cannot be checked. Wrap it in a module that returns the tensors to compare."
+        )
+    return found

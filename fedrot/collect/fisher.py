@@ -1,0 +1,190 @@
+"""Diagonal Fisher information of a model on a client's data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.aggregation.statistic_kinds import FISHER
+from fedrot.collect.activations import evaluating
+from fedrot.collect.random_inputs import forward_inputs
+from fedrot.errors import FedrotError
+from fedrot.tensors import compute_dtype
+
+Batch = Mapping[str, Tensor]
+
+#: With more labels than this, the expectation over a model's own labels is sampled.
+EXACT_LABELS = 8
+
+
+def collect_fisher(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    labels: Literal["model", "data"] = "model",
+    max_rows: int = 256,
+    seed: int = 0,
+) -> dict[str, dict[str, Tensor]]:
+    """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
+
+    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows, each parameter's shape, float64
+    for float64 models, else float32 (Jin et al. 2023, section 3.1; Matena & Raffel 2021). Tied
+    parameters hold one and the same tensor under each of their names.
+
+    What ``y`` is follows from the configuration's ``problem_type`` and ``num_labels``: one label,
+    several labels, or a score with unit variance. The expectation over it is exact for up to
+    ``EXACT_LABELS`` labels, and over one sample per row otherwise. Where logits are ``[rows, tokens,
+    classes]``, a class is sampled for every token that ``attention_mask`` shows (a decoder's tokens:
+    ``decoder_attention_mask``); ELECTRA's discriminator has one of several labels per token.
+
+    Args:
+        model: a ``transformers`` model whose output has ``logits``; run in evaluation mode, left as it
+            was.
+        batches: keyword arguments of forward, ``labels`` included if they are the data's.
+        labels: ``model``: expectation over the model's own labels; ``data``: the empirical Fisher.
+        max_rows: rows used at most; each costs a backward pass per label.
+        seed: of the sampled labels.
+
+    Raises:
+        FedrotError: no batch, no labels where they are needed, an unknown choice of labels, or the
+            model's output has no logits.
+    """
+    if labels not in ("model", "data"):
+        raise FedrotError(f"labels is '{labels}'; choose from model, data.")
+    generator = torch.Generator().manual_seed(seed)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in names}
+    rows = 0
+    with torch.enable_grad(), evaluating(model):
+        for row in islice(_rows(batches), max_rows):
+            rows += 1
+            if labels == "data" and "labels" not in row:
+                raise FedrotError("The empirical Fisher needs 'labels' in the batches.")
+            inputs = forward_inputs(model, row)
+            output = model(**inputs)
+            logits = getattr(output, "logits", None)
+            if logits is None:
+                raise FedrotError(
+                    f"The output of {type(model).__name__} has no logits, so that it is unknown what it "
+                    "predicts. Compute the Fisher information of a model with one task head."
+                )
+            for share, likelihood in _log_likelihoods(
+                model, logits, {**row, **inputs}, labels, generator
+            ):
+                gradients = torch.autograd.grad(
+                    likelihood, list(sums), retain_graph=True, allow_unused=True
+                )
+                for total, gradient in zip(sums.values(), gradients, strict=True):
+                    if gradient is not None:
+                        gradient = gradient.to(total)
+                        total.addcmul_(gradient, gradient, value=share)
+    if not rows:
+        raise FedrotError("No rows were given; pass at least one batch.")
+    found = {name: total / rows for p, total in sums.items() for name in names[p][:1]}
+    first = {name: shared[0] for shared in names.values() for name in shared}
+    return {FISHER: {name: found[first[name]] for name in first}}
+
+
+def _rows(batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        for i in range(len(next(iter(batch.values())))):
+            yield {name: value[i : i + 1] for name, value in batch.items()}
+
+
+def _log_likelihoods(
+    model: nn.Module, logits: Tensor, row: Batch, labels: str, generator: torch.Generator
+) -> list[tuple[float, Tensor]]:
+    """Return ``(probability, log likelihood)`` of the labels that one row's expectation runs over.
+
+    For several labels at once, and for a score, the terms are functions whose squared gradients add
+    up to the expectation.
+    """
+    z = logits[0].to(compute_dtype(logits))
+    label = row["labels"][0] if labels == "data" else None
+    if z.ndim == 2:
+        if label is not None and _predicts_next(model):
+            z, label = z[:-1], label[1:]
+        mask = "decoder_attention_mask" if _decodes_apart(model) else "attention_mask"
+        return [(1.0, _of_tokens(z, label, row.get(mask), generator))]
+    problem = _problem(model, z, label)
+    if _discriminates(model):
+        problem, counted = "multi_label_classification", torch.ones_like(z, dtype=torch.bool)
+        counted = row["attention_mask"][0].bool() if "attention_mask" in row else counted
+        z, label = z[counted], None if label is None else label[counted]
+    if label is not None:
+        return [(1.0, _of_data(problem, z, label))]
+    if problem == "regression":
+        # d log N(y; z, 1) = (y - z) dz, and (y - z)^2 is 1 in expectation.
+        return [(1.0, value) for value in z]
+    if problem == "multi_label_classification":
+        p = z.detach().sigmoid()
+        if len(p) > EXACT_LABELS:
+            drawn = torch.bernoulli(p.cpu(), generator=generator).to(z)
+            return [(1.0, _of_data(problem, z, drawn))]
+        return [(float(share), value) for share, value in zip(p * (1 - p), z, strict=True)]
+    likelihoods = z.log_softmax(0)
+    p = likelihoods.detach().exp()
+    if len(p) <= EXACT_LABELS:
+        return [(float(share), value) for share, value in zip(p, likelihoods, strict=True)]
+    return [(1.0, likelihoods[int(torch.multinomial(p.cpu(), 1, generator=generator))])]
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    return type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+
+
+def _decodes_apart(model: nn.Module) -> bool:
+    """Whether the tokens that the model predicts are a decoder's, not those of its ``input_ids``."""
+    config: Any = model.config
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _discriminates(model: nn.Module) -> bool:
+    return type(model).__name__ == "ElectraForPreTraining"
+
+
+def _problem(model: nn.Module, z: Tensor, label: Tensor | None) -> str:
+    """Return the kind of label as transformers names it, guessed as transformers guesses it."""
+    config: Any = model.config
+    if len(z) == 1:
+        guess = "regression"
+    elif label is not None and label.is_floating_point():
+        guess = "multi_label_classification"
+    else:
+        guess = "single_label_classification"
+    return getattr(config, "problem_type", None) or guess
+
+
+def _of_data(problem: str, z: Tensor, label: Tensor) -> Tensor:
+    """Return the log likelihood of the data's label, up to a constant."""
+    if problem == "regression":
+        return -((label.reshape(-1).to(z) - z) ** 2).sum() / 2
+    if problem == "multi_label_classification":
+        return (label.to(z) * z - nn.functional.softplus(z)).sum()
+    return z.log_softmax(0)[int(label)]
+
+
+def _of_tokens(
+    z: Tensor, label: Tensor | None, mask: Tensor | None, generator: torch.Generator
+) -> Tensor:
+    """Return the log likelihood of a class per token, given logits ``[tokens, classes]``.
+
+    The classes are the data's, where they are not negative, or a sample of the model's.
+    """
+    likelihoods = z.log_softmax(-1)
+    if label is None:
+        chosen = torch.multinomial(likelihoods.detach().exp().cpu(), 1, generator=generator)[:, 0]
+        chosen = chosen.to(z.device)
+        counted = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask[0].bool()
+    else:
+        chosen = label.long()
+        counted = chosen >= 0
+    picked = likelihoods.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
+    return picked[counted].sum()

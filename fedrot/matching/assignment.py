@@ -1,0 +1,160 @@
+"""Neuron matching (Zhang et al. 2025, Eq. 7): an exact assignment behind an identity certificate.
+
+The certificate: if every client neuron ``f_i`` lies within half the distance from its anchor neuron
+``a_i`` to the nearest other anchor neuron, then ``|f_i - a_j| >= |a_i - a_j| - |f_i - a_i| >=
+|f_i - a_i|`` for every ``j``, so the identity is an optimal assignment. The anchor's half of it is
+computed once; the client's costs one pass over its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedrot.matching.pairs import Pair
+
+#: A permutation must gain more than this share of ``|trace|`` over the identity to be accepted.
+MINIMUM_GAIN = 1e-6
+
+#: Columns of the widest slot that the quick lower bounds on the anchor's separation look at.
+QUICK_COLUMNS = (32, 128)
+
+#: How many times its quick bound a client may exceed before the full bound is not even tried.
+HOPELESS = 8.0
+
+_ROWS = 256
+
+#: By how much distances are taken to be longer than they were computed.
+SLACK = 1 + 1e-5
+
+
+def row_distances(blocks: Sequence[Pair]) -> Tensor:
+    """Return ``|f_i - a_i|^2`` for every neuron, shape ``[n]``, over all slots together."""
+    return sum(((c - a).square_().sum(1).double() for a, c in blocks), start=torch.zeros(())).double()
+
+
+def largest(blocks: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the largest neuron over all slots together, a scalar."""
+    return sum((b.square().sum(1).double() for b in blocks), start=torch.zeros(())).amax().sqrt()
+
+
+def separation(
+    plain: Sequence[Tensor], signed: Sequence[Tensor] = (), columns: int | None = None
+) -> Tensor:
+    """Return a lower bound on ``min_j |a_i - a_j|``, shape ``[n]``, float64.
+
+    Args:
+        plain: the slots of the anchor, each ``[n, rest]``.
+        signed: slots whose rows may change their sign together; the bound then holds for ``j`` with
+            either sign, and for ``-a_i``.
+        columns: look only at that many columns of the widest slot; dropping coordinates can only
+            shorten distances, so the bound stays valid. None uses everything.
+
+    The rounding error of the Gram matrices is subtracted, so the bound is never too large.
+    """
+    sides = [list(plain), list(signed)]
+    if columns is not None:
+        widest = max((*plain, *signed), key=lambda block: block.shape[1])
+        sides = [[block[:, :columns] for block in side if block is widest] for side in sides]
+    features = [torch.cat(side, dim=1) if side else None for side in sides]
+    norms = sum((f.square().sum(1) for f in features if f is not None), start=torch.zeros(()))
+    transposed = [None if f is None else f.mT.contiguous() for f in features]
+    n, half = len(norms), norms / 2
+    # max_j of <a_i, a_j> - |a_j|^2 / 2, block row by block row of the Gram matrix's upper triangle.
+    nearest = torch.full_like(norms, -torch.inf)
+    for start in range(0, n, _ROWS):
+        stop = min(start + _ROWS, n)
+        gram = _gram(features, transposed, start, stop)
+        gram.diagonal().fill_(-torch.inf)
+        below = (gram[:, stop - start :] - half[start:stop, None]).amax(0) if stop < n else half[:0]
+        nearest[stop:] = torch.maximum(nearest[stop:], below)
+        row = gram.sub_(half[start:]).amax(1)
+        nearest[start:stop] = torch.maximum(nearest[start:stop], row)
+    eps = torch.finfo(norms.dtype).eps
+    width = sum(f.shape[1] for f in features if f is not None)
+    squares = norms - 2 * nearest - width * eps * (norms + norms.amax())
+    if signed:
+        # |a_i - (-a_i)|^2 costs one pass over the slots: their columns are never left out.
+        flipped = 4 * sum((s.square().sum(1) for s in signed), start=torch.zeros(()))
+        width = sum(s.shape[1] for s in signed)
+        squares = torch.minimum(squares, flipped - width * eps * flipped)
+    return squares.double().clamp_min(0).sqrt()
+
+
+def _gram(
+    features: Sequence[Tensor | None], transposed: Sequence[Tensor | None], start: int, stop: int
+) -> Tensor:
+    """Return rows ``start`` to ``stop`` of the Gram matrix from column ``start``, best signs taken."""
+    plain, signed = (
+        None if f is None or t is None else f[start:stop] @ t[:, start:]
+        for f, t in zip(features, transposed, strict=True)
+    )
+    if plain is None or signed is None:
+        return plain if plain is not None else cast(Tensor, signed).abs_()
+    return plain.add_(signed.abs_())
+
+
+def certified(distances: Tensor, bound: Tensor) -> bool:
+    """Return whether ``|f_i - a_i| <= bound_i / 2`` for all neurons (``distances`` are squared)."""
+    return bool((2 * distances.sqrt() * SLACK <= bound).all())
+
+
+def identity_certified(distances: Tensor, separation: Callable[[int | None], Tensor]) -> bool:
+    """Return whether some bound of ``separation(columns)`` certifies the identity, cheapest first.
+
+    The full bound is the dearest and is tried only while it can still succeed: it is about
+    ``sqrt(all columns / quick columns)`` times the quick one.
+    """
+    if any(certified(distances, separation(columns)) for columns in QUICK_COLUMNS):
+        return True
+    within_reach = certified(distances / HOPELESS**2, separation(QUICK_COLUMNS[-1]))
+    return within_reach and certified(distances, separation(None))
+
+
+def assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:
+    """Return the best element and by how much it lowers the squared distance; see ``best_assignment``.
+
+    The identity is recognised without solving when ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
+    """
+    if signed is None:
+        total, diagonal = score, score.diagonal()
+    else:
+        total, diagonal = score + signed.abs(), (score + signed).diagonal()
+    half = diagonal.clone() / 2
+    if all(
+        bool((part <= half[i : i + _ROWS, None] + half).all())
+        for i, part in zip(range(0, len(half), _ROWS), total.split(_ROWS), strict=True)
+    ):
+        return None, 0.0
+    return best_assignment(score, signed)
+
+
+def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:
+    """Maximise ``sum_i score[i, e(i)]``; return ``(e, distance gain)`` or ``(None, 0)``.
+
+    None when the identity is optimal or within ``MINIMUM_GAIN`` of the optimum.
+
+    Args:
+        score: similarities ``[n, n]`` without signs, or a scalar 0.
+        signed: similarities ``[n, n]`` of what may change its sign; every unit then takes the sign
+            that is worth more, and ``e`` is an element of a ``SignedPermutation``.
+    """
+    # Importing scipy.optimize takes a third of the time of importing torch, and is rarely needed.
+    from scipy.optimize import linear_sum_assignment
+
+    place = score.device if signed is None else signed.device
+    total = (score if signed is None else score + signed.abs()).cpu()
+    _, column = linear_sum_assignment(total.numpy(), maximize=True)
+    index = torch.from_numpy(column)
+    chosen = total.gather(1, index[:, None]).double().sum()
+    trace = (score if signed is None else score + signed).diagonal().double().sum().cpu()
+    improvement = float(chosen - trace)
+    if improvement <= MINIMUM_GAIN * abs(float(trace)):
+        return None, 0.0
+    if signed is not None:
+        turned = signed.cpu().gather(1, index[:, None])[:, 0] < 0
+        index = (index + 1) * torch.where(turned, -1, 1)
+    return index.to(place), 2 * improvement

@@ -1,0 +1,71 @@
+"""The matrices that matching compares: one pair (anchor, client) per slot of a group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedrot.symmetry.groups import Group, Slot
+from fedrot.tensors import compute_dtype
+
+#: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.
+Pair = tuple[Tensor, Tensor]
+
+
+def pair(slot: Slot, anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> Pair:
+    """Return one slot of both models; views of the models where dtype and layout allow it."""
+    c = client[slot.tensor].detach()
+    dtype = compute_dtype(c)
+    return slot.rows(anchor[slot.tensor].detach(), dtype), slot.rows(c, dtype)
+
+
+def pairs(group: Group, anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> list[Pair]:
+    """Return the pairs of all slots of a group."""
+    return [pair(slot, anchor, client) for slot in group.slots]
+
+
+def distance_once(
+    slots: Iterable[Slot], anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]
+) -> float:
+    """Return the squared distance of all entries on the slots, however many slots they lie on."""
+    masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for slot in slots:
+        length = client[slot.tensor].shape[slot.axis]
+        mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
+        mask |= slot.stretch.mask(length)
+    squares: list[Tensor] = []
+    for name, by_axis in masks.items():
+        c = client[name].detach()
+        a, c = (t.to(compute_dtype(c)) for t in (anchor[name].detach(), c))
+        if not any(bool(mask.all()) for mask in by_axis.values()):
+            for axis, mask in by_axis.items():
+                squares.append(_squares([(_where(a, mask, axis), _where(c, mask, axis))]))
+                a, c = _where(a, ~mask, axis), _where(c, ~mask, axis)
+            continue
+        squares.append(_squares([(a, c)]))
+    return float(sum(squares))
+
+
+def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
+    return tensor.index_select(axis, mask.nonzero()[:, 0].to(tensor.device))
+
+
+def squared_distance(blocks: Sequence[Pair]) -> float:
+    """Return the sum of squared differences over all pairs."""
+    return float(_squares(blocks))
+
+
+def _squares(blocks: Sequence[Pair]) -> Tensor:
+    """Return ``squared_distance`` as a scalar of its own device: the host waits where it reads it."""
+    squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
+    return sum(squares, start=torch.zeros((), dtype=torch.float64))
+
+
+def model_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the distance of two models over all floating-point tensors of ``a``."""
+    dtypes = {name: compute_dtype(t) for name, t in a.items() if t.is_floating_point()}
+    both = ((a[n].to(dtype), b[n].to(a[n].device, dtype)) for n, dtype in dtypes.items())
+    return squared_distance(list(both)) ** 0.5

@@ -1,0 +1,231 @@
+"""Learned matching: group elements that lower the loss of the average itself, by gradient descent.
+
+Within the coordinates that an alignment found, every head gets a matrix near the identity,
+``exp(X)`` with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and every permutation a
+matrix of scores: the assignment acts, the gradient goes through Sinkhorn iterations (a
+straight-through estimator). Costs ``steps`` training steps of the model; closed forms come first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.alignment import Alignment, align, alignment_of
+from fedrot.errors import FedrotError
+from fedrot.matching.descent import compact
+from fedrot.symmetry.actions import (
+    HeadLinear,
+    HeadRotation,
+    RotaryPhases,
+    RotarySigns,
+    SignedPermutation,
+)
+from fedrot.symmetry.groups import Group, Slot, Symmetry
+from fedrot.tensors import Tensors
+from fedrot.transport import Move
+
+#: Differentiable loss of a model's tensors on one batch.
+Loss = Callable[[Tensors, Mapping[str, Tensor]], Tensor]
+
+_SINKHORN_STEPS = 10
+
+
+@dataclass(frozen=True)
+class LearningOptions:
+    """How long and what to learn.
+
+    Attributes:
+        parts: any of ``attention``, ``ffn``, ``residual``; the others stay as they were found.
+        general: learn ``GL(d_h)`` instead of rotations of the heads. Every element preserves the
+            function, but distances to the anchor may grow: good for the average of two models, bad
+            for the average of more, which each only learned to meet the anchor.
+        steps: gradient steps; 0 returns the start.
+        lr: of Adam for the heads' matrices, falling linearly to 0 like the other rate.
+        permutation_lr: of Adam for the permutations' scores.
+        temperature: of the Sinkhorn iterations behind the permutations.
+    """
+
+    parts: tuple[str, ...] = ("attention",)
+    general: bool = False
+    steps: int = 600
+    lr: float = 1e-2
+    permutation_lr: float = 3e-2
+    temperature: float = 0.3
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.parts if part not in ("attention", "ffn", "residual")]
+        if unknown:
+            raise FedrotError(
+                f"Part '{unknown[0]}' cannot be learned; choose from attention, ffn, residual."
+            )
+        sizes = (self.lr, self.permutation_lr, self.temperature)
+        if self.steps < 0 or not all(0 < size < float("inf") for size in sizes):
+            raise FedrotError("steps must not be negative; rates and temperature must be positive.")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The alignment that was learned, and the loss of the average at every step (its cost)."""
+
+    alignment: Alignment
+    losses: tuple[float, ...]
+    seconds: float
+
+
+def loss_of(model: nn.Module) -> Loss:
+    """Return the loss of a ``transformers`` model for other values of its parameters.
+
+    Batches are keyword arguments of its forward, labels included. The model's own parameters are not
+    changed; put it into evaluation mode for a loss without dropout.
+    """
+    names = {name for name, _ in model.named_parameters()}
+
+    def loss(tensors: Tensors, batch: Mapping[str, Tensor]) -> Tensor:
+        parameters = {name: tensors[name] for name in names}
+        value = torch.func.functional_call(model, parameters, (), dict(batch)).loss
+        if value is None:
+            raise FedrotError("The model returns no loss; put 'labels' into the batches.")
+        return value
+
+    return loss
+
+
+def learn_alignment(
+    loss: Loss,
+    batches: Iterable[Mapping[str, Tensor]],
+    update: Tensors,
+    anchor: Tensors,
+    symmetry: Symmetry,
+    start: Alignment | None = None,
+    options: LearningOptions | None = None,
+) -> Learned:
+    """Lower the loss of the average of anchor and moved update over the update's group elements.
+
+    Args:
+        loss: see ``loss_of``; only tensors that it reads need gradients.
+        batches: labelled batches, gone through again if there are fewer than ``steps``.
+        update: the client's tensors.
+        anchor: the tensors it is averaged with.
+        symmetry: from ``symmetry_of``.
+        start: the alignment to start from; ``align``'s default if None.
+        options: see ``LearningOptions``.
+
+    Raises:
+        FedrotError: no batches, or the loss is not finite.
+    """
+    begin = time.perf_counter()
+    options = options or LearningOptions()
+    start = start or align(update, anchor, symmetry)
+    moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
+    fixed = {name: tensor.detach() for name, tensor in anchor.items()}
+    chosen = symmetry.select(options.parts) if options.steps else ()
+    # Signs have no gradient: they stay as they were found.
+    continuous = [group for group in chosen if not isinstance(group.kind, RotarySigns)]
+    groups = [_learnable(group, options) for group in continuous]
+    parameters = [_initial(group) for group in groups]
+    inside = [isinstance(group.kind, HeadRotation | RotaryPhases) for group in groups]
+    heads = [p for p, is_inside in zip(parameters, inside, strict=True) if is_inside]
+    orders = [p for p, is_inside in zip(parameters, inside, strict=True) if not is_inside]
+    optimizer = torch.optim.Adam(
+        [{"params": heads, "lr": options.lr}, {"params": orders, "lr": options.permutation_lr}]
+    )
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
+    losses: list[float] = []
+    for batch in islice(cycle(batches), options.steps if groups else 0):
+        average = dict(moved)
+        for group, parameter in zip(groups, parameters, strict=True):
+            matrix = _matrix(group, parameter, options)
+            for slot in group.slots:
+                average[slot.tensor] = _multiplied(average[slot.tensor], slot, group, matrix)
+        average = {
+            name: (fixed[name] + tensor) / 2 if tensor.is_floating_point() else tensor
+            for name, tensor in average.items()
+        }
+        value = loss(average, batch)
+        losses.append(float(value.detach()))
+        if not torch.isfinite(value):
+            raise FedrotError(
+                f"The loss of the average is {losses[-1]} at step {len(losses)}; lower lr."
+            )
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        optimizer.step()
+        decay.step()
+    if groups and not losses:
+        raise FedrotError("No batches were given; pass at least one labelled batch.")
+    with torch.no_grad():
+        found = [
+            Move(group, _element(group, parameter))
+            for group, parameter in zip(groups, parameters, strict=True)
+        ]
+    seconds = time.perf_counter() - begin
+    moves = compact([*start.moves, *found])
+    return Learned(alignment_of(moves, update, anchor, symmetry, seconds), tuple(losses), seconds)
+
+
+def _learnable(group: Group, options: LearningOptions) -> Group:
+    if options.general and isinstance(group.kind, HeadRotation):
+        return replace(group, kind=HeadLinear(group.kind.heads, group.kind.dim))
+    return group
+
+
+def _initial(group: Group) -> Tensor:
+    if isinstance(group.kind, HeadRotation):
+        return torch.zeros(group.kind.heads, group.kind.dim, group.kind.dim, requires_grad=True)
+    if isinstance(group.kind, RotaryPhases):
+        return torch.zeros(group.kind.heads, group.kind.dim // 2, requires_grad=True)
+    return torch.eye(group.kind.units, requires_grad=True)
+
+
+def _head_matrix(group: Group, parameter: Tensor) -> Tensor:
+    skew = parameter if isinstance(group.kind, HeadLinear) else parameter - parameter.mT
+    return torch.matrix_exp(skew)
+
+
+def _order(parameter: Tensor) -> Tensor:
+    from scipy.optimize import linear_sum_assignment
+
+    scores = parameter.detach().cpu().numpy()
+    return torch.from_numpy(linear_sum_assignment(scores, maximize=True)[1])
+
+
+def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
+    """Return the element, permutations as a matrix, so that gradients pass through."""
+    if isinstance(group.kind, HeadRotation):
+        return _head_matrix(group, parameter)
+    if isinstance(group.kind, RotaryPhases):
+        return parameter
+    soft = parameter / options.temperature
+    for _ in range(_SINKHORN_STEPS):
+        soft = soft - soft.logsumexp(1, keepdim=True)
+        soft = soft - soft.logsumexp(0, keepdim=True)
+    soft = soft.exp()
+    hard = torch.eye(len(parameter)).to(parameter)[_order(parameter).to(parameter.device)]
+    return hard + soft - soft.detach()
+
+
+def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Tensor:
+    """Return the tensor with one slot moved by an element from ``_matrix``, differentiably."""
+    stretch = slot.of(tensor)
+    if isinstance(group.kind, HeadRotation | RotaryPhases):
+        moved = group.kind.act(matrix, stretch, slot.axis, slot.contravariant)
+    else:
+        moved = torch.tensordot(matrix.to(stretch), stretch, ([1], [slot.axis])).movedim(0, slot.axis)
+    out = tensor.clone()
+    slot.stretch.write(out, slot.axis, moved)
+    return out
+
+
+def _element(group: Group, parameter: Tensor) -> Tensor:
+    if isinstance(group.kind, HeadRotation):
+        return _head_matrix(group, parameter.double())
+    if isinstance(group.kind, RotaryPhases):
+        return parameter.detach().double()
+    order = _order(parameter)
+    return order + 1 if isinstance(group.kind, SignedPermutation) else order

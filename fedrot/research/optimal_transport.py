@@ -1,0 +1,175 @@
+"""Optimal-transport fusion: units are mixed, softly, into the places of the anchor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.matching.pairs import pairs
+from fedrot.matching.stages import by_sign
+from fedrot.precision import full_float32
+from fedrot.symmetry.actions import Permutation
+from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.tensors import compute_dtype
+
+#: Parts whose units are alike and can be mixed.
+MIXED = ("heads", "ffn")
+
+#: When Sinkhorn's iterations stop: by their number, or by the error of the plan's sums.
+_ITERATIONS, _TOLERANCE = 2000, 1e-7
+
+
+class OptimalTransport:
+    """The mean of updates whose units were transported to the anchor's (Singh & Jaggi 2020, OTFusion).
+
+    Units are FFN neurons and heads. Each of ``n`` units of the anchor receives the mixture of the
+    update's units that the transport plan ``T`` (``[n, n]``, rows and columns sum to 1) sends there:
+    ``u_i = sum_j T_ij u_j``, on the side that writes the units and on the side that reads them. The
+    plan minimises the squared distance of the weights plus ``regularisation`` times its negative
+    entropy, costs being divided by their largest; with 0 it is a permutation, and the function of the
+    update is preserved. A soft plan changes it. Units that may change their sign arrive with the nearer
+    one. Align rotations first.
+
+    Needs the POT library.
+
+    Args:
+        symmetry: from ``symmetry_of``.
+        regularisation: not negative.
+        parts: any of ``heads``, ``ffn``.
+        anchor: tensors that updates are transported to; the first update if None.
+
+    Raises:
+        FedrotError: a part cannot be mixed, regularisation is negative, or POT is not installed.
+    """
+
+    needs: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        regularisation: float = 0.01,
+        parts: tuple[str, ...] = MIXED,
+        anchor: Tensors | None = None,
+    ) -> None:
+        unknown = [part for part in parts if part not in MIXED]
+        if unknown:
+            raise FedrotError(f"Part '{unknown[0]}' cannot be mixed; choose from {', '.join(MIXED)}.")
+        if not 0 <= regularisation < float("inf"):
+            raise FedrotError(f"regularisation is {regularisation}; it must not be negative.")
+        _pot()
+        self.regularisation = regularisation
+        # Query heads are mixed with their key heads, not among themselves.
+        self._groups = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
+        self._anchor = anchor
+        self._mean = Mean()
+        self._notes: dict[str, str] = {}
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """The groups whose plan had not converged, in any update."""
+        return self._notes
+
+    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+        """Transport one update and fold it in.
+
+        Raises:
+            UpdateError: as ``Mean.add``, or some rows of units that are mixed are marked as trained.
+                Nothing has been added then.
+        """
+        self._mean.check(update, weight, statistics)
+        moved = {slot.tensor for group in self._groups for slot in group.slots if slot.axis == 0}
+        for name, mask in (statistics or {}).get(TRAINED, {}).items():
+            if name in moved and bool(mask.any()) and not bool(mask.all()):
+                raise UpdateError(
+                    f"Some rows of '{name}' are marked as trained, but units are mixed there. Mark all "
+                    "of its rows or none."
+                )
+        if self._anchor is None:
+            self._anchor = dict(update)
+        self._mean.fold(self.transported(update), weight, statistics)
+
+    @full_float32()
+    def transported(self, update: Tensors) -> dict[str, Tensor]:
+        """Return the update with its units in the anchor's places; the input is not changed."""
+        moved = dict(update)
+        for group in self._groups:
+            plan, signs = self._plan(group, moved)
+            for slot in group.slots:
+                tensor = moved[slot.tensor].detach().clone()
+                mixing = plan if slot.unsigned else plan * signs
+                slot.stretch.write(tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis))
+                moved[slot.tensor] = tensor
+        return moved
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the mean so far; adding may go on afterwards.
+
+        Raises:
+            UpdateError: nothing was added.
+        """
+        return self._mean.result()
+
+    def _plan(self, group: Group, update: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the plan ``[n (anchor), n (update)]`` whose rows sum to 1, and signs; float64.
+
+        Where units may change their sign, each goes to each place with the sign that is nearer.
+        """
+        assert self._anchor is not None
+        n = group.kind.units
+        cost, turned = torch.zeros(2, n, n, dtype=torch.float64)
+        plain, signed = by_sign(group, pairs(group, self._anchor, update))
+        for side, faces in ((plain, (1, 1)), (signed, (1, -1))):
+            for a, c in side:
+                ours, theirs = (m.double().cpu().reshape(n, -1) for m in (a, c))
+                cost += torch.cdist(ours, faces[0] * theirs).square()
+                turned += torch.cdist(ours, faces[1] * theirs).square()
+        signs = torch.where(turned < cost, -1.0, 1.0).double()
+        cost = torch.minimum(cost, turned)
+        cost /= cost.max().clamp_min(torch.finfo(torch.float64).tiny)
+        pot = _pot()
+        even = torch.full((n,), 1 / n, dtype=torch.float64).numpy()
+        if self.regularisation == 0:
+            plan = pot.emd(even, even, cost.numpy())
+        else:
+            plan, log = pot.sinkhorn(
+                even,
+                even,
+                cost.numpy(),
+                self.regularisation,
+                method="sinkhorn_log",
+                numItermax=_ITERATIONS,
+                stopThr=_TOLERANCE,
+                log=True,
+                warn=False,
+            )
+            if log["err"][-1] > _TOLERANCE:
+                self._notes[group.name] = (
+                    f"the transport plan missed its sums by {log['err'][-1]:.1g} after {_ITERATIONS} "
+                    "iterations; more regularisation converges faster"
+                )
+        plan = torch.from_numpy(plan)
+        # Mixtures stay mixtures, converged or not.
+        return plan / plan.sum(1, keepdim=True), signs
+
+
+def _mixed(plan: Tensor, x: Tensor, axis: int) -> Tensor:
+    """Return the plan applied to the units on one axis of ``x``, each a stretch of equal length."""
+    units = x.movedim(axis, 0).reshape(len(plan), -1).to(compute_dtype(x))
+    mixed = plan.to(units) @ units
+    return mixed.reshape(x.movedim(axis, 0).shape).movedim(0, axis).to(x.dtype)
+
+
+def _pot() -> Any:
+    try:
+        import ot
+    except ImportError as error:
+        raise FedrotError(
+            "Optimal-transport fusion needs the POT library: pip install 'fedrot[ot]'."
+        ) from error
+    return ot

@@ -1,0 +1,110 @@
+"""Tensors by name: their type, the dtype they are compared in, and checks of what a client sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+
+#: Tensors by name, as in a state dict.
+Tensors = Mapping[str, Tensor]
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float64 for float64 tensors, else float32: the dtype in which they are compared."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class Shaped(Protocol):
+    """A tensor, or what stands for one before it is decoded."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size on every axis."""
+
+
+#: Norm of a tensor above which sums of squared distances could overflow float32.
+LARGEST_NORM = 1e17
+
+#: Weights outside of this range would overflow or vanish in float32 sums.
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12
+
+
+def check_weight(weight: float) -> None:
+    """Check an update's weight.
+
+    Raises:
+        UpdateError: it is not a positive number of a reasonable size.
+    """
+    if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
+        raise UpdateError(
+            f"The weight is {weight}; it must be positive, from {SMALLEST_WEIGHT:g} to "
+            f"{LARGEST_WEIGHT:g}."
+        )
+
+
+def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check names and shapes.
+
+    Raises:
+        UpdateError: the update is no mapping from names to tensors; or a tensor is missing, extra or has
+            another shape, and the message names the first.
+    """
+    if not isinstance(update, Mapping):
+        raise UpdateError(
+            f"Tensors are needed by name, not a {type(update).__name__}; pass model.state_dict()."
+        )
+    for name, shape in shapes.items():
+        if name not in update:
+            raise UpdateError(_missing(name, update, shapes))
+        if tuple(update[name].shape) != shape:
+            raise UpdateError(
+                f"The tensor '{name}' has shape {list(update[name].shape)}, the model has "
+                f"{list(shape)}. Send the tensors of the same model."
+            )
+    extra = [name for name in update if name not in shapes]
+    if extra:
+        raise UpdateError(
+            f"The tensor '{extra[0]}' is not part of the model ({len(extra)} extra in all). Send "
+            "only the tensors that were received."
+        )
+
+
+def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why a tensor is missing, as far as the names tell, and what to do."""
+    if update and all(other.isdigit() for other in update):
+        return (
+            "The tensors have numbers in place of names ('0', '1', ...), as if they were made from a "
+            "list. Send ArrayRecord(model.state_dict())."
+        )
+    extra = (other for other in update if other not in shapes)
+    like = next((o for o in extra if o.endswith(f".{name}") or name.endswith(f".{o}")), None)
+    instead = f"; '{like}' came in its place" if like else ""
+    count = sum(other not in update for other in shapes)
+    return (
+        f"The tensor '{name}' is missing ({count} of {len(shapes)} are){instead}. Send every tensor of "
+        "the model, under the name that it came with."
+    )
+
+
+def check_finite(update: Mapping[str, Tensor]) -> None:
+    """Check that no floating-point tensor holds NaN, Inf, or values whose squares overflow float32.
+
+    Raises:
+        UpdateError: naming the first tensor that does.
+    """
+    for name, tensor in update.items():
+        if not tensor.is_floating_point():
+            continue
+        norm = torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor))
+        if not norm <= LARGEST_NORM:
+            finite = bool(torch.isfinite(tensor).all())
+            what = "values whose squares overflow float32" if finite else "NaN or Inf"
+            raise UpdateError(
+                f"The tensor '{name}' holds {what}. Check the client's training (learning rate, mixed "
+                "precision) before sending it."
+            )

@@ -1,0 +1,81 @@
+"""Is a saved model's symmetry what its family says? The model itself is asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+from fedrot.check import TOLERANCE, output_change
+from fedrot.errors import FedrotError
+from fedrot.simulations.check.check_report import CheckReport, GroupFound, KindChecked
+from fedrot.simulations.models.loading import load_model
+from fedrot.symmetry import NO_LAYER, PARTS, Group, symmetry_of
+
+
+def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) -> CheckReport:
+    """Load a model, move it by random elements of every group, and compare its outputs.
+
+    Args:
+        name: a folder of a saved model, or a name on the hub.
+        parts: what is moved; None for all that can be.
+        seed: of elements, inputs and noise; see ``fedrot.check_function``.
+
+    Raises:
+        FedrotError: the model cannot be loaded (see ``load_model``), a part cannot be moved, or the
+            model does not run on random inputs.
+    """
+    start = time.perf_counter()
+    model, notes = load_model(name)
+    config: Any = model.config
+    symmetry = symmetry_of(config, model.state_dict())
+    there = {group.part for group in symmetry.groups}
+    chosen = tuple(part for part in PARTS if part in there) if parts is None else parts
+    groups = symmetry.select(chosen)
+    if not groups:
+        raise FedrotError(f"'{name}' has no groups of the parts {', '.join(chosen) or '(none)'}.")
+    change = output_change(model, config, symmetry, chosen, seed)
+    kinds = tuple(
+        _checked(key, sum(_key(group) == key for group in groups), change(partial(_is, key=key)))
+        for key in dict.fromkeys(map(_key, groups))
+    )
+    together = change(lambda group: True)
+    return CheckReport(
+        model=name,
+        model_type=config.model_type,
+        family=symmetry.family,
+        architecture=type(model).__name__,
+        seed=seed,
+        parts=chosen,
+        refused=symmetry.refused,
+        groups=tuple(map(_found, groups)),
+        kinds=kinds,
+        change=_finite(together),
+        tolerance=TOLERANCE,
+        holds=together <= TOLERANCE and all(kind.holds for kind in kinds),
+        notes=notes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _key(group: Group) -> tuple[str, str]:
+    return group.part, type(group.kind).__name__
+
+
+def _is(group: Group, key: tuple[str, str]) -> bool:
+    return _key(group) == key
+
+
+def _found(group: Group) -> GroupFound:
+    layer = None if group.layer == NO_LAYER else group.layer
+    tensors = len({slot.tensor for slot in group.slots})
+    return GroupFound(group.name, layer, *_key(group), group.kind.units, tensors)
+
+
+def _checked(key: tuple[str, str], groups: int, change: float) -> KindChecked:
+    return KindChecked(*key, groups, _finite(change), change <= TOLERANCE)
+
+
+def _finite(change: float) -> float | None:
+    return change if math.isfinite(change) else None

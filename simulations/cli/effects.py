@@ -1,0 +1,119 @@
+"""A table of options that have an effect beside some others only, by command, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.barrier import barriers
+from fedrot.simulations.merge import merging
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Where parameters of a command have an effect.
+
+    Attributes:
+        parameters: by their names in Python.
+        where: ends the sentence "... has an effect only".
+        holds: from the values of all parameters, defaults included, to whether this is such a place.
+            A value that the command itself refuses counts as one.
+    """
+
+    parameters: tuple[str, ...]
+    where: str
+    holds: Callable[[Values], bool]
+
+
+def _looks_at_data(values: Values) -> bool:
+    names = [name.strip() for name in (values["methods"] or "").split(",") if name.strip()]
+    methods = [barriers.METHODS.get(name) for name in names or barriers.METHODS]
+    return any(method is None or method.looks_at_data for method in methods)
+
+
+def _collects(values: Values) -> bool:
+    method = merging.METHODS.get(values["method"])
+    return method is None or method.collect is not None
+
+
+def _merges_with_data(values: Values) -> bool:
+    return _collects(values) or "residual" in merging.options_of(values["parts"]).parts
+
+
+# A path that does not exist is for the command to complain of.
+def _no_file(values: Values) -> bool:
+    return not Path(values["run_or_file"]).is_file()
+
+
+def _no_folder(values: Values) -> bool:
+    return not Path(values["run_or_file"]).is_dir()
+
+
+_TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")
+
+EFFECTS: Mapping[str, tuple[Effect, ...]] = {
+    "simulate": (
+        Effect(
+            ("layers", "width", "heads", "dropout"),
+            "on a small model from scratch, not with --model",
+            lambda v: v["model"] is None,
+        ),
+        _TEXTS,
+    ),
+    "report": (
+        Effect(
+            ("markdown",),
+            "for a run folder: a strategy's file has no results",
+            _no_file,
+        ),
+        Effect(("out", "metrics"), "for a strategy's file: a run folder has its own", _no_folder),
+    ),
+    "barrier": (
+        Effect(("rows",), "with a method that looks at data, such as whole+data", _looks_at_data),
+        _TEXTS,
+    ),
+    "merge": (
+        Effect(("alpha",), "with --method regmean", lambda v: v["method"] == "regmean"),
+        Effect(("data",), "with --method fisher or regmean, or --parts whole", _merges_with_data),
+        Effect(
+            ("data_dir", "text_column", "label_column", "rows", "max_length"),
+            "with --data",
+            lambda v: v["data"] is not None or _collects(v),
+        ),
+        Effect(
+            ("layers",),
+            "where something is aligned, not with --parts none",
+            lambda v: v["parts"] != "none",
+        ),
+        Effect(
+            ("config",),
+            "on bare .safetensors files: a folder has its own configuration",
+            lambda v: any(str(model).endswith(".safetensors") for model in v["models"]),
+        ),
+    ),
+    "check": (Effect(("model", "parts", "seed"), "without --list", lambda v: not v["list_families"]),),
+}
+
+
+def refuse_idle(command: str, values: Values, given: Mapping[str, str]) -> None:
+    """Refuse what the user gave a command and would change nothing.
+
+    Args:
+        values: of all parameters of the command, defaults included.
+        given: as the user writes them, the parameters that were given.
+
+    Raises:
+        FedrotError: a parameter has no effect beside the others.
+    """
+    for effect in EFFECTS.get(command, ()):
+        idle = [given[name] for name in effect.parameters if name in given]
+        if idle and not effect.holds(values):
+            verb, it = ("has", "it") if len(idle) == 1 else ("have", "them")
+            raise FedrotError(
+                f"{' and '.join(idle)} {verb} an effect only {effect.where}. Leave {it} out."
+            )

@@ -1,0 +1,106 @@
+"""The terminal of every command: help in plain text, errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
+import click
+import typer
+from click.core import ParameterSource
+from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperCommand
+
+#: Brackets in names, paths and extras are text: nothing that is printed is markup.
+console = Console(markup=False)
+
+#: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class Command(TyperCommand):
+    """A command whose help is plain text: Typer reads help as markup, which would swallow brackets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.help = escape(self.help or "")
+        for parameter in self.params:
+            # Some versions of click forget the help of Typer's arguments, so that it is read again.
+            parameter.help = escape(parameter.help or self._declared(parameter.name))
+
+    def _declared(self, name: str | None) -> str:
+        hints = get_type_hints(self.callback, include_extras=True)
+        _, *declared = get_args(hints.get(name or "")) or (None,)
+        return next((found.help for found in declared if found.help), "")
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help: command lines, one per line."""
+    return escape("\n\n".join(("Examples:" if len(commands) > 1 else "Example:", *commands)))
+
+
+def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = None) -> None:
+    """Run a command; expected errors become one line and an exit code.
+
+    An option that has no effect beside the others is such an error.
+    """
+    complain = complain or complain_in_red
+    try:
+        _refuse_idle(click.get_current_context())
+        run()
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except ValidationError as error:
+        for problem in error.errors():
+            where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"
+            complain(f"Error in {where}: {problem['msg']}")
+        raise typer.Exit(BAD_INPUT) from None
+    except (OSError, ValueError) as error:
+        complain(f"Error: {error}")
+        raise typer.Exit(BAD_INPUT) from None
+    except RuntimeError as error:
+        complain(f"Error: {error}")
+        raise typer.Exit(FAILED) from None
+
+
+def _refuse_idle(context: click.Context) -> None:
+    from fedrot.simulations.cli.effects import refuse_idle
+
+    given = {
+        str(p.name): p.opts[-1] if isinstance(p, click.Option) else str(p.name).upper()
+        for p in context.command.params
+        if context.get_parameter_source(str(p.name)) is ParameterSource.COMMANDLINE
+    }
+    refuse_idle(str(context.command.name), context.params, given)
+
+
+def say(message: str) -> None:
+    """Print a sentence without colours of its numbers and paths."""
+    console.print(message, highlight=False)
+
+
+def complain_in_red(message: str) -> None:
+    """Print an error."""
+    console.print(message, style="red", highlight=False)
+
+
+def complain_in_json(message: str) -> None:
+    """Print an error as JSON."""
+    typer.echo(json.dumps({"error": message}))
+
+
+def command_line() -> str:
+    """Return the command as the user typed it."""
+    return shlex.join(["fedrot", *sys.argv[1:]])
+
+
+def names(text: str | None) -> list[str]:
+    """Return what commas separate."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -1,0 +1,266 @@
+"""Image data sets: folders of classes, Parquet files of encoded images, and scikit-learn's digits."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedrot.simulations.data.sources import DIGITS, Catalogue, DataError, Source, divided, find
+from fedrot.simulations.data.texts import (
+    METRICS_OF_KIND,
+    DataSet,
+    Split,
+    find_labels,
+    labels_of,
+    limited,
+    other_columns,
+    shared_columns,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+
+IMAGE_COLUMNS = ("image", "img")
+SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
+HELD_OUT_FOLDERS = ("test", "validation", "val", "valid")
+#: Sides of the images that a small model reads, in pixels; larger ones are shrunk.
+LARGEST_SIDE = 64
+_GREY = frozenset({"1", "L", "LA", "I", "F"})
+
+
+@dataclass(frozen=True)
+class ImageSplit(Split):
+    """Rows of images.
+
+    Attributes:
+        pixels: uint8 ``[height, width, channels]`` of each image, none larger than the data set's
+            side; smaller ones are enlarged when they are read.
+    """
+
+    pixels: Sequence[Pixels]
+
+
+@dataclass(frozen=True)
+class ImageData(DataSet[ImageSplit]):
+    """A data set of images, which models read as squares of ``side`` pixels."""
+
+    side: int
+    channels: int
+
+
+def load_image_data(
+    name: str = DIGITS,
+    data_dir: Path | None = None,
+    *,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    side: int | None = None,
+    channels: int | None = None,
+) -> ImageData:
+    """Load images by name: a folder, a Parquet file, ``digits``, or a data set of the hub.
+
+    A folder holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` beside ``test``; it is looked up in
+    ``data_dir``, below ``data_dir/images``, and as a path. A Parquet file has a column of encoded
+    images (bytes, or the hub's bytes and path) beside ``label`` and perhaps ``label_name``. Where there
+    is no split, one image in five of each class is held out, always the same ones.
+
+    Args:
+        image_column: column of the images; ``image`` or ``img`` if not given.
+        label_column: as for texts.
+        train_limit: keep this many training images, the first of a fixed shuffle.
+        test_limit: the same for the held-out images.
+        side: of the squares that the model reads; that of the largest image, at most
+            ``LARGEST_SIDE``, if not given.
+        channels: 1 or 3; 1 where every image is grey if not given.
+
+    Raises:
+        DataError: unknown data set, empty folder, missing column, a file that is no image, or what
+            texts may lack, too.
+    """
+    source = limited(_find(name, data_dir), name, train_limit, test_limit)
+    column = _image_column(source, image_column)
+    label_columns = find_labels(source, label_column)
+    labels = labels_of(source, label_columns)
+    bound = side or LARGEST_SIDE
+    train = _pixels(source.train, column, bound, f"{name} (train)")
+    test = _pixels(source.test, column, bound, f"{name} (held-out)")
+    channels = channels or (1 if all(image.ndim == 2 for image in (*train, *test)) else 3)
+    used = {column, *label_columns, "split"}
+    return ImageData(
+        name=name,
+        kind=labels.kind,
+        label_names=labels.names,
+        metrics=METRICS_OF_KIND[labels.kind],
+        train=ImageSplit(
+            labels.train, other_columns(source.train, used), _with_channels(train, channels)
+        ),
+        test=ImageSplit(labels.test, other_columns(source.test, used), _with_channels(test, channels)),
+        side=side or side_of([*train, *test]),
+        channels=channels,
+        note=source.note,
+    )
+
+
+def side_of(images: Sequence[Pixels]) -> int:
+    """Return the side of the squares for images: the largest side, above 8 a multiple of 4.
+
+    A side that is a prime number could not be cut into patches.
+    """
+    largest = max(max(image.shape[:2]) for image in images)
+    return largest if largest <= 8 else -(-largest // 4) * 4
+
+
+def resized(pixels: Pixels, height: int, width: int) -> Pixels:
+    """Return ``[height, width, ...]`` of an image ``[h, w]`` or ``[h, w, channels]``, bilinearly."""
+    from PIL import Image
+
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    if pixels.ndim == 3 and pixels.shape[2] == 1:  # Pillow's grey images have no axis of channels
+        return resized(pixels[..., 0], height, width)[..., None]
+    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(image, dtype=np.uint8)
+
+
+def digits() -> Source:
+    """scikit-learn's 1,797 images of handwritten digits, 8 x 8, grey."""
+    import pyarrow as pa
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    def encoded(image: npt.NDArray[Any]) -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8)).save(file, "png")
+        return file.getvalue()
+
+    found = load_digits()
+    table = pa.table({"image": [encoded(image) for image in found.images], "label": found.target})
+    return divided(DIGITS, table, DIGITS)
+
+
+IMAGES = Catalogue((".", "images"), {DIGITS: digits})
+
+
+def _find(name: str, data_dir: Path | None) -> Source:
+    roots = [data_dir / folder for folder in IMAGES.folders] if data_dir else []
+    places = [root / name for root in roots] + ([] if name in IMAGES.bundled else [Path(name)])
+    for folder in places:
+        if folder.is_dir() and not (folder / "train.parquet").exists():
+            return _from_folder(folder)
+    return find(name, data_dir, IMAGES)
+
+
+def _from_folder(folder: Path) -> Source:
+    train = folder / "train"
+    if not train.is_dir():
+        return divided(folder.name, _classes(folder), folder)
+    test = next((folder / name for name in HELD_OUT_FOLDERS if (folder / name).is_dir()), None)
+    if test is None:
+        wanted = ", ".join(HELD_OUT_FOLDERS)
+        raise DataError(f"{train} has no held-out folder beside it; add one of {wanted}")
+    return Source(folder.name, _classes(train), _classes(test))
+
+
+def _classes(folder: Path) -> pa.Table:
+    """Paths and class names of the images in a folder's sub-folders."""
+    import pyarrow as pa
+
+    names = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    files = {path: sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES) for path in names}
+    empty = [path for path, found in files.items() if not found]
+    if empty or not files:
+        raise DataError(
+            f"{empty[0] if empty else folder} holds no images; a folder of images has a sub-folder for "
+            f"each class, as in {folder.name}/CLASS/IMAGE.png"
+        )
+    rows = [(str(file), path.name) for path, found in files.items() for file in found]
+    return pa.table(
+        {
+            "image": [{"bytes": None, "path": file} for file, _ in rows],
+            "label": [label for _, label in rows],
+        },
+        schema=pa.schema(
+            {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.string()}
+        ),
+    )
+
+
+def _image_column(source: Source, wanted: str | None) -> str:
+    import pyarrow.types as types
+
+    present = shared_columns(source)
+    known = [wanted] if wanted else IMAGE_COLUMNS
+    column = next((c for c in known if c in present), None)
+    if column is None:
+        raise DataError(
+            f"{source.task}: no image column {' or '.join(map(repr, known))}; columns are "
+            f"{', '.join(present)}; name the column of the images as text_column"
+        )
+    for table in (source.train, source.test):
+        kind = table.schema.field(column).type
+        parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
+        if not (types.is_binary(kind) or types.is_large_binary(kind) or {"bytes", "path"} <= parts):
+            raise DataError(
+                f"{source.task}: image column {column!r} holds {kind}; give whole image files (PNG, "
+                "JPEG) as bytes"
+            )
+    return column
+
+
+def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels]:
+    rows = enumerate(_raw(table, column))
+    return [_decoded(raw, bound, f"{where}, row {row}") for row, raw in rows]
+
+
+def _raw(table: pa.Table, column: str) -> Iterator[bytes | Mapping[str, Any] | None]:
+    for batch in table.select([column]).to_batches(max_chunksize=256):
+        yield from batch.column(0).to_pylist()
+
+
+def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> Pixels:
+    """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``, no side above ``bound``."""
+    from PIL import Image
+
+    parts: Mapping[str, Any] = {"bytes": raw} if isinstance(raw, bytes) else raw or {}
+    content, path = parts.get("bytes"), parts.get("path")
+    if content is None and path is None:
+        raise DataError(f"{where} has no image; remove that row")
+    try:
+        with Image.open(str(path) if content is None else io.BytesIO(content)) as image:
+            if image.mode.startswith("I;16"):  # conversion would cut off what is brighter than 255
+                pixels = (np.asarray(image) >> 8).astype(np.uint8)
+            else:
+                mode = "L" if image.mode in _GREY else "RGB"
+                pixels = np.asarray(image.convert(mode), dtype=np.uint8)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path if content is None else where} cannot be read as an image ({error}); remove it or "
+            "replace it"
+        ) from error
+    height, width = pixels.shape[:2]
+    return resized(pixels, min(height, bound), min(width, bound))
+
+
+def _with_channels(images: Sequence[Pixels], channels: int) -> list[Pixels]:
+    """Return images ``[height, width, channels]``, grey ones repeated, colours weighted by eye."""
+    if channels == 3:
+        return [np.repeat(i[..., None], 3, axis=2) if i.ndim == 2 else i for i in images]
+    return [(i if i.ndim == 2 else _grey(i))[..., None] for i in images]
+
+
+def _grey(pixels: Pixels) -> Pixels:
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(pixels).convert("L"), dtype=np.uint8)

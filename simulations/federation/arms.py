@@ -1,0 +1,91 @@
+"""What arms compare beside federated averages: ensembles, greedy soups and joined training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedrot.aggregation import Aggregator, Fisher, GreedySoup, OptimalTransport, RegMean
+from fedrot.simulations.config import Arm
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task
+from fedrot.symmetry import symmetry_of
+from fedrot.tensors import Tensors
+
+
+class Ensemble(nn.Module):
+    """Several classifiers that answer together (Jin et al. 2023, section 4.2).
+
+    Args:
+        models: ``transformers`` models with one and the same head.
+        probabilities: average probabilities instead of logits; ``logits`` of the output are then their
+            logarithms (log odds where a row may have several labels). A regression has logits only.
+    """
+
+    def __init__(self, models: Sequence[Any], probabilities: bool = False) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.config = models[0].config
+        self.probabilities = probabilities and self.config.problem_type != "regression"
+
+    def forward(self, **inputs: Tensor) -> SimpleNamespace:
+        """Return an object with the ``logits`` ``[rows, labels]`` of all models together."""
+        logits = torch.stack([model(**inputs).logits for model in self.models])
+        if not self.probabilities:
+            return SimpleNamespace(logits=logits.mean(0))
+        if self.config.problem_type == "multi_label_classification":
+            return SimpleNamespace(logits=logits.sigmoid().mean(0).logit(eps=1e-7))
+        return SimpleNamespace(logits=logits.log_softmax(-1).logsumexp(0) - np.log(len(logits)))
+
+
+def evaluate_ensemble(
+    task: Task, arm: Arm, shell: nn.Module, states: Iterable[Tensors]
+) -> dict[str, float]:
+    """Return the metrics of the clients' models together on the held-out split."""
+    models = [with_state(shell, state) for state in states]
+    ensemble = Ensemble(models, arm.aggregation == "ensemble-probabilities")
+    return training.evaluate(ensemble, task, task.test, np.arange(len(task.test.labels)))
+
+
+def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
+    """Return a copy of a model with other tensors."""
+    model = copy.deepcopy(shell)
+    model.load_state_dict(dict(state))
+    return model
+
+
+def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callable[[], Aggregator] | None:
+    """Return what merges the updates of an arm, None for FedAvg's mean."""
+
+    def greedy() -> Aggregator:
+        rows = np.concatenate([task.client_rows(seed, c)[1] for c in range(task.config.clients)])
+
+        def score(tensors: Tensors) -> float:
+            return -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
+
+        return GreedySoup(score)
+
+    def transport() -> Aggregator:
+        config: Any = shell.config
+        return OptimalTransport(symmetry_of(config, shell.state_dict()))
+
+    merging: dict[str, Callable[[], Aggregator]] = {
+        "regmean": RegMean,
+        "fisher": Fisher,
+        "greedy": greedy,
+        "ot": transport,
+    }
+    return merging.get(arm.aggregation)
+
+
+def train_joined(task: Task, seed: int, model: nn.Module, server_round: int) -> None:
+    """Train one model for a round's epochs on the training rows of all clients."""
+    rows = np.concatenate([task.client_rows(seed, c)[0] for c in range(task.config.clients)])
+    stream = seed * 1_000 + server_round
+    training.train(model, task, np.sort(rows), stream, task.config.epochs(server_round))

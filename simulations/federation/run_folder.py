@@ -1,0 +1,130 @@
+"""A run's folder: configuration, versions, raw rows; readable at any moment, complete or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrot._io import replacing
+
+_PACKAGES = (
+    "fedrot",
+    "torch",
+    "numpy",
+    "scipy",
+    "flwr",
+    "ray",
+    "flwr-datasets",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "scikit-learn",
+)
+
+ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
+
+
+class RunFolder:
+    """Writes ``config.json``, ``versions.json``, ``partition.json``, ``rows.jsonl`` and ``rows.csv``.
+
+    Raises:
+        FileExistsError: the folder already holds rows of another run; nothing is written then.
+    """
+
+    def __init__(self, path: Path, settings: Sequence[Mapping[str, Any]], command: str) -> None:
+        self.path = path
+        refuse_used(path)
+        path.mkdir(parents=True, exist_ok=True)
+        self._partitions: dict[str, Any] = {}
+        self.write_json("config.json", {"command": command, "settings": list(settings)})
+        self.write_json("versions.json", versions())
+        self._rows = (path / "rows.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._alignments = (path / "alignment.jsonl").open("a", encoding="utf-8", buffering=1)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Append one row of results; a value that is not finite becomes null."""
+        value = row["value"] if math.isfinite(row["value"]) else None
+        self._rows.write(json.dumps({**{n: row[n] for n in ROW_FIELDS}, "value": value}) + "\n")
+
+    def alignment(self, row: Mapping[str, Any]) -> None:
+        """Append one row of the alignment report."""
+        self._alignments.write(json.dumps(row) + "\n")
+
+    def partition(
+        self,
+        setting: str,
+        seed: int,
+        labels: np.ndarray,
+        parts: Sequence[np.ndarray],
+        names: Sequence[str],
+    ) -> None:
+        """Record how many rows of each class every client holds."""
+        from fedrot.simulations.data.partition import histogram, key_names
+
+        keys = key_names(labels, names)
+        counts = histogram(labels, parts, len(keys)).tolist()
+        sizes = [len(part) for part in parts]
+        by_setting = self._partitions.setdefault(setting, {"label_names": list(keys), "seeds": {}})
+        by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
+        self.write_json("partition.json", self._partitions)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file whole or not at all."""
+        with replacing(self.path / name) as temporary:
+            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+    def close(self, complete: bool) -> None:
+        """Finish: write the CSV beside the rows, and whether the run is complete."""
+        self._rows.close()
+        self._alignments.close()
+        with (
+            replacing(self.path / "rows.csv") as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as file,
+        ):
+            writer = csv.DictWriter(file, ROW_FIELDS)
+            writer.writeheader()
+            writer.writerows(read_rows(self.path))
+        self.write_json("status.json", {"complete": complete})
+
+
+def refuse_used(path: Path) -> None:
+    """Raise ``FileExistsError`` if the folder already holds the rows of a run."""
+    if (path / "rows.jsonl").exists():
+        raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
+
+
+def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
+    """Read a JSON-lines file of a run folder; an unfinished last line is left out, null is NaN.
+
+    Raises:
+        ValueError: a line is JSON and no object.
+    """
+    rows = []
+    for line in (path / name).read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(row, dict):
+            raise ValueError(f"'{path / name}' has a line that is no row: {line:.60}")
+        rows.append({**row, "value": math.nan} if row.get("value", 0) is None else row)
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

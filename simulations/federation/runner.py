@@ -1,0 +1,260 @@
+"""Run simulations through Flower's engine, show progress, and leave a run folder behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation.run_folder import RunFolder, refuse_used
+
+#: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Set what is not set yet of ``ENVIRONMENT``; call before importing Flower."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def check(configs: Sequence[SimulationConfig]) -> None:
+    """Load model, data and partitions of every configuration, so that bad input fails at once."""
+    from fedrot.simulations.models.architectures import pretrained_settings
+    from fedrot.simulations.models.build import build_model, model_config
+    from fedrot.simulations.tasks.task import task_of
+    from fedrot.symmetry import check_family, symmetry_of
+
+    for config in configs:
+        if config.moves and config.model is not None:
+            # An unsupported family is refused before its tokenizer and weights are looked for.
+            check_family(pretrained_settings(config.model))
+        task = task_of(config.to_json())
+        for seed in config.seeds:
+            task.clients(seed)
+        model = build_model(config, task.data, seed=0)
+        if config.moves:
+            symmetry_of(model_config(config, task.data), model.state_dict())
+
+
+def present(out: Path, console: Console) -> None:
+    """Print the table of a run folder and write its report."""
+    from fedrot.simulations.federation.run_folder import read_rows
+    from fedrot.simulations.report.page import summary_tables, write_report
+    from fedrot.simulations.report.summaries import metrics_in
+    from fedrot.simulations.report.tables import result_lines, scrambling
+
+    rows = read_rows(out)
+    for table in summary_tables(rows):
+        console.print(table)
+    metrics = metrics_in(rows)
+    cost = scrambling(result_lines(rows, metrics), metrics)
+    if cost:
+        console.print("What scrambling the clients' coordinates cost:", style="bold")
+        for sentence in cost:
+            console.print(f"  {sentence}")
+    console.print(f"Report: {write_report(out)}")
+
+
+def simulate(
+    configs: Sequence[SimulationConfig],
+    out: Path,
+    command: str,
+    console: Console,
+    *,
+    gpus: float = 0.0,
+    dry_run: bool = False,
+) -> bool:
+    """Run every configuration into the folder ``out``; return False if the user interrupted it.
+
+    Args:
+        gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
+        dry_run: check everything and print the partitions, but run and write nothing, whatever there
+            is at ``out``.
+
+    Raises:
+        FileExistsError: the folder holds another run.
+        FedrotError: data, partition or model cannot be used, or there are not so many GPUs.
+        RuntimeError: a simulation failed; what was done before is in the folder.
+    """
+    from fedrot.simulations.federation.experiment import Interrupted
+
+    if not dry_run:
+        refuse_used(out)
+    check_gpus(gpus)
+    check(configs)
+    _print_partitions(configs, console)
+    if dry_run:
+        cells = sum(len(config.cells()) for config in configs)
+        console.print(f"Dry run: {cells} cells (seed, start and arm); nothing was run or written.")
+        return True
+    folder = RunFolder(out, [c.model_dump(mode="json") for c in configs], command)
+    complete = False
+    try:
+        with _interruptible() as stop, _progress(console, configs) as advance:
+            for config in configs:
+                _run(config, folder, stop, advance, gpus)
+        complete = True
+    except Interrupted:
+        console.print(f"Interrupted; what is done is in {out}.", style="yellow")
+    finally:
+        folder.close(complete)
+        present(out, console)
+    return complete
+
+
+def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
+    from fedrot.simulations.data.partition import histogram, key_names
+    from fedrot.simulations.report.page import partition_table
+    from fedrot.simulations.tasks.task import task_of
+
+    for config in configs:
+        task, seed = task_of(config.to_json()), config.seeds[0]
+        if task.data.note:
+            console.print(task.data.note, highlight=False)
+        names = key_names(task.data.train.labels, task.data.label_names)
+        counts = histogram(task.data.train.labels, task.clients(seed), len(names)).tolist()
+        console.print(partition_table(counts, names, config.setting, seed))
+
+
+def _run(
+    config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any, gpus: float
+) -> None:
+    _log_to(folder.path / "flower.log")
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
+    from fedrot.simulations.federation.client_app import app as client_app
+    from fedrot.simulations.federation.experiment import Interrupted, run_cells
+
+    server_app = ServerApp()
+    failure: list[BaseException] = []
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            run_cells(grid, config, folder, stop, advance)
+        except BaseException as error:
+            failure.append(error)
+            raise
+
+    try:
+        run_simulation(
+            server_app,
+            client_app,
+            num_supernodes=config.clients,
+            backend_config=backend_config(gpus),
+        )
+    except Exception as error:
+        cause = failure[0] if failure else error
+        if isinstance(cause, Interrupted):
+            raise cause from None
+        raise RuntimeError(f"The simulation of setting '{config.setting}' failed: {cause}") from cause
+
+
+def check_gpus(gpus: float) -> None:
+    """Refuse GPUs per client that the engine could not lend.
+
+    Raises:
+        FedrotError: the number is negative, above 1 and not whole, or more than this machine has.
+    """
+    import torch
+
+    there = torch.cuda.device_count()
+    if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
+        raise FedrotError(f"gpus is {gpus:g}; give a share of one GPU, such as 0.5, or a whole number.")
+    if gpus > there:
+        raise FedrotError(
+            f"gpus is {gpus:g} for each client, but PyTorch finds {there or 'no'} GPU(s) on this "
+            f"machine; {'give at most ' + str(there) if there else 'leave --gpus out'}."
+        )
+
+
+def backend_config(gpus: float) -> dict[str, Any]:
+    """Return the configuration of Flower's engine for clients with one core and so many GPUs each."""
+    import torch
+
+    there = torch.cuda.device_count() if gpus else 0
+    return {
+        "init_args": {"num_cpus": os.cpu_count() or 1, "num_gpus": there, "include_dashboard": False},
+        "client_resources": {"num_cpus": 1, "num_gpus": gpus},
+    }
+
+
+def _log_to(path: Path) -> None:
+    """Send Flower's log to a file: the console belongs to the progress display."""
+    logger = logging.getLogger("flwr")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into a stop at the next opportunity; a second one kills as usual."""
+    stop = threading.Event()
+
+    def interrupt(signum: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    total = sum(len(config.cells()) * config.rounds for config in configs)
+    with Progress(*columns, console=console, transient=False) as progress:
+        bar = progress.add_task("starting Flower's engine", total=total)
+
+        def advance(description: str, server_round: int, rounds: int) -> None:
+            progress.update(
+                bar,
+                description=f"{description} · round {server_round}/{rounds}",
+                advance=1 if server_round else 0,
+            )
+            if not console.is_terminal:
+                console.print(f"{description}: round {server_round}/{rounds}", highlight=False)
+
+        yield advance

@@ -1,0 +1,128 @@
+"""Configurations of models: small ones from scratch, by architecture, and those of pretrained models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from fedrot.simulations.config import SimulationConfig
+
+if TYPE_CHECKING:
+    from fedrot.simulations.data.texts import DataSet
+
+
+def settings_of(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    """Return the transformers configuration of the encoder or decoder, whatever the task."""
+    if config.model is not None:
+        return pretrained_settings(config.model)
+    return ARCHITECTURES[config.architecture](config, data)
+
+
+def pretrained_settings(model: str) -> Any:
+    """Return the transformers configuration of a folder or hub name."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model)
+
+
+def pad_id_of(settings: Any) -> int:
+    """Return the token that fills rows up: padding, else what ends a text, else number 0."""
+    for name in ("pad_token_id", "eos_token_id"):
+        token = getattr(settings, name, None)
+        if token is not None:
+            return int(token[0] if isinstance(token, list) else token)
+    return 0
+
+
+@lru_cache(maxsize=1)
+def _bundled_ids() -> dict[str, Any]:
+    """The tokens that transformers configurations of decoders name."""
+    from fedrot.simulations.data.tokenizer import bundled_tokenizer
+
+    vocabulary = bundled_tokenizer().get_vocab()
+    return {
+        "vocab_size": len(vocabulary),
+        "pad_token_id": vocabulary["[PAD]"],
+        "bos_token_id": vocabulary["[CLS]"],
+        "eos_token_id": vocabulary["[SEP]"],
+    }
+
+
+def _bert(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=_bundled_ids()["vocab_size"],
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.width,
+        max_position_embeddings=config.max_length,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+    )
+
+
+def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        **_bundled_ids(),
+        n_embd=config.width,
+        n_layer=config.layers,
+        n_head=config.heads,
+        n_positions=config.max_length,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
+    )
+
+
+def _llama(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **_bundled_ids(),
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        # Three matrices of 8/3 of the width weigh what two of four times the width do.
+        intermediate_size=8 * config.width // 3,
+        max_position_embeddings=config.max_length,
+        attention_dropout=config.dropout,
+    )
+
+
+def _vit(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    from transformers import ViTConfig
+
+    from fedrot.simulations.data.images import ImageData
+
+    assert isinstance(data, ImageData), "only images are read by a vision transformer"
+    return ViTConfig(
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.width,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        image_size=data.side,
+        patch_size=patch_of(data.side),
+        num_channels=data.channels,
+    )
+
+
+def patch_of(side: int) -> int:
+    """Return the largest divisor of an image's side up to its root: 2 of 8, 4 of 28 and 32, 8 of 64."""
+    return next(patch for patch in range(math.isqrt(side), 0, -1) if side % patch == 0)
+
+
+#: Small models that are trained from scratch, by the names of ``SimulationConfig.architecture``.
+ARCHITECTURES: Mapping[str, Callable[[SimulationConfig, DataSet[Any]], Any]] = {
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "vit": _vit,
+}

@@ -1,0 +1,31 @@
+"""Models of a configuration: small ones from scratch, or pretrained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.texts import DataSet
+from fedrot.simulations.models.architectures import settings_of
+from fedrot.simulations.tasks.objectives import OBJECTIVES
+
+
+def model_config(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    """Return the transformers configuration of the model."""
+    settings = settings_of(config, data)
+    OBJECTIVES[config.task].configure(settings, data)
+    return settings
+
+
+def build_model(config: SimulationConfig, data: DataSet[Any], seed: int) -> torch.nn.Module:
+    """Return the model with what is not pretrained drawn from ``seed``."""
+    import transformers
+
+    torch.manual_seed(seed)
+    settings = model_config(config, data)
+    auto_model = getattr(transformers, OBJECTIVES[config.task].auto_model)
+    if config.model is None:
+        return auto_model.from_config(settings)
+    return auto_model.from_pretrained(config.model, config=settings)

@@ -1,0 +1,73 @@
+"""What every purpose of training shares: how to build, train and evaluate a model for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.encoding import Batch, Encoded
+from fedrot.simulations.data.readers import Reader
+
+
+class Objective(ABC):
+    """How to build, train and evaluate a model for one purpose.
+
+    Attributes:
+        auto_model: name of the class of ``transformers`` that builds the model.
+        reader: the kind of data that it reads.
+        metrics: what ``evaluate`` returns beside ``loss``, the headline metric first.
+    """
+
+    auto_model: ClassVar[str]
+    reader: ClassVar[Reader]
+    metrics: tuple[str, ...]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: SimulationConfig, data: Any) -> Objective:
+        """Return the objective for a data set; raises ``DataError`` if the model cannot serve it."""
+
+    @staticmethod
+    @abstractmethod
+    def configure(settings: Any, data: Any) -> None:
+        """Set in a transformers configuration what the objective needs."""
+
+    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+        """Return those of the rows that there is something to predict in."""
+        return rows
+
+    def batch(self, encoded: Any, rows: np.ndarray, rng: np.random.Generator) -> Batch:
+        """Return the rows as inputs and ``labels`` of a training step."""
+        return {**encoded.batch(rows), "labels": encoded.targets(rows)}
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the mean loss of a training batch, a scalar with a gradient."""
+        return model(**model_inputs(model, batch)).loss
+
+    @abstractmethod
+    def evaluate(self, model: torch.nn.Module, encoded: Any, rows: np.ndarray) -> dict[str, float]:
+        """Return the metrics and ``loss`` on usable rows, at least one; all NaN if it is not finite.
+
+        The model is in evaluation mode, and gradients are off.
+        """
+
+
+def by_length(encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+    """Return the places in ``rows``, shortest first, so that batches are padded little."""
+    return np.argsort(encoded.lengths(rows), kind="stable")
+
+
+def pieces(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Cut an array into pieces of a size."""
+    return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
+    """Leave out the segments that DistilBERT, RoBERTa-like models and decoders do not have."""
+    segments = getattr(model.config, "type_vocab_size", 0) >= 2
+    return {name: value for name, value in batch.items() if segments or name != "token_type_ids"}

@@ -1,0 +1,136 @@
+"""What models are trained for: a task is an entry of ``OBJECTIVES``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedrot.simulations.config import SimulationConfig, TaskName
+from fedrot.simulations.data.encoding import Encoded, EncodedTags
+from fedrot.simulations.data.readers import IMAGE, TAGGED, TEXT, Reader
+from fedrot.simulations.data.tagged import TagData
+from fedrot.simulations.data.texts import DataSet, evaluate_predictions
+from fedrot.simulations.models.architectures import pad_id_of
+from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
+from fedrot.simulations.tasks.masking import IGNORED
+from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
+from fedrot.simulations.tasks.scores import Kind, entity_scores
+
+__all__ = [
+    "OBJECTIVES",
+    "CausalLanguageModelling",
+    "Classification",
+    "ImageClassification",
+    "MaskedLanguageModelling",
+    "Objective",
+    "TokenClassification",
+    "model_inputs",
+]
+
+
+@dataclass(frozen=True)
+class Classification(Objective):
+    """Predict a row's label, labels or score."""
+
+    auto_model: ClassVar[str] = "AutoModelForSequenceClassification"
+    reader: ClassVar[Reader] = TEXT
+
+    kind: Kind
+    metrics: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: SimulationConfig, data: DataSet[Any]) -> Classification:
+        return cls(data.kind, data.metrics)
+
+    @staticmethod
+    def configure(settings: Any, data: DataSet[Any]) -> None:
+        settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
+        settings.problem_type = {
+            "single": "single_label_classification",
+            "multi": "multi_label_classification",
+            "regression": "regression",
+        }[data.kind]
+        if getattr(settings, "pad_token_id", None) is None:
+            # Decoders answer at the last token that is no padding.
+            settings.pad_token_id = pad_id_of(settings)
+
+    def evaluate(self, model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> dict[str, float]:
+        order = by_length(encoded, rows)
+        outputs = [
+            model(**model_inputs(model, encoded.batch(rows[places]))).logits.float().numpy()
+            for places in pieces(order, 128)
+        ]
+        logits = np.concatenate(outputs)[np.argsort(order)]
+        return evaluate_predictions(self.kind, self.metrics, logits, encoded.labels[rows])
+
+
+@dataclass(frozen=True)
+class ImageClassification(Classification):
+    """Predict the label of an image."""
+
+    auto_model: ClassVar[str] = "AutoModelForImageClassification"
+    reader: ClassVar[Reader] = IMAGE
+
+
+@dataclass(frozen=True)
+class TokenClassification(Objective):
+    """Predict the tag of every word at its first piece.
+
+    The headline metric is the F1 of whole entities, micro-averaged: an entity counts if its type, its
+    first and its last word are right. Words beyond the cut are tagged as outside, so that the entities
+    there are missed. The loss is the mean over the words that the model sees.
+    """
+
+    auto_model: ClassVar[str] = "AutoModelForTokenClassification"
+    reader: ClassVar[Reader] = TAGGED
+
+    tags: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: SimulationConfig, data: TagData) -> TokenClassification:
+        return cls(data.tags, data.metrics)
+
+    @staticmethod
+    def configure(settings: Any, data: TagData) -> None:
+        settings.id2label = dict(enumerate(data.tags))
+        settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
+
+    def usable(self, encoded: EncodedTags, rows: np.ndarray) -> np.ndarray:
+        """Rows without words, or of unknown characters only, have no tag to predict."""
+        return rows[np.array([len(encoded.places[row]) > 0 for row in rows], dtype=bool)]
+
+    def evaluate(
+        self, model: torch.nn.Module, encoded: EncodedTags, rows: np.ndarray
+    ) -> dict[str, float]:
+        surprise = torch.zeros((), dtype=torch.float64)
+        words = 0
+        guesses = [np.zeros_like(encoded.words[row]) for row in rows]
+        for places in pieces(by_length(encoded, rows), 64):
+            inputs, targets = encoded.batch(rows[places]), encoded.targets(rows[places])
+            logits = model(**model_inputs(model, inputs)).logits.double()
+            tagged = targets != IGNORED
+            surprise += torch.nn.functional.cross_entropy(
+                logits[tagged], targets[tagged], reduction="sum"
+            )
+            words += int(tagged.sum())
+            for place, seen, found in zip(places, tagged, logits.argmax(dim=-1), strict=True):
+                guesses[place][encoded.places[rows[place]]] = found[seen].numpy()
+        loss = surprise / words
+        if not torch.isfinite(loss):
+            return dict.fromkeys((*self.metrics, "loss"), float("nan"))
+        truth = [encoded.words[row] for row in rows]
+        return {**entity_scores(truth, guesses, self.tags), "loss": float(loss)}
+
+
+OBJECTIVES: Mapping[TaskName, type[Objective]] = {
+    "classification": Classification,
+    "mlm": MaskedLanguageModelling,
+    "clm": CausalLanguageModelling,
+    "ner": TokenClassification,
+    "image": ImageClassification,
+}

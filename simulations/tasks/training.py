@@ -1,0 +1,135 @@
+"""Local training and evaluation, the same bits for the same seed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedrot.simulations.data.encoding import Encoded
+from fedrot.simulations.tasks.objectives import model_inputs
+from fedrot.simulations.tasks.task import Task
+
+#: Batches are drawn from this many batches' worth of shuffled rows, sorted by length.
+_BUCKET = 16
+
+
+def batches(
+    encoded: Encoded, rows: np.ndarray, size: int, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """Yield shuffled batches of rows of similar length, each row once."""
+    shuffled = rng.permutation(rows)
+    found: list[np.ndarray] = []
+    for start in range(0, len(shuffled), size * _BUCKET):
+        bucket = shuffled[start : start + size * _BUCKET]
+        ordered = bucket[np.argsort(encoded.lengths(bucket), kind="stable")]
+        found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    for index in rng.permutation(len(found)):
+        yield found[index]
+
+
+def step_batches(
+    task: Task, model: torch.nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield at most ``limit`` random ones of the training rows, in batches as training has them."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
+    for places in batches(task.train, chosen, size, rng):
+        yield model_inputs(model, task.objective.batch(task.train, places, rng))
+
+
+def lent_device() -> torch.device:
+    """Return the GPU that the simulation engine lent to this process, or the CPU."""
+    ray = sys.modules.get("ray")
+    return torch.device("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
+
+
+@contextmanager
+def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
+    """Run a model on a device: its inputs go there and its outputs come back, as it does in the end."""
+    if device == torch.device("cpu"):
+        yield
+        return
+
+    def there(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return arguments, {name: _moved(value, device) for name, value in named.items()}
+
+    def back(_: Any, __: Any, output: Any) -> Any:
+        return type(output)(**{name: _moved(value, "cpu") for name, value in output.items()})
+
+    hooks = (
+        model.register_forward_pre_hook(there, with_kwargs=True),
+        model.register_forward_hook(back),
+    )
+    model.to(device)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.to("cpu")
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def train(
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None = None
+) -> float:
+    """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
+
+    A GPU that the simulation engine lent to this process is used; see ``lent_device``.
+
+    Half an epoch is half the batches, rounded up; they are other ones for another seed. Returns the
+    mean loss over the last epoch's steps, NaN if no row has anything to predict.
+    """
+    with running_on(lent_device(), model):
+        return _train(model, task, rows, seed, epochs)
+
+
+def _train(
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None
+) -> float:
+    torch.manual_seed(seed)
+    rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    config, objective = task.config, task.objective
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
+    )
+    rows = objective.usable(task.train, rows)
+    model.train()
+    losses: list[float] = []
+    an_epoch = math.ceil(len(rows) / config.batch_size)
+    endless = (batches(task.train, rows, config.batch_size, rng) for _ in itertools.count())
+    steps = math.ceil((epochs or config.local_epochs) * an_epoch - 1e-9)
+    for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
+        loss = objective.loss(model, objective.batch(task.train, batch, masks))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
+
+
+def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
+    """Return the task's metrics, the headline first, and the ``loss`` on rows of one of its splits.
+
+    Every value is NaN where no row has anything to predict, and where the loss is not finite.
+
+    Args:
+        split: ``task.train`` or ``task.test``.
+        rows: int64 ``[n]``, rows of that split.
+    """
+    rows = task.objective.usable(split, rows)
+    if not len(rows):
+        return dict.fromkeys((*task.objective.metrics, "loss"), float("nan"))
+    model.eval()
+    with running_on(lent_device(), model), torch.inference_mode():
+        return task.objective.evaluate(model, split, rows)

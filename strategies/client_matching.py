@@ -1,0 +1,154 @@
+"""Matching at the clients: who holds both models and data finds the elements, the server applies them.
+
+The server sends a client its own update and the anchor; the client answers with group elements only.
+No activation leaves it, and whatever it answers, the update's function is preserved: the server
+checks that the answer consists of elements of the model's symmetry before it applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+
+from fedrot.alignment import Alignment, align, alignment_of
+from fedrot.collect.activations import collect_activations
+from fedrot.collect.random_inputs import forward_inputs
+from fedrot.errors import UpdateError
+from fedrot.options import AlignmentOptions
+from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
+from fedrot.symmetry.actions import HeadLinear, HeadRotation
+from fedrot.transport import Move
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+
+#: The action of the message, ``train.<ACTION>``, and its records.
+ACTION = "fedrot_match"
+MESSAGE_TYPE = f"train.{ACTION}"
+ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
+
+#: Whoever trained from another start differs in every part.
+FOREIGN_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
+
+#: Marks elements of ``GL(d_h)``, which learned matching may find, in an element's name.
+GENERAL = "/general"
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What a client matches with.
+
+    Attributes:
+        build: returns the model, a ``transformers`` one or any with its ``config``.
+        batches: returns the client's inputs, keyword arguments of forward; with ``labels`` if
+            matching is to be learned.
+        options: how to align.
+        learning: refine by gradient descent on the loss of the average, which costs
+            ``learning.steps`` training steps; not at all if None.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[], Iterable[Mapping[str, Tensor]]]
+    options: AlignmentOptions = FOREIGN_OPTIONS
+    learning: LearningOptions | None = None
+
+
+def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
+    """Let a ``ClientApp`` answer the server's requests to match its update to an anchor.
+
+    Args:
+        app: the client's app; it receives one more action.
+        setup: called for every request.
+    """
+
+    @app.train(ACTION)
+    def answer(message: Message, context: Context) -> Message:
+        # Models are initialised and batches are drawn at random: the client's training is not to notice.
+        with torch.random.fork_rng(devices=[]):
+            alignment = _match(message, setup(message, context))
+        elements = {_name(move): move.element for move in alignment.moves}
+        return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
+
+
+def _match(message: Message, matching: Matching) -> Alignment:
+    anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
+    ours, theirs = matching.build(), matching.build()
+    symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
+    for model, tensors in ((ours, anchor), (theirs, update)):
+        model.load_state_dict(tensors)
+        model.eval()
+    inputs = (forward_inputs(ours, batch) for batch in matching.batches())
+    activations = collect_activations(ours, theirs, inputs, symmetry)
+    found = align(update, anchor, symmetry, matching.options, activations)
+    if matching.learning is None:
+        return found
+    loss, batches = loss_of(ours), matching.batches()
+    return learn_alignment(loss, batches, update, anchor, symmetry, found, matching.learning).alignment
+
+
+def _name(move: Move) -> str:
+    return move.group.name + (GENERAL if isinstance(move.group.kind, HeadLinear) else "")
+
+
+def request(
+    anchor: Mapping[str, Tensor],
+    update: ArrayRecord | Mapping[str, Tensor],
+    config: ConfigRecord,
+    node: int,
+) -> Message:
+    """Return the message that asks a node to match its update to an anchor.
+
+    A record goes as it came, so it must hold whole tensors: what was sent as unchanged cannot be
+    read without the model that it was unchanged from.
+    """
+    sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
+    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": config})
+    return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
+
+
+def read_answer(
+    message: Message, update: Mapping[str, Tensor], anchor: Mapping[str, Tensor], symmetry: Symmetry
+) -> Alignment:
+    """Return a client's answer as an alignment.
+
+    Raises:
+        UpdateError: the client failed, or what it sent are not elements of the model's symmetry.
+    """
+    if message.has_error():
+        raise UpdateError(
+            f"the client could not match ({message.error.reason}); it needs "
+            "fedrot.strategies.match_at_client on its ClientApp."
+        )
+    record = message.content.array_records.get(ELEMENTS)
+    if record is None:
+        raise UpdateError(f"the answer holds no ArrayRecord '{ELEMENTS}'.")
+    try:
+        elements = from_arrays(record)
+    except UpdateError as error:
+        raise UpdateError(f"the elements cannot be decoded: {error}") from error
+    return alignment_of(_moves(elements, symmetry), update, anchor, symmetry)
+
+
+def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:
+    groups = {group.name: group for group in symmetry.groups}
+    moves: dict[str, Move] = {}
+    for name, element in elements.items():
+        group = groups.get(name.removesuffix(GENERAL))
+        if group is not None and name.endswith(GENERAL):
+            kind = group.kind
+            if isinstance(kind, HeadRotation):
+                group = replace(group, kind=HeadLinear(kind.heads, kind.dim))
+            else:
+                group = None
+        if group is None or group.name in moves or not group.kind.contains(element):
+            raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
+        moves[group.name] = Move(group, element)
+    # Head permutations come first, whatever the order in which elements arrive.
+    return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

@@ -1,0 +1,183 @@
+"""The figures that every round reports, each with its name, its unit and its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedrot.report import moved_units
+
+if TYPE_CHECKING:
+    from fedrot.strategies.round.round_report import Round
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a round.
+
+    Attributes:
+        name: of the metric.
+        unit: of the number.
+        meaning: one line.
+        of: computes it.
+        always: whether it is reported without alignment, too, where it is not 0.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    of: Callable[[Round], float | int]
+    always: bool = False
+
+
+def _per_reply(total: float, this_round: Round) -> float:
+    return total / max(len(this_round.reports), 1)
+
+
+def _before(this_round: Round) -> float:
+    return sum(report.before for _, report in this_round.reports)
+
+
+def _after(this_round: Round) -> float:
+    return sum(report.after for _, report in this_round.reports)
+
+
+def _share(*parts: str) -> Callable[[Round], float]:
+    def share(this_round: Round) -> float:
+        removed = sum(report.share(*parts) * report.before for _, report in this_round.reports)
+        before = _before(this_round)
+        return removed / before if before > 0 else 0.0
+
+    return share
+
+
+def _moved(part: str) -> Callable[[Round], int]:
+    return lambda this_round: moved_units((report for _, report in this_round.reports), part)
+
+
+#: All of them, in the order in which they are reported.
+FIGURES = (
+    Figure(
+        "fedrot-distance-before",
+        "squared distance",
+        "from the anchor to an update before it is aligned, over the tensors that may move; mean of the "
+        "aligned replies",
+        lambda r: _per_reply(_before(r), r),
+    ),
+    Figure(
+        "fedrot-distance-after",
+        "squared distance",
+        "the same after it is aligned",
+        lambda r: _per_reply(_after(r), r),
+    ),
+    Figure(
+        "fedrot-share-rotation",
+        "share, 0 to 1",
+        "of the squared distance before that the rotation of heads removed",
+        _share("attention"),
+    ),
+    Figure(
+        "fedrot-share-permutation",
+        "share, 0 to 1",
+        "of it that the orders (and signs) of heads, neurons and hidden units removed",
+        _share("residual", "output", "heads", "ffn"),
+    ),
+    Figure(
+        "fedrot-share-rescale",
+        "share, 0 to 1",
+        "of it that the scales of heads removed",
+        _share("rescale"),
+    ),
+    Figure(
+        "fedrot-heads-rotated",
+        "heads",
+        "whose queries and keys, or values and outputs, were rotated in at least one reply",
+        _moved("attention"),
+    ),
+    Figure(
+        "fedrot-heads-moved",
+        "heads",
+        "that changed their place in at least one reply (query heads, where they share key heads)",
+        _moved("heads"),
+    ),
+    Figure(
+        "fedrot-neurons-moved",
+        "neurons",
+        "of feed-forward layers that changed their place or sign in at least one reply",
+        _moved("ffn"),
+    ),
+    Figure(
+        "fedrot-stream-moved",
+        "hidden units",
+        "of residual streams that changed their place or sign in at least one reply",
+        _moved("residual"),
+    ),
+    Figure(
+        "fedrot-groups-skipped",
+        "groups",
+        "that stayed because moving them gained less than the threshold, summed over the replies",
+        lambda r: sum(group.skipped for _, report in r.reports for group in report.groups),
+    ),
+    Figure(
+        "fedrot-replies-foreign",
+        "replies",
+        "that come from another base than the broadcast model",
+        lambda r: r.foreign,
+    ),
+    Figure("fedrot-replies-accepted", "replies", "in the average", lambda r: r.accepted),
+    Figure(
+        "fedrot-replies-set-aside",
+        "replies",
+        "that came and have no part in the average",
+        lambda r: len(r.set_aside),
+        always=True,
+    ),
+    Figure(
+        "fedrot-replies-failed",
+        "clients",
+        "that answered with an error, or not in time",
+        lambda r: len(r.failed),
+        always=True,
+    ),
+    Figure(
+        "fedrot-round-failed",
+        "0 or 1",
+        "1 if the round gave no model, and the model stayed as it was",
+        lambda r: int(bool(r.lost)),
+        always=True,
+    ),
+    Figure(
+        "fedrot-statistics-bytes",
+        "bytes",
+        "of statistics that the replies brought beside their models",
+        lambda r: r.statistics_bytes,
+        always=True,
+    ),
+    Figure(
+        "fedrot-seconds-waiting",
+        "seconds",
+        "spent on waiting for replies and fetching them",
+        lambda r: r.waiting,
+    ),
+    Figure(
+        "fedrot-seconds-aligning",
+        "seconds",
+        "spent on finding the alignment that each reply was moved by, summed over the replies",
+        lambda r: sum(report.seconds for _, report in r.reports),
+    ),
+    Figure(
+        "fedrot-seconds-round",
+        "seconds",
+        "from the moment the requests were sent until the new model: waiting, checking, aligning, "
+        "averaging",
+        lambda r: r.seconds,
+    ),
+)
+
+
+def metrics_table() -> str:
+    """Return the figures as a Markdown table."""
+    rows = [(f"`{f.name}`", f.unit, f.meaning, "if not 0" if f.always else "no") for f in FIGURES]
+    head = [("metric", "unit", "meaning", "with `align=False`"), ("---",) * 4]
+    return "".join(f"| {' | '.join(row)} |\n" for row in head + rows)

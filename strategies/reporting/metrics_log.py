@@ -1,0 +1,111 @@
+"""A run's metrics as they come: lines of JSON, and TensorBoard's scalars."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from fedrot._io import append_rows
+from fedrot.errors import FedrotError
+from fedrot.strategies.resume.loop import Evaluate, begin_rows
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+#: What a round's metrics are of: training and evaluation at the clients, ``evaluate_fn`` at the server.
+TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
+
+
+class MetricsLog:
+    """Writes the metrics of every round and stage as soon as they are known.
+
+    Each is one line ``{"round": 1, "stage": "train", "seconds": 2.5, "metrics": {...}}`` with the
+    seconds since the run, or its continuation, started; a number that is not finite is null. In
+    TensorBoard the same numbers are scalars ``train/NAME``, or ``train/NAME/0`` and so on where they are
+    a list. A stage without metrics has no line. What was written stays if the run is killed right after.
+
+    Args:
+        path: the JSON-lines file that is appended to, or None.
+        tensorboard: the folder for TensorBoard's event files, or None.
+
+    Raises:
+        FedrotError: TensorBoard is asked for and is not installed.
+    """
+
+    def __init__(self, path: str | Path | None = None, tensorboard: str | Path | None = None) -> None:
+        self.path = Path(path) if path is not None else None
+        self.tensorboard = Path(tensorboard) if tensorboard is not None else None
+        self._start = time.monotonic()
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+        if tensorboard is not None:
+            _summary_writer()
+
+    def __enter__(self) -> MetricsLog:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    def write(self, number: int, stage: str, metrics: Mapping[str, Any] | None) -> None:
+        """Write the metrics of one round and stage, if there are any."""
+        if metrics is None:
+            return
+        if self.path is not None:
+            seconds = time.monotonic() - self._start
+            row = {"round": number, "stage": stage, "seconds": seconds, "metrics": dict(metrics)}
+            append_rows(self.path, [row])
+        if self.tensorboard is not None:
+            if self._writer is None:
+                self._writer = _summary_writer()(str(self.tensorboard), purge_step=self._purge_step)
+                self._purge_step = None
+            for name, value in _scalars(metrics):
+                self._writer.add_scalar(f"{stage}/{name}", value, number)
+            self._writer.flush()
+
+    def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
+        """Return the server's evaluation such that what it returns is written, too."""
+        if evaluate is None or (self.path is None and self.tensorboard is None):
+            return evaluate
+        given: Callable[[int, ArrayRecord], MetricRecord | None] = evaluate
+
+        def written(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+            metrics = given(number, arrays)
+            self.write(number, SERVER, metrics)
+            return metrics
+
+        return written
+
+    def begin(self, after_round: int | None) -> None:
+        """Make the file ready for a run, see ``begin_rows``; TensorBoard forgets what happens again."""
+        begin_rows((self.path,), after_round)
+        self._purge_step = None if after_round is None else after_round + 1 if after_round else 0
+
+
+def _summary_writer() -> type[SummaryWriter]:
+    # Only with the package 'tensorboard', which takes seconds to import.
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise FedrotError(
+            f"'tensorboard' needs the package of this name ({error}): pip install 'fedrot[tensorboard]'"
+        ) from error
+    return SummaryWriter
+
+
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        if isinstance(value, (list, tuple)):
+            yield from ((f"{name}/{index}", float(item)) for index, item in enumerate(value))
+        else:
+            yield name, float(value)

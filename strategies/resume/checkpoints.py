@@ -1,0 +1,327 @@
+"""A folder of checkpoints, each of them there as a whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import safetensors.torch
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.common import log
+from flwr.serverapp.strategy import Result
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedrot._io import sync
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.reporting.json_log import log_fields
+from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.resume.values import decode, encode
+from fedrot.strategies.wire.arrays import TIED
+from fedrot.strategies.wire.arrays import decode as decode_array
+
+_FORMAT = 1
+_MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
+_LOCK = ".lock"
+_NAME = re.compile(r"round-(\d{6,})")
+_METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+#: The folders locked by this process: its own locks do not exclude each other.
+_HELD: set[Path] = set()
+_PACKAGES = ("fedrot", "flwr", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The end of a round: the global model, the result so far, and the encoded state of the run.
+
+    ``state`` and ``state_arrays`` are for ``RunState.restore`` and ``restore_random``.
+    """
+
+    folder: Path
+    round: int
+    arrays: ArrayRecord
+    result: Result
+    state: dict[str, Any]
+    state_arrays: dict[str, np.ndarray]
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one run, ``folder/round-000001`` and so on.
+
+    A checkpoint is a folder of three files. ``model.safetensors`` is the global model under its own
+    names, ``state.safetensors`` holds the other arrays, ``checkpoint.json`` all the rest: the metrics
+    of all rounds, the plain state, how every tensor was encoded on the wire, the versions, and SHA-256
+    of the two files and of itself.
+
+    Args:
+        folder: made when the first checkpoint is written.
+        keep: how many checkpoints stay.
+
+    Raises:
+        FedrotError: ``keep`` is less than 1.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        if keep < 1:
+            raise FedrotError(f"At least one checkpoint has to be kept, not {keep}.")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def rounds(self) -> list[int]:
+        """Return the rounds that have a checkpoint, good or not, in order."""
+        if not self.folder.is_dir():
+            return []
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def used(self) -> bool:
+        """Return whether a run has ever written here, or was about to."""
+        return (self.folder / _LOCK).exists()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Make the folder, let nobody else write there, and clear away what a killed run left.
+
+        Raises:
+            FedrotError: another run is writing there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self.folder):
+            for path in self.folder.glob(".writing-*"):
+                shutil.rmtree(path)
+            yield
+
+    def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
+        """Write the checkpoint of a round, and then remove those beyond the last ``keep``.
+
+        One process at a time may do so: call it inside ``writing``.
+
+        Raises:
+            FedrotError: it cannot be written, and nothing of it is left, or old ones cannot be removed.
+        """
+        target = self._path(number)
+        temporary = self.folder / f".writing-{target.name}"
+        try:
+            temporary.mkdir()
+            _write(temporary, number, arrays, result, state)
+            if target.exists():  # Damaged, or the run would have gone on after it.
+                shutil.rmtree(target)
+            temporary.rename(target)
+            sync(self.folder)
+            for old in [r for r in self.rounds() if r <= number][: -self.keep]:
+                shutil.rmtree(self._path(old))
+        except (OSError, SafetensorError) as error:
+            raise FedrotError(
+                f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
+                "run stops here; the checkpoints before it are whole, resume from them."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return target
+
+    def newest(self) -> Checkpoint:
+        """Return the newest checkpoint that is whole, and warn of every newer one that is not.
+
+        Raises:
+            FedrotError: there is none, or it was written by another version of this format.
+        """
+        for number in reversed(self.rounds()):
+            try:
+                return _read(self._path(number))
+            except _DamagedError as error:
+                fields = {"checkpoint": str(self._path(number)), "damaged": str(error)}
+                message = "The checkpoint '%s' cannot be used: %s"
+                log_fields(WARNING, fields, message, self._path(number), error)
+        raise FedrotError(
+            f"There is no usable checkpoint in '{self.folder}'. Give a folder that 'checkpoints' was "
+            "given to, or start anew without 'resume'."
+        )
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"round-{number:06d}"
+
+
+class _DamagedError(Exception):
+    """What is wrong with a checkpoint."""
+
+
+def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> None:
+    tensors, layouts = _as_tensors(arrays)
+    bulk: dict[str, np.ndarray] = {}
+    encoded = state.encoded(bulk)
+    about = {
+        "format": _FORMAT,
+        "versions": _versions(),
+        "round": number,
+        "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
+        # Without a good round a result holds no model.
+        "trained": bool(result.arrays),
+        "arrays": layouts,
+        "state": encoded,
+    }
+    safetensors.torch.save_file(tensors, folder / _MODEL)
+    safetensors.numpy.save_file(bulk, folder / _STATE)
+    about["sha256"] = {name: _digest(folder / name) for name in (_MODEL, _STATE)}
+    (folder / _ABOUT).write_text(
+        json.dumps({"checkpoint": about, "sha256": _json_digest(about)}) + "\n", encoding="utf-8"
+    )
+    for name in (_MODEL, _STATE, _ABOUT):
+        # safetensors lets nobody else read its files, whatever the umask.
+        (folder / name).chmod((folder / _ABOUT).stat().st_mode)
+        sync(folder / name)
+    sync(folder)
+
+
+def _read(folder: Path) -> Checkpoint:
+    about = _verified(folder)
+    if about["format"] != _FORMAT:
+        raise FedrotError(
+            f"'{folder}' was written by fedrot {about['versions']['fedrot']}, in format "
+            f"{about['format']}; this one reads format {_FORMAT}."
+        )
+    _compare(about["versions"])
+    bulk = safetensors.numpy.load_file(folder / _STATE)
+    arrays = _as_arrays(safetensors.torch.load_file(folder / _MODEL), about["arrays"])
+    result = Result(arrays=arrays if about["trained"] else ArrayRecord())
+    for name, metrics in about["metrics"].items():
+        setattr(result, name, decode(metrics, bulk))
+    return Checkpoint(folder, about["round"], arrays, result, about["state"], bulk)
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of itself, if all of it is as it was written."""
+    try:
+        written = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        about: dict[str, Any] = written["checkpoint"]
+        if written["sha256"] != _json_digest(about):
+            raise _DamagedError(f"'{_ABOUT}' was changed after it was written.")
+        for name, digest in about["sha256"].items():
+            if _digest(folder / name) != digest:
+                raise _DamagedError(f"'{name}' is not what was written.")
+    except OSError as error:
+        raise _DamagedError(f"{error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _DamagedError(f"'{_ABOUT}' is not what was written ({error!r}).") from error
+    return about
+
+
+def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Return a model's tensors as safetensors takes them, and what else its arrays consist of.
+
+    An array that is no tensor is kept as its bytes.
+    """
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[str, dict[str, Any]] = {}
+    taken: set[int] = set()
+    for name, array in arrays.items():
+        layout: dict[str, Any] = {"dtype": array.dtype, "shape": list(array.shape), "stype": array.stype}
+        try:
+            tensor = _tensor(name, arrays)
+        except UpdateError:
+            tensor = torch.from_numpy(np.frombuffer(array.data, np.uint8).copy())
+        if array.stype == TIED:
+            layout["data"] = array.data.decode("latin-1")
+        else:
+            # What is in front of the values: the npy header.
+            layout["header"] = array.data[: len(array.data) - tensor.nbytes].decode("latin-1")
+            layout["reversed"] = not tensor.is_contiguous()
+        # safetensors wants no two tensors in one memory.
+        memory = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
+        layouts[name] = layout
+        taken.add(memory)
+    return tensors, layouts
+
+
+def _tensor(name: str, arrays: ArrayRecord) -> Tensor:
+    array = arrays[name]
+    if array.stype != TIED:
+        return decode_array(name, array)
+    other = array.data.decode(errors="replace")
+    if other not in arrays or arrays[other].stype == TIED:
+        raise UpdateError(f"The tensor '{name}' is tied to nothing.")
+    return decode_array(other, arrays[other])
+
+
+def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str, Any]]) -> ArrayRecord:
+    """Return the arrays that ``_as_tensors`` was given, byte for byte."""
+    arrays = ArrayRecord()
+    for name, layout in layouts.items():
+        if "data" in layout:
+            data = layout["data"].encode("latin-1")
+        else:
+            tensor = tensors[name]
+            if layout["reversed"]:
+                tensor = tensor.permute(*reversed(range(tensor.dim()))).contiguous()
+            values = tensor.reshape(-1).view(torch.uint8).numpy()
+            data = b"".join((layout["header"].encode("latin-1"), values.data))
+        arrays[name] = Array(layout["dtype"], tuple(layout["shape"]), layout["stype"], data)
+    return arrays
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which ends with the process at the latest; children do not inherit it."""
+    import fcntl
+
+    place = folder.resolve()
+    if place in _HELD:
+        raise FedrotError(f"Another run in this process is writing checkpoints to '{folder}'.")
+    with (place / _LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                log(WARNING, "Nothing keeps other runs from writing to '%s' too: %s", folder, error)
+            else:
+                file.seek(0)
+                raise FedrotError(
+                    f"Another run ({file.read().strip()}) is writing checkpoints to '{folder}'. End it "
+                    "first, or choose another folder."
+                ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        _HELD.add(place)
+        try:
+            yield
+        finally:
+            _HELD.discard(place)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _json_digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+
+
+def _compare(written: Mapping[str, str]) -> None:
+    """Say in which versions the run went on so far, where they are not this one's."""
+    here = _versions()
+    changed = [
+        f"{name} {then} -> {here.get(name)}" for name, then in written.items() if here.get(name) != then
+    ]
+    if changed:
+        log(INFO, "Resuming with other versions, so bits may differ: %s", ", ".join(changed))

@@ -1,0 +1,121 @@
+"""What of a message goes where: to clients as it travels, to strategies as they can read it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import NDArray
+from flwr.common.constant import SType
+from torch import Tensor
+
+from fedrot.strategies.round.round_report import Update
+from fedrot.strategies.round.spill import Store, Stored
+from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits
+from fedrot.strategies.wire.records import STATISTICS, replace_changed
+
+
+def plain(arrays: ArrayRecord) -> ArrayRecord:
+    """Return the arrays as Flower's own, which every strategy can read: themselves if they are."""
+    if all(array.stype == SType.NUMPY for array in arrays.values()):
+        return arrays
+    tensors = from_arrays(arrays)
+    return replace_changed(arrays, tensors, tensors)
+
+
+def with_arrays(messages: Iterable[Message], before: ArrayRecord, after: ArrayRecord) -> list[Message]:
+    """Return the messages with one record of arrays in the place of another."""
+    changed, contents = list(messages), dict[int, RecordDict]()
+    for message in changed if after is not before else ():
+        content = message.content
+        if id(content) not in contents:
+            records = {name: after if record is before else record for name, record in content.items()}
+            contents[id(content)] = RecordDict(records)
+        message.content = contents[id(content)]
+    return changed
+
+
+def as_sent(tensors: Mapping[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
+    """Return tensors as they were broadcast: in the same precision, and tied where they were tied.
+
+    Integer and boolean buffers are the broadcast ones.
+    """
+    arrays = ArrayRecord()
+    for name, array in sent.items():
+        tied = array.stype == TIED and _equal(tensors[name], tensors[array.data.decode()])
+        if tied or not _floating(array):
+            arrays[name] = array
+        else:
+            arrays[name] = encode(name, tensors[name].to(getattr(torch, array.dtype)))
+    return arrays
+
+
+def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
+    """Return what a strategy made as it was broadcast, see ``as_sent``."""
+    as_they_are = all(
+        array.dtype == sent[name].dtype and sent[name].stype == SType.NUMPY and _floating(array)
+        for name, array in arrays.items()
+    )
+    return arrays if as_they_are else as_sent(from_arrays(arrays), sent)
+
+
+def with_tensors(update: Update, store: Store) -> Message:
+    """Return a copy of a reply's message with the update's tensors and without statistics.
+
+    Where the store keeps files, the arrays are read from one when they are asked for.
+    """
+    reply, tensors = update.reply, update.tensors
+    content = RecordDict(dict(reply.message.content))
+    if STATISTICS in content.array_records:
+        del content[STATISTICS]
+    if store.folder is not None:
+        content[reply.record] = _stored(store.put(tensors), tensors)
+    else:
+        arrays = content.array_records.get(reply.record, ArrayRecord())
+        content[reply.record] = replace_changed(arrays, reply.tensors, tensors)
+    message = copy.copy(reply.message)
+    message.content = content
+    return message
+
+
+def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
+    """Return a message like the reply of a single client whose update is the mean of a round's."""
+    content = RecordDict({"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})})
+    return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
+
+
+class StoredArray(Array):
+    """An array whose values are read from a file when they are asked for."""
+
+    def __init__(self, name: str, stored: Stored, like: Tensor) -> None:
+        dtype = str(like.dtype).removeprefix("torch.").replace("bfloat16", "float32")
+        super().__init__(dtype, tuple(like.shape), SType.NUMPY, b"")
+        self.__dict__["_read"] = partial(_read, name, stored)
+
+    def numpy(self) -> NDArray:
+        """Return the values, mapped from the file."""
+        values: NDArray = self.__dict__["_read"]().numpy()
+        return values
+
+
+def _read(name: str, stored: Stored) -> Tensor:
+    tensor = stored()[name]
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _stored(stored: Stored, tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    record = ArrayRecord()
+    for name, tensor in tensors.items():
+        record[name] = StoredArray(name, stored, tensor)
+    return record
+
+
+def _floating(array: Array) -> bool:
+    return array.dtype.startswith(("float", "bfloat"))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and same_bits(one.cpu(), other.cpu())

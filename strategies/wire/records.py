@@ -1,0 +1,121 @@
+"""Flower records as tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.constant import SType
+from torch import Tensor
+
+from fedrot.aggregation import Statistics
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
+
+#: Record of a reply that holds its statistics, and key of a request's configuration that names the
+#: kinds the server wants this round, separated by commas.
+STATISTICS = "fedrot-statistics"
+
+#: Between kind and names, and between the names of layers that hold one and the same matrix.
+_KIND, _NAMES = "/", "|"
+
+
+def replace_changed(
+    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> ArrayRecord:
+    """Return ``after`` as arrays that any strategy can read.
+
+    What is Flower's own array and was neither replaced nor cast keeps its bytes. NumPy has no
+    bfloat16: that becomes float32.
+    """
+
+    def same(name: str, array: Array) -> bool:
+        as_sent = array.stype == SType.NUMPY and f"torch.{array.dtype}" == str(after[name].dtype)
+        return as_sent and after[name] is before[name]
+
+    def plain(name: str, tensor: Tensor) -> Array:
+        return encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+
+    return ArrayRecord(
+        {
+            name: arrays[name] if name in arrays and same(name, arrays[name]) else plain(name, tensor)
+            for name, tensor in after.items()
+        }
+    )
+
+
+def wanted_statistics(message: Message) -> tuple[str, ...]:
+    """Return the kinds of statistics that the server asks for in a training request."""
+    for config in message.content.config_records.values():
+        if STATISTICS in config:
+            return tuple(kind for kind in str(config[STATISTICS]).split(",") if kind)
+    return ()
+
+
+def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
+    """Return statistics as the record that a client puts into its reply, as ``fedrot-statistics``.
+
+    Matrices that several layers share travel once.
+
+    Args:
+        statistics: by kind, then by tensor name.
+        dtype: float32, or bfloat16 for half the bytes and three significant digits.
+
+    Raises:
+        FedrotError: another dtype.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise FedrotError(f"Statistics travel as float32 or bfloat16, not as {dtype}.")
+    arrays: dict[str, Array] = {}
+    for kind, by_name in statistics.items():
+        names: dict[int, list[str]] = {}
+        for name, value in by_name.items():
+            names.setdefault(id(value), []).append(name)
+        for shared in names.values():
+            value, key = by_name[shared[0]], f"{kind}{_KIND}{_NAMES.join(shared)}"
+            arrays[key] = encode(key, value.to(dtype) if value.is_floating_point() else value)
+    return ArrayRecord(arrays)
+
+
+def read_statistics(content: RecordDict, copy: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Return the statistics of a reply, empty if it has none; ``copy`` as in ``read_reply``.
+
+    Raises:
+        UpdateError: they cannot be decoded.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, array in content.array_records.get(STATISTICS, {}).items():
+        kind, separator, names = key.partition(_KIND)
+        try:
+            value = decode(key, array)
+        except UpdateError as error:
+            raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
+        if not separator:
+            raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
+        value = value.float() if value.dtype == torch.bfloat16 else value.clone() if copy else value
+        found.setdefault(kind, {}).update(dict.fromkeys(names.split(_NAMES), value))
+    return found
+
+
+def statistics_bytes(message: Message) -> int:
+    """Return what a reply's statistics weigh on the wire."""
+    record = message.content.array_records.get(STATISTICS) if message.has_content() else None
+    return wire_bytes(record) if record is not None else 0
+
+
+def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """Return a reply's ArrayRecords without its statistics: exactly one, if the reply is good."""
+    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
+
+
+def without_arrays(content: RecordDict) -> RecordDict:
+    """Return what is small in a content: its metrics, and its configurations of up to 64 KiB."""
+    small = {name: record for name, record in content.config_records.items() if _size(record) <= 2**16}
+    return RecordDict({**content.metric_records, **small})
+
+
+def _size(record: ConfigRecord) -> int:
+    """Return about how many bytes a configuration has."""
+    values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
+    return sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values) + sum(map(len, record))

@@ -1,0 +1,262 @@
+"""The running mean against plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fedrot
+from fedrot.aggregation import Mean
+from tests.fedrot.oracles import Array
+
+
+def _updates(dtype: torch.dtype, count: int = 4) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "weight": torch.randn(3, 5, generator=generator).to(dtype),
+            "scale": torch.randn((), generator=generator).to(dtype),
+            "steps": torch.tensor([i, 7]),
+            "mask": torch.tensor([True, i == 0]),
+        }
+        for i in range(count)
+    ]
+
+
+def _fold(updates: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+    mean = Mean()
+    for update, weight in zip(updates, weights, strict=True):
+        mean.add(update, weight)
+    return mean.result()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)],
+)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0, 1.0], [10.0, 0.5, 3.0, 1e3], [7, 1, 2, 3]])
+def test_mean_equals_a_plain_loop(dtype: torch.dtype, tolerance: float, weights: list[float]) -> None:
+    updates = _updates(dtype)
+    result = _fold(updates, weights)
+    for name in ("weight", "scale"):
+        expected = np.zeros(updates[0][name].shape)
+        for update, weight in zip(updates, weights, strict=True):
+            expected = expected + weight / sum(weights) * update[name].double().numpy()
+        assert result[name].dtype == dtype
+        assert np.abs(result[name].double().numpy() - expected).max() <= tolerance
+
+
+def test_sums_are_kept_in_float32_for_half_precision() -> None:
+    """A sum in float16 would overflow at 65504 and lose every small term."""
+    updates = [{"w": torch.full((4,), 60000.0, dtype=torch.float16)} for _ in range(8)]
+    updates += [{"w": torch.full((4,), 1.0, dtype=torch.float16)} for _ in range(8)]
+    result = _fold(updates, [1.0] * 16)
+    assert result["w"].tolist() == [30000.0] * 4
+
+
+def test_integers_and_booleans_are_the_first_update_s() -> None:
+    updates = _updates(torch.float32)
+    result = _fold(updates, [1.0, 2.0, 3.0, 4.0])
+    assert torch.equal(result["steps"], updates[0]["steps"])
+    assert torch.equal(result["mask"], updates[0]["mask"])
+    assert list(result) == list(updates[0])
+
+
+def test_inputs_are_not_changed_and_results_share_nothing() -> None:
+    updates = _updates(torch.float32)
+    kept = [{k: v.clone() for k, v in update.items()} for update in updates]
+    mean = Mean()
+    mean.add(updates[0], 1.0)
+    only = mean.result()
+    for name in only:
+        assert torch.equal(only[name], kept[0][name])
+        only[name].zero_()
+    mean.add(updates[1], 3.0)
+    later = mean.result()
+    expected = (kept[0]["weight"] + 3 * kept[1]["weight"]) / 4
+    assert (later["weight"] - expected).abs().max() <= 1e-6
+    later["weight"].zero_()
+    assert (mean.result()["weight"] - expected).abs().max() <= 1e-6
+    for before, now in zip(kept, updates, strict=True):
+        assert all(torch.equal(before[k], now[k]) for k in before)
+
+
+def test_gradients_are_not_recorded() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    result = _fold([{"w": parameter}, {"w": parameter}], [1.0, 1.0])
+    assert not result["w"].requires_grad
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_positive_is_refused(weight: float) -> None:
+    with pytest.raises(fedrot.UpdateError, match="weight"):
+        Mean().add(_updates(torch.float32)[0], weight)
+
+
+def test_an_empty_mean_is_refused() -> None:
+    with pytest.raises(fedrot.UpdateError, match="Nothing was added"):
+        Mean().result()
+
+
+def test_a_refused_update_leaves_the_mean_as_it_was() -> None:
+    first, second, *_ = _updates(torch.float64)
+    mean = Mean()
+    mean.add(first, 2.0)
+    bad: list[tuple[dict[str, Tensor], float]] = [
+        ({k: v for k, v in second.items() if k != "scale"}, 1.0),
+        ({**second, "more": torch.ones(1)}, 1.0),
+        ({**second, "weight": torch.ones(3, 4)}, 1.0),
+        (second, 0.0),
+    ]
+    for update, weight in bad:
+        with pytest.raises(fedrot.UpdateError):
+            mean.add(update, weight)
+    mean.add(second, 6.0)
+    expected = (2 * first["weight"] + 6 * second["weight"]) / 8
+    assert (mean.result()["weight"] - expected).abs().max() <= 1e-14
+
+
+# Rows that only some clients trained
+
+
+Masks = dict[str, Tensor]
+
+
+def _masked(
+    updates: list[dict[str, Tensor]], weights: list[float], masks: list[Masks | None]
+) -> dict[str, Tensor]:
+    mean = Mean()
+    for update, weight, mask in zip(updates, weights, masks, strict=True):
+        mean.add(update, weight, None if mask is None else {"trained": mask})
+    return mean.result()
+
+
+def _rows_oracle(
+    values: list[Tensor], weights: list[float], masks: list[Tensor | None], row: int
+) -> Array:
+    """Return one row: the mean over those who trained it, over all where nobody did."""
+    trained = [mask is None or bool(mask if mask.ndim == 0 else mask[row]) for mask in masks]
+    counted = trained if any(trained) else [True] * len(values)
+    top, bottom = np.zeros(values[0].shape[1:]), 0.0
+    for value, weight, counts in zip(values, weights, counted, strict=True):
+        if counts:
+            top, bottom = top + weight * value[row].double().numpy(), bottom + weight
+    return np.asarray(top / bottom)
+
+
+_MASK = st.sampled_from(["no statistics", "other tensor", "scalar", "rows", "rows", "rows"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    kinds=st.lists(_MASK, min_size=1, max_size=4),
+    shape=st.sampled_from([(4,), (4, 3), (4, 2, 3), (1, 2)]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16]),
+)
+def test_rows_are_averaged_over_the_clients_that_trained_them(
+    seed: int, kinds: list[str], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Masks may come late, from some clients only, and differ in kind from client to client."""
+    rng = np.random.default_rng(seed)
+    updates, weights, masks = [], [], []
+    for kind in kinds:
+        updates.append({k: torch.tensor(rng.normal(size=shape)).to(dtype) for k in ("w", "other")})
+        weights.append(float(rng.choice([0.5, 1.0, 8.0, 300.0])))
+        rows = torch.tensor(rng.random(shape[0]) < 0.4)
+        mask = rows if kind == "rows" else rows[0]
+        name = "other" if kind == "other tensor" else "w"
+        masks.append(None if kind == "no statistics" else {name: mask})
+    result = _masked(updates, weights, masks)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
+    for name in ("w", "other"):
+        assert (result[name].dtype, result[name].shape) == (dtype, torch.Size(shape))
+        own = [(m or {}).get(name) for m in masks]
+        for row in range(shape[0]):
+            expected = _rows_oracle([u[name] for u in updates], weights, own, row)
+            found = result[name][row].double().numpy()
+            assert np.abs(found - expected).max() <= tolerance * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_masks_that_say_the_same_everywhere_change_nothing(trained: bool) -> None:
+    updates = _updates(torch.float64)
+    weights = [1.0, 5.0, 0.5, 2.0]
+    masks: list[Masks | None] = [
+        {"weight": torch.full((3,) if i % 2 else (), trained)} for i in range(4)
+    ]
+    result, plain = _masked(updates, weights, masks), _fold(updates, weights)
+    assert all((result[k].double() - plain[k].double()).abs().max() <= 1e-14 for k in plain)
+
+
+@pytest.mark.parametrize("trained", [[True, True], [True, False], [False, False]])
+def test_a_scalar_tensor_can_be_masked_and_stays_a_scalar(trained: list[bool]) -> None:
+    updates = [{"scale": torch.tensor(2.0)}, {"scale": torch.tensor(8.0)}]
+    result = _masked(updates, [1.0, 2.0], [{"scale": torch.tensor(t)} for t in trained])
+    assert result["scale"].shape == ()
+    expected = {(True, True): 6.0, (True, False): 2.0, (False, False): 6.0}[tuple(trained)]  # type: ignore[index]
+    assert result["scale"].item() == pytest.approx(expected)
+
+
+def test_masked_sums_are_kept_in_float32_for_half_precision() -> None:
+    updates = [{"w": torch.full((2, 3), 60000.0, dtype=torch.float16)} for _ in range(8)]
+    updates += [{"w": torch.full((2, 3), 1.0, dtype=torch.float16)} for _ in range(8)]
+    result = _masked(updates, [1.0] * 16, [{"w": torch.tensor([True, i < 8])} for i in range(16)])
+    assert result["w"].tolist() == [[30000.0] * 3, [60000.0] * 3]
+
+
+def test_a_masked_result_may_be_taken_in_between() -> None:
+    updates = [{"w": torch.full((2, 2), x, dtype=torch.float64)} for x in (1.0, 3.0, 8.0)]
+    masks = [torch.tensor([True, False]), torch.tensor([False, False]), torch.tensor([True, True])]
+    kept = [(u["w"].clone(), m.clone()) for u, m in zip(updates, masks, strict=True)]
+    mean, rows = Mean(), []
+    for update, mask in zip(updates, masks, strict=True):
+        mean.add(update, 1.0, {"trained": {"w": mask}})
+        result = mean.result()["w"]
+        rows.append(result[:, 0].tolist())
+        result.zero_()
+    assert rows == [[1.0, 1.0], [1.0, 2.0], [4.5, 8.0]]
+    for update, mask, (value, before) in zip(updates, masks, kept, strict=True):
+        assert torch.equal(update["w"], value)
+        assert torch.equal(mask, before)
+
+
+def test_masks_of_integer_tensors_change_nothing() -> None:
+    updates = _updates(torch.float32)
+    rows = torch.tensor([True, False])
+    result = _masked(updates, [1.0] * 4, [{"steps": rows, "mask": rows}] * 4)
+    assert torch.equal(result["steps"], updates[0]["steps"])
+    assert torch.equal(result["mask"], updates[0]["mask"])
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"weight": torch.ones(3)},
+        {"weight": torch.ones(5, dtype=torch.bool)},
+        {"weight": torch.ones(3, 5, dtype=torch.bool)},
+        {"weight": torch.ones(1, dtype=torch.bool)},
+        {"scale": torch.ones(1, dtype=torch.bool)},
+        {"nowhere": torch.ones(3, dtype=torch.bool)},
+    ],
+)
+def test_a_mask_that_does_not_fit_leaves_the_mean_as_it_was(trained: Mapping[str, Any]) -> None:
+    first, second, *_ = _updates(torch.float64)
+    mean = Mean()
+    for _ in range(2):
+        with pytest.raises(fedrot.UpdateError, match="trained"):
+            mean.add(second, 1.0, {"trained": trained})
+        if not mean.shapes:
+            with pytest.raises(fedrot.UpdateError, match="Nothing was added"):
+                mean.result()
+            mean.add(first, 2.0)
+    mean.add(second, 6.0)
+    expected = (2 * first["weight"] + 6 * second["weight"]) / 8
+    assert (mean.result()["weight"] - expected).abs().max() <= 1e-14

@@ -1,0 +1,144 @@
+"""Nested matching of grouped queries: groups of heads first, then the query heads inside each."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import fedrot
+from fedrot.symmetry.actions import INSIDE_HEADS, QueryPermutation
+from fedrot.symmetry.groups import Group
+from fedrot.transport import Move, apply_moves
+from tests.families import state_of, symmetry_for
+from tests.models import near, squared_distance
+
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "phi3-partial"]
+
+
+def _orders(symmetry: fedrot.Symmetry) -> tuple[Group, Group]:
+    """Return the groups that order the key heads and the query heads of the first layer."""
+    heads, queries = symmetry.select(("heads",), (0,))
+    assert isinstance(queries.kind, QueryPermutation)
+    return heads, queries
+
+
+def _best_by_trying_all(name: str, update: dict[str, torch.Tensor], parts: tuple[str, ...]) -> float:
+    """Return the least distance over all orders of the first layer's heads, the rest in closed form."""
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    heads, queries = _orders(symmetry)
+    kind = queries.kind
+    assert isinstance(kind, QueryPermutation)
+    orders = list(itertools.permutations(range(kind.n)))
+    best = float("inf")
+    for outer in itertools.permutations(range(kind.groups)):
+        for inner in itertools.product(orders, repeat=kind.groups):
+            moves = [Move(heads, torch.tensor(outer)), Move(queries, torch.tensor(inner))]
+            moved = apply_moves(update, moves)
+            options = fedrot.AlignmentOptions(parts=parts, layers=(0,))
+            found = fedrot.align(moved, anchor, symmetry, options) if parts else None
+            aligned = moved if found is None else found.apply(moved)
+            best = min(best, squared_distance(aligned, anchor))
+    return best
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [0.3, 1.0])
+def test_hidden_orders_are_found_through_noise(name: str, scale: float) -> None:
+    """As good as trying every order, and the best phases and rotations for each."""
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, ("heads", "attention"))
+    options = fedrot.AlignmentOptions(parts=("heads", "attention"), layers=(0,))
+    found = fedrot.align(update, anchor, symmetry, options)
+    reached = squared_distance(found.apply(update), anchor)
+    assert reached <= _best_by_trying_all(name, update, ("attention",)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_unrelated_models_never_lose_by_an_order(name: str, seed: int, ridge: float) -> None:
+    """The scores of groups are bounds: an order is kept only if it is worth something in the end."""
+    anchor, update, symmetry = state_of(name), state_of(name, seed), symmetry_for(name)
+    without = fedrot.AlignmentOptions(parts=("attention",), ridge=ridge)
+    ordered = fedrot.AlignmentOptions(parts=("heads", "attention"), ridge=ridge)
+    distances = [
+        squared_distance(fedrot.align(update, anchor, symmetry, options).apply(update), anchor)
+        for options in (without, ordered)
+    ]
+    if not ridge:
+        assert distances[1] <= distances[0] * (1 + 1e-12)
+    assert max(distances) <= squared_distance(update, anchor) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_orders_alone_are_found_too(name: str) -> None:
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    update = fedrot.random_equivalent(near(anchor, 0.3), symmetry, 2, ("heads",))
+    options = fedrot.AlignmentOptions(parts=("heads",), layers=(0,))
+    aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
+    assert squared_distance(aligned, anchor) <= _best_by_trying_all(name, update, ()) * (1 + 1e-9)
+
+
+# Activations, which show what key heads have once
+
+
+def _elements(
+    name: str,
+    update: dict[str, torch.Tensor],
+    anchor: dict[str, torch.Tensor],
+    seen: torch.Tensor,
+    weight: float,
+) -> dict[str, list[object]]:
+    """Return the orders that are found in the first layer, by group; activations correlate weakly.
+
+    Args:
+        seen: which key head of the client has the activations of each of the anchor's.
+        weight: of the activations.
+    """
+    symmetry = symmetry_for(name)
+    groups = symmetry.select(("attention",), (0,))
+    matrices = {}
+    for group in groups:
+        assert isinstance(group.kind, INSIDE_HEADS)
+        each = torch.eye(group.kind.dim, dtype=torch.float64)
+        heads = torch.eye(group.kind.heads, dtype=torch.float64)[seen]
+        matrices[group.name] = 0.1 * torch.kron(heads, each) / (group.kind.heads * group.kind.dim)
+    activations = fedrot.Activations(matrices, {group.name: group.within for group in groups})
+    options = fedrot.AlignmentOptions(
+        parts=("heads", "attention"), layers=(0,), activation_weight=weight
+    )
+    alignment = fedrot.align(update, anchor, symmetry, options, activations)
+    return {m.group.name: m.element.tolist() for m in alignment.moves if m.group.part == "heads"}
+
+
+SHARED = [name for name in NAMES if name != "mistral"]  # Which has one key head.
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_activations_alone_order_key_heads_where_weights_have_no_say(name: str) -> None:
+    """The weights of keys, values, queries and output all say that the heads are in their places."""
+    anchor, (heads, _) = state_of(name), _orders(symmetry_for(name))
+    exchanged = torch.tensor([1, 0])
+    assert _elements(name, anchor, anchor, exchanged, 0.5) == {}
+    assert _elements(name, anchor, anchor, exchanged, 1.0)[heads.name] == [1, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(name: str) -> None:
+    """Queries turn as activations say; by the weights of keys and values they would turn round."""
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    heads, queries = _orders(symmetry)
+    assert isinstance(queries.kind, QueryPermutation)
+    once = [slot for slot in heads.slots if slot not in queries.slots]
+    assert len(once) >= 2
+    for slot in once:
+        # Larger than what the queries say, which several of them say together.
+        slot.stretch.write(anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor]))
+    order = torch.arange(queries.kind.n).roll(1).repeat(queries.kind.groups, 1)
+    update = {key: t.clone() for key, t in apply_moves(anchor, [Move(queries, order)]).items()}
+    for slot in once:
+        slot.stretch.write(update[slot.tensor], slot.axis, -slot.of(update[slot.tensor]))
+    found = _elements(name, update, anchor, torch.arange(heads.kind.units), 1.0)
+    assert found == {queries.name: queries.kind.inverse(order).tolist()}

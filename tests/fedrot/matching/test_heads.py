@@ -1,0 +1,157 @@
+"""The order of the heads against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedrot
+from fedrot.matching.heads import Inside, head_scores
+from fedrot.matching.procrustes import best_orders
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.transport import Move, apply_moves
+from tests.fedrot.oracles import Array, cross, seeded
+from tests.models import (
+    CASES,
+    DIM,
+    FEW,
+    HEADS,
+    Names,
+    State,
+    largest_difference,
+    near,
+    squared_distance,
+    state_of,
+    symmetry_for,
+)
+
+
+def _nuclear(m: Array) -> float:
+    return float(np.linalg.svd(m, compute_uv=False).sum())
+
+
+def _between(anchor: State, update: State, names: Names, layer: int, i: int, j: int, pair: str) -> Array:
+    """Return the cross matrix of anchor head ``i`` and client head ``j``."""
+    order = torch.arange(HEADS * DIM).reshape(HEADS, DIM)
+    order[[i, j]] = order[[j, i]]
+    index, swapped = order.flatten(), dict(update)
+    for module in ("query", "key", "value"):
+        for leaf in ("weight", "bias"):
+            key = f"{names.of(layer, module)}.{leaf}"
+            swapped[key] = update[key][index]
+    key = f"{names.of(layer, 'output')}.weight"
+    swapped[key] = update[key][:, index]
+    return cross(anchor, swapped, names, layer, i, pair).numpy()
+
+
+@pytest.mark.parametrize("parts", [("heads", "attention"), ("heads",)])
+@pytest.mark.parametrize("regime", ["near", "scrambled", "unrelated"])
+@pytest.mark.parametrize("name", FEW)
+def test_head_order_equals_brute_force(name: str, regime: str, parts: tuple[str, ...]) -> None:
+    names = CASES[name].names
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
+    update = state_of(name, 8) if regime == "unrelated" else near(anchor, 0.4)
+    if regime == "scrambled":
+        update = fedrot.random_equivalent(update, symmetry, 4, parts)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+    value = _nuclear if "attention" in parts else lambda m: float(np.trace(m))
+    found = {m.group.layer: m.element for m in alignment.moves if m.group.part == "heads"}
+    after = squared_distance(alignment.apply(update), anchor)
+    expected = squared_distance(update, anchor)
+    for layer in range(2):
+        scores = np.zeros((HEADS, HEADS))
+        for i, j in itertools.product(range(HEADS), repeat=2):
+            for pair in ("qk", "vo"):
+                scores[i, j] += value(_between(anchor, update, names, layer, i, j, pair))
+        totals = {
+            order: sum(scores[i, order[i]] for i in range(HEADS))
+            for order in itertools.permutations(range(HEADS))
+        }
+        best = max(totals, key=lambda order: totals[order])
+        identity = tuple(range(HEADS))
+        assert tuple(found.get(layer, torch.arange(HEADS)).tolist()) == best
+        assert regime == "unrelated" or (best == identity) == (regime == "near")
+        stay = sum(
+            np.trace(_between(anchor, update, names, layer, i, i, p))
+            for i in range(HEADS)
+            for p in ("qk", "vo")
+        )
+        expected -= 2 * (totals[best] - stay)
+    assert after == pytest.approx(expected, rel=1e-9)
+
+
+def test_head_scores_without_a_following_rotation_are_inner_products() -> None:
+    rng = seeded(2)
+    slots = [torch.randn(2, HEADS * DIM, width, generator=rng).double() for width in (1, 5, 7)]
+    pairs = [(slot[0], slot[1]) for slot in slots]
+    scores = head_scores([], pairs, HEADS, fedrot.AlignmentOptions())
+    for i, j in itertools.product(range(HEADS), repeat=2):
+        expected = 0.0
+        for a, c in pairs:
+            expected += float((a[i * DIM : (i + 1) * DIM] * c[j * DIM : (j + 1) * DIM]).sum())
+        assert float(scores[i, j]) == pytest.approx(expected, rel=1e-9)
+
+
+def _best_order(m: Array) -> tuple[int, ...]:
+    """Return the order of a head's units with the largest value, by trying all of them."""
+    d = len(m)
+    return max(itertools.permutations(range(d)), key=lambda e: sum(m[i, e[i]] for i in range(d)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), d=st.integers(1, 4), heads=st.integers(1, 3))
+def test_orders_within_heads_equal_brute_force(seed: int, d: int, heads: int) -> None:
+    m = torch.randn(2, heads, d, d, generator=seeded(seed), dtype=torch.float64)
+    found = best_orders(m)
+    for i, h in itertools.product(range(2), range(heads)):
+        expected = torch.zeros(d, d, dtype=torch.float64)
+        for row, column in enumerate(_best_order(m[i, h].numpy())):
+            expected[row, column] = 1
+        assert torch.equal(found[i, h], expected)
+
+
+@pytest.mark.parametrize("parts", [("attention",), ("heads", "attention"), fedrot.WHOLE_MODEL])
+def test_permutations_within_heads_are_all_that_moves_there(parts: tuple[str, ...]) -> None:
+    """A client whose heads' units trade places comes back; what was rotated does not."""
+    name = "bert-classifier"
+    anchor, symmetry = state_of(name), symmetry_for(name)
+    options = fedrot.AlignmentOptions(parts=parts, within_heads="permutation")
+    rest = tuple(part for part in parts if part != "attention")
+    update = fedrot.random_equivalent(anchor, symmetry, 3, rest)
+    moves = []
+    for group in symmetry.select(("attention",)):
+        orders = [torch.randperm(DIM, generator=seeded(h)) for h in range(HEADS)]
+        moves.append(Move(group, torch.stack([torch.eye(DIM).double()[order] for order in orders])))
+    update = apply_moves(update, moves)
+    alignment = fedrot.align(update, anchor, symmetry, options)
+    assert largest_difference(alignment.apply(update), anchor) <= 1e-12
+    assert alignment.report.after <= 1e-12 * alignment.report.before
+    turned = fedrot.random_equivalent(anchor, symmetry, 3, ("attention",))
+    alignment = fedrot.align(turned, anchor, symmetry, options)
+    inside = [move.element for move in alignment.moves if move.group.part == "attention"]
+    assert len(inside) == len(moves)
+    for element in inside:
+        assert set(element.unique().tolist()) == {0.0, 1.0}
+        assert bool((element.sum(-1) == 1).all())
+    assert 0 < alignment.report.after < alignment.report.before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_head_scores_for_permutations_within_heads_equal_brute_force(seed: int) -> None:
+    """The score of a pair of heads is what the best order of their units is worth."""
+    heads, d = 3, 3
+    rng = seeded(seed)
+    slots = [torch.randn(2, heads * d, w, generator=rng, dtype=torch.float64) for w in (2, 4)]
+    pairs = [(slot[0], slot[1]) for slot in slots]
+    options = fedrot.AlignmentOptions(within_heads="permutation")
+    scores = head_scores([Inside(HeadRotation(heads, d), pairs)], [], heads, options)
+    for i, j in itertools.product(range(heads), repeat=2):
+        m = sum(a[i * d : (i + 1) * d] @ c[j * d : (j + 1) * d].T for a, c in pairs).numpy()
+        expected = sum(m[k, e] for k, e in enumerate(_best_order(m)))
+        assert float(scores[i, j]) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,83 @@
+"""What the slow oracles of several topics share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fedrot
+from fedrot.symmetry.actions import HeadRotation, Kind, Permutation, Rescale, SignedPermutation
+from fedrot.symmetry.groups import Slot
+from fedrot.transport import Move
+from tests.models import DIM, Names, State
+
+Array = np.ndarray
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of that seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def cross(state: State, other: State, names: Names, layer: int, head: int, pair: str) -> Tensor:
+    """Return one head's cross matrix from the definition, anchor rows times client rows."""
+    rows = slice(head * DIM, (head + 1) * DIM)
+    total = torch.zeros(DIM, DIM, dtype=torch.float64)
+    for module in ("query", "key") if pair == "qk" else ("value",):
+        name = names.of(layer, module)
+        a, c = (torch.cat([s[f"{name}.weight"], s[f"{name}.bias"][:, None]], 1) for s in (state, other))
+        total += a[rows].double() @ c[rows].double().T
+    if pair == "vo":
+        name = f"{names.of(layer, 'output')}.weight"
+        total += state[name][:, rows].double().T @ other[name][:, rows].double()
+    return total
+
+
+def dense(kind: Kind, element: Tensor, size: int) -> Tensor:
+    """Return the matrix ``[size, size]`` of an element on the covariant side, entry by entry."""
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    width = size // kind.units
+    for unit in range(kind.units):
+        for i in range(width):
+            row = unit * width + i
+            if isinstance(kind, HeadRotation):
+                for j in range(width):
+                    matrix[row, unit * width + j] = element[unit, i, j]
+            elif isinstance(kind, Rescale):
+                matrix[row, row] = element[unit]
+            elif isinstance(kind, SignedPermutation):
+                value = int(element[unit])
+                matrix[row, (abs(value) - 1) * width + i] = 1 if value > 0 else -1
+            else:
+                assert isinstance(kind, Permutation)
+                matrix[row, int(element[unit]) * width + i] = 1
+    return matrix
+
+
+def dense_on(move: Move, slot: Slot, size: int) -> Tensor:
+    """Return the matrix by which a move acts on one axis: the inverse transpose on the other side."""
+    matrix = dense(move.group.kind, move.element, size)
+    return torch.linalg.inv(matrix).T if slot.contravariant else matrix
+
+
+def along(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:
+    """Return a matrix applied to one axis of a tensor."""
+    return torch.tensordot(matrix, tensor, dims=([1], [axis])).movedim(0, axis)
+
+
+def moved_densely(state: State, moves: tuple[Move, ...]) -> State:
+    """Apply moves in order as dense matrices."""
+    out = dict(state)
+    for move in moves:
+        for slot in move.group.slots:
+            tensor = out[slot.tensor]
+            assert (slot.stretch.start, slot.stretch.stop) == (0, tensor.shape[slot.axis])
+            out[slot.tensor] = along(dense_on(move, slot, slot.size), tensor, slot.axis)
+    return out
+
+
+def random_moves(symmetry: fedrot.Symmetry, seed: int, parts: tuple[str, ...]) -> tuple[Move, ...]:
+    """Return a random element of every group of the parts."""
+    rng = seeded(seed)
+    return tuple(Move(group, group.kind.random(rng)) for group in symmetry.select(parts))

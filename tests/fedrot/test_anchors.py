@@ -1,0 +1,526 @@
+"""A round's anchors: the mean does not depend on the coordinates in which the clients reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import fedrot
+from fedrot.aggregation import Mean
+from fedrot.matching.stages import Anchor
+from tests.models import (
+    BARE,
+    EVERY,
+    FEW,
+    State,
+    config_of,
+    largest_difference,
+    logits,
+    near,
+    squared_distance,
+    state_of,
+    symmetry_for,
+)
+
+ANCHORS = ("global", "running", "first", "medoid", "consensus")
+ANCHOR = pytest.mark.parametrize("anchor", ANCHORS)
+WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+HEADS_TOO = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"))
+WEIGHTS = (3.0, 1.0, 2.0, 5.0)
+
+Round = list[tuple[State, float]]
+
+
+def _clients(broadcast: State, scale: float = 0.1, count: int = 4) -> Round:
+    return [(near(broadcast, scale, 30 + i), WEIGHTS[i]) for i in range(count)]
+
+
+def _round(
+    clients: Sequence[tuple[State, float]],
+    broadcast: State,
+    symmetry: fedrot.Symmetry,
+    anchor: str,
+    options: fedrot.AlignmentOptions | None = None,
+    **given: Any,
+) -> tuple[State, list[fedrot.AlignedUpdate]]:
+    results = list(fedrot.align_round(clients, broadcast, symmetry, options, anchor, **given))
+    mean = Mean()
+    for result in results:
+        mean.add(result.tensors, result.weight)
+    return mean.result(), results
+
+
+def _spread(results: Sequence[fedrot.AlignedUpdate]) -> float:
+    """Return the weighted squared distance of the aligned clients to their weighted mean."""
+    total = sum(result.weight for result in results)
+    mean = {
+        name: torch.stack([r.weight / total * r.tensors[name] for r in results]).sum(0)
+        for name in results[0].tensors
+    }
+    return sum(result.weight * squared_distance(result.tensors, mean) for result in results)
+
+
+def test_the_anchors_have_their_names() -> None:
+    assert set(fedrot.ANCHORS) == set(ANCHORS)
+
+
+@ANCHOR
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("options", [None, HEADS_TOO], ids=["default", "heads"])
+def test_scrambling_every_client_does_not_change_the_mean(
+    name: str, anchor: str, options: fedrot.AlignmentOptions | None
+) -> None:
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = _clients(broadcast)
+    parts = options.parts if options else ("attention", "ffn")
+    scrambled = [
+        (fedrot.random_equivalent(update, symmetry, seed, parts), weight)
+        for seed, (update, weight) in enumerate(clients)
+    ]
+    expected, _ = _round(clients, broadcast, symmetry, anchor, options)
+    found, results = _round(scrambled, broadcast, symmetry, anchor, options)
+    assert largest_difference(found, expected) <= 1e-8
+    assert [result.weight for result in results] == [weight for _, weight in clients]
+    plain = Mean()
+    for update, weight in scrambled:
+        plain.add(update, weight)
+    assert largest_difference(plain.result(), expected) > 0.1
+    for (update, _), result in zip(scrambled, results, strict=True):
+        assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-10
+
+
+@ANCHOR
+def test_far_clients_keep_their_function_and_move_closer(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = [(state_of(name, 40 + i), WEIGHTS[i]) for i in range(4)]
+    _, results = _round(clients, broadcast, symmetry, anchor)
+    plain = [
+        fedrot.AlignedUpdate(update, weight, results[i].alignment)
+        for i, (update, weight) in enumerate(clients)
+    ]
+    assert _spread(results) < _spread(plain)
+    for (update, weight), result in zip(clients, results, strict=True):
+        assert result.weight == weight
+        assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("regime", ["near", "far", "unrelated"])
+def test_consensus_is_not_looser_than_the_running_mean(regime: str, seed: int) -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = [
+        (
+            state_of(name, 50 + 10 * seed + i)
+            if regime == "unrelated"
+            else near(broadcast, 0.1 if regime == "near" else 1.0, 50 + 10 * seed + i),
+            WEIGHTS[i],
+        )
+        for i in range(4)
+    ]
+    scrambled = [
+        (fedrot.random_equivalent(update, symmetry, seed + i), weight)
+        for i, (update, weight) in enumerate(clients)
+    ]
+    spreads = {a: _spread(_round(scrambled, broadcast, symmetry, a)[1]) for a in ANCHORS}
+    assert spreads["consensus"] <= spreads["running"] * (1 + 1e-9)
+
+
+@ANCHOR
+def test_one_client_is_aligned_to_the_broadcast_model(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, update = state_of(name), state_of(name, 2)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    mean, results = _round([(update, 7.0)], broadcast, symmetry, anchor)
+    expected = fedrot.align(update, broadcast, symmetry).apply(update)
+    assert len(results) == 1
+    assert largest_difference(results[0].tensors, expected) == 0
+    assert largest_difference(mean, expected) <= 1e-15
+
+
+@ANCHOR
+def test_an_empty_round_yields_nothing(anchor: str) -> None:
+    broadcast = state_of("bert-classifier")
+    symmetry = fedrot.symmetry_of(config_of("bert-classifier"), broadcast)
+    assert list(fedrot.align_round([], broadcast, symmetry, anchor=anchor)) == []
+    assert list(fedrot.align_round(iter(()), broadcast, symmetry, anchor=anchor)) == []
+
+
+@ANCHOR
+def test_inputs_of_a_round_are_not_changed(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = [
+        (fedrot.random_equivalent(update, symmetry, 1), weight) for update, weight in _clients(broadcast)
+    ]
+    kept = [{k: v.clone() for k, v in d.items()} for d in (broadcast, *(u for u, _ in clients))]
+    _round(clients, broadcast, symmetry, anchor)
+    for before, now in zip(kept, (broadcast, *(u for u, _ in clients)), strict=True):
+        assert all(torch.equal(before[k], now[k]) for k in before)
+
+
+def test_global_aligns_every_client_to_the_broadcast_model() -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = [(state_of(name, 60 + i), WEIGHTS[i]) for i in range(3)]
+    _, results = _round(clients, broadcast, symmetry, "global")
+    for (update, _), result in zip(clients, results, strict=True):
+        expected = fedrot.align(update, broadcast, symmetry).apply(update)
+        assert largest_difference(result.tensors, expected) == 0
+
+
+def test_first_aligns_the_others_to_the_aligned_first() -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = [(state_of(name, 60 + i), WEIGHTS[i]) for i in range(3)]
+    _, results = _round(clients, broadcast, symmetry, "first")
+    first = fedrot.align(clients[0][0], broadcast, symmetry).apply(clients[0][0])
+    assert largest_difference(results[0].tensors, first) == 0
+    for (update, _), result in zip(clients[1:], results[1:], strict=True):
+        expected = fedrot.align(update, first, symmetry).apply(update)
+        assert largest_difference(result.tensors, expected) == 0
+
+
+def test_running_aligns_to_the_weighted_mean_of_those_before() -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = [(state_of(name, 60 + i), WEIGHTS[i]) for i in range(4)]
+    _, results = _round(clients, broadcast, symmetry, "running")
+    aligned: Round = []
+    for (update, weight), result in zip(clients, results, strict=True):
+        anchor = broadcast
+        if aligned:
+            total = sum(w for _, w in aligned)
+            anchor = {k: torch.stack([w / total * t[k] for t, w in aligned]).sum(0) for k in broadcast}
+        expected = fedrot.align(update, anchor, symmetry).apply(update)
+        assert largest_difference(result.tensors, expected) <= 1e-8
+        aligned.append((expected, weight))
+
+
+def test_medoid_is_the_client_closest_to_the_others() -> None:
+    """Against all pairs: aligned both ways, weighted, over the tensors that alignment compares."""
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    centre = state_of(name, 70)
+    clients = [
+        (near(centre, scale, 80 + i), WEIGHTS[i]) for i, scale in enumerate((0.9, 0.6, 0.05, 0.7))
+    ]
+    clients = [(fedrot.random_equivalent(u, symmetry, i), w) for i, (u, w) in enumerate(clients)]
+    moved = {slot.tensor for group in symmetry.groups for slot in group.slots}
+    spread = [0.0] * 4
+    for i, (target, _) in enumerate(clients):
+        for j, (update, weight) in enumerate(clients):
+            if i != j:
+                aligned = fedrot.align(update, target, symmetry).apply(update)
+                pair = [{k: state[k] for k in moved} for state in (aligned, target)]
+                spread[i] += weight * squared_distance(*pair)
+    best = spread.index(min(spread))
+    assert best == 2
+    _, results = _round(clients, broadcast, symmetry, "medoid")
+    anchor = fedrot.align(clients[best][0], broadcast, symmetry).apply(clients[best][0])
+    assert largest_difference(results[best].tensors, anchor) == 0
+    for i in (0, 1, 3):
+        expected = fedrot.align(clients[i][0], anchor, symmetry).apply(clients[i][0])
+        assert largest_difference(results[i].tensors, expected) == 0
+
+
+def test_medoid_does_not_depend_on_the_order_of_replies_and_first_does() -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = _clients(broadcast, 0.2)
+    turned = [clients[i] for i in (2, 0, 3, 1)]
+    medoid, other = (_round(c, broadcast, symmetry, "medoid")[0] for c in (clients, turned))
+    assert largest_difference(medoid, other) <= 1e-8
+    first, swapped = (_round(c, broadcast, symmetry, "first")[0] for c in (clients, turned))
+    assert largest_difference(first, swapped) > 1e-6
+
+
+@pytest.mark.parametrize("anchor", ["global", "running", "first"])
+def test_one_pass_anchors_read_their_updates_lazily(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    read: list[int] = []
+
+    def updates() -> Iterator[tuple[State, float]]:
+        for i, client in enumerate(_clients(broadcast)):
+            read.append(i)
+            yield client
+
+    results = fedrot.align_round(updates(), broadcast, symmetry, anchor=anchor)
+    assert read == []
+    for i in range(4):
+        next(results)
+        assert read == list(range(i + 1))
+
+
+@ANCHOR
+def test_a_bad_update_is_refused_in_every_round(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast = state_of(name)
+    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
+    clients = _clients(broadcast)
+    clients[2][0]["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] = float("nan")
+    with pytest.raises(fedrot.UpdateError, match="NaN or Inf"):
+        list(fedrot.align_round(clients, broadcast, symmetry, anchor=anchor))
+
+
+def test_an_unknown_anchor_is_refused_at_once() -> None:
+    broadcast = state_of("bert-classifier")
+    symmetry = fedrot.symmetry_of(config_of("bert-classifier"), broadcast)
+    with pytest.raises(fedrot.FedrotError, match="nearest") as caught:
+        fedrot.align_round([], broadcast, symmetry, anchor="nearest")
+    assert all(anchor in str(caught.value) for anchor in ANCHORS)
+
+
+# Updates from other bases
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_embeddings_tell_one_base_from_another(name: str) -> None:
+    base, symmetry = state_of(name), symmetry_for(name)
+    inside = fedrot.random_equivalent(base, symmetry, 1, ("heads", "attention", "rescale", "ffn"))
+    for same in (base, inside):
+        assert fedrot.base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
+    assert fedrot.base_cosine(near(base, 0.1), base, symmetry) > 0.98
+    assert fedrot.base_cosine({k: -v for k, v in base.items()}, base, symmetry) == pytest.approx(-1)
+    permuted = fedrot.random_equivalent(base, symmetry, 1, ("residual",))
+    for other in (permuted, state_of(name, 5)):
+        assert abs(fedrot.base_cosine(other, base, symmetry)) < 0.25
+        assert fedrot.base_cosine(other, base, symmetry) == pytest.approx(
+            fedrot.base_cosine(base, other, symmetry)
+        )
+
+
+def test_the_cosine_is_that_of_the_matrices_of_the_stream() -> None:
+    name = "bert-classifier"
+    one, other = state_of(name), near(state_of(name), 0.7)
+    names = [f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
+    left, right = (torch.cat([s[n].flatten() for n in names]) for s in (one, other))
+    expected = float(left @ right / (left.norm() * right.norm()))
+    assert fedrot.base_cosine(other, one, symmetry_for(name)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_cosine_of_low_precision_is_that_of_its_values(dtype: torch.dtype) -> None:
+    name = "bert-classifier"
+    one, other = (state_of(name, seed, dtype) for seed in (0, 5))
+    doubles = [{k: v.double() for k, v in s.items()} for s in (one, other)]
+    expected = fedrot.base_cosine(doubles[0], doubles[1], symmetry_for(name))
+    assert fedrot.base_cosine(one, other, symmetry_for(name)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_where_nothing_can_be_compared_all_bases_are_one(name: str) -> None:
+    symmetry = fedrot.symmetry_of(config_of(name), state_of(name))
+    assert fedrot.base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
+
+
+def test_embeddings_of_zeros_are_not_foreign() -> None:
+    name = "bert-classifier"
+    base = state_of(name)
+    zeros = {k: torch.zeros_like(v) for k, v in base.items()}
+    assert fedrot.base_cosine(zeros, base, symmetry_for(name)) == 1
+    assert fedrot.base_cosine(base, zeros, symmetry_for(name)) == 1
+
+
+@ANCHOR
+def test_foreign_updates_are_aligned_by_their_own_options(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast, 0.02)
+    moved = list(clients)
+    for i in (1, 3):
+        update = fedrot.random_equivalent(clients[i][0], symmetry, i, fedrot.WHOLE_MODEL)
+        moved[i] = (update, clients[i][1])
+    expected, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE)
+    found, results = _round(moved, broadcast, symmetry, anchor, foreign=WHOLE)
+    assert largest_difference(found, expected) <= 1e-6
+    assert {g.part for g in results[0].alignment.report.groups} == {"attention", "ffn"}
+    assert {g.part for g in results[1].alignment.report.groups} == set(fedrot.WHOLE_MODEL)
+    without, results = _round(moved, broadcast, symmetry, anchor)
+    assert largest_difference(without, expected) > 0.1
+    assert {g.part for g in results[1].alignment.report.groups} == {"attention", "ffn"}
+
+
+@ANCHOR
+def test_without_foreign_updates_their_options_do_not_matter(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast)
+    expected, _ = _round(clients, broadcast, symmetry, anchor)
+    found, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE, evidence=_unwanted)
+    assert largest_difference(found, expected) == 0
+
+
+def _unwanted(anchor: Any, update: Any) -> fedrot.Activations:
+    raise AssertionError("nobody matches the residual stream")
+
+
+def _counted(asked: list[float], symmetry: fedrot.Symmetry) -> Any:
+    """Return evidence of nothing that notes the cosine of each pair it is asked about."""
+
+    def evidence(to: State, update: State) -> fedrot.Activations:
+        asked.append(fedrot.base_cosine(update, to, symmetry))
+        return fedrot.Activations({}, {})
+
+    return evidence
+
+
+@ANCHOR
+def test_evidence_is_asked_for_only_where_the_residual_stream_is_matched(anchor: str) -> None:
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast, 0.02)
+    clients[2] = (state_of(name, 5), clients[2][1])
+    asked: list[float] = []
+    evidence = _counted(asked, symmetry)
+    found, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE, evidence=evidence)
+    assert asked
+    assert max(asked) < 0.25
+    # Empty evidence changes nothing.
+    expected, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE)
+    assert largest_difference(found, expected) == 0
+    inside = fedrot.AlignmentOptions(parts=("heads", "ffn"))
+    _round(clients, broadcast, symmetry, anchor, foreign=inside, evidence=_unwanted)
+    asked.clear()
+    _round(clients[:2], broadcast, symmetry, anchor, WHOLE, evidence=evidence)
+    assert len(asked) >= 2
+    assert min(asked) > 0.9
+
+
+def test_evidence_decides_what_weights_leave_open() -> None:
+    """Activations of both models, handed on as they were given: the oracle is ``align`` itself."""
+    name = "bert-classifier"
+    broadcast, update = state_of(name, dtype=torch.float32), state_of(name, 5, torch.float32)
+    symmetry = symmetry_for(name)
+    build = EVERY[name].build
+    evidence = fedrot.probing(
+        lambda: build("eager"), config_of(name).to_dict(), symmetry, rows=64, seed=1
+    )
+    _, (result,) = _round(
+        [(update, 1.0)], broadcast, symmetry, "global", foreign=WHOLE, evidence=evidence
+    )
+    seen = evidence(broadcast, update)
+    expected = fedrot.align(update, broadcast, symmetry, WHOLE, seen).apply(update)
+    assert largest_difference(result.tensors, expected) == 0
+    by_weights = fedrot.align(update, broadcast, symmetry, WHOLE).apply(update)
+    assert largest_difference(result.tensors, by_weights) > 1e-3
+
+
+def test_probing_draws_nothing_from_the_caller_s_random_numbers() -> None:
+    """Though the models that it builds are initialised at random."""
+    name = "bert-classifier"
+    build, drawn = EVERY[name].build, [0]
+
+    def initialised() -> Any:
+        before = torch.random.get_rng_state()
+        model = build("eager")
+        drawn[0] += not torch.equal(torch.random.get_rng_state(), before)
+        return model
+
+    evidence = fedrot.probing(initialised, config_of(name).to_dict(), symmetry_for(name), rows=2)
+    before = torch.random.get_rng_state()
+    evidence(state_of(name, dtype=torch.float32), state_of(name, 5, torch.float32))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert drawn == [2]
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0), (2.0, 2.0, 2.0)], ids=["unequal", "equal"])
+@pytest.mark.parametrize("foreign", [True, False])
+@pytest.mark.parametrize("name", FEW)
+def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
+    name: str, foreign: bool, weights: tuple[float, ...]
+) -> None:
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = [(state_of(name, 40 + i), weights[i]) for i in range(3)]
+    means = []
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        given = [clients[i] for i in order]
+        chosen: dict[str, Any] = {"foreign": WHOLE} if foreign else {"options": WHOLE}
+        mean, results = _round(given, broadcast, symmetry, "consensus", **chosen)
+        means.append(mean)
+        for (update, weight), result in zip(given, results, strict=True):
+            assert result.weight == weight
+            assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-9
+    assert max(largest_difference(mean, means[0]) for mean in means) <= 1e-9
+    running = [
+        _round([clients[i] for i in order], broadcast, symmetry, "running", WHOLE)[0]
+        for order in ((0, 1, 2), (2, 1, 0))
+    ]
+    assert largest_difference(*running) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((2.0, 5.0, 3.0), [1, 2, 0]), ((2.0, 2.0, 2.0), [2, 0, 1]), ((1.0, 4.0, 4.0), [2, 1, 0])],
+    ids=["by weight", "by norm", "by both"],
+)
+def test_consensus_starts_with_the_heaviest_and_of_those_with_the_smallest(
+    weights: tuple[float, ...], expected: list[int]
+) -> None:
+    """Whoever comes first is aligned to the broadcast model, and decides on the coordinates."""
+    name = "bert-classifier"
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    sizes = (1.1, 1.2, 1.0)
+    updates = [{k: size * t for k, t in near(broadcast, 0.1, 1).items()} for size in sizes]
+    asked: list[int] = []
+    anchors: list[float] = []
+
+    def evidence(to: State, update: State) -> fedrot.Activations:
+        asked.append(next(i for i, known in enumerate(updates) if known is update))
+        anchors.append(squared_distance(to, broadcast))
+        return fedrot.Activations({}, {})
+
+    given = list(zip(updates, weights, strict=True))
+    options = fedrot.AlignmentOptions(parts=("residual",), sweeps=1)
+    results = _round(given, broadcast, symmetry, "consensus", options, evidence=evidence)[1]
+    assert asked[:3] == expected
+    assert [distance == 0 for distance in anchors[:3]] == [True, False, False]
+    assert [result.weight for result in results] == list(weights)
+
+
+@pytest.mark.parametrize("anchor", ["first", "running", "medoid", "consensus"])
+def test_clients_that_trained_far_from_one_start_are_not_foreign_to_each_other(anchor: str) -> None:
+    """Their cosine with the broadcast model is above 0.5; that with each other is not."""
+    name = "bert-classifier"
+    base, symmetry = state_of(name), symmetry_for(name)
+    updates = [near(base, 1.2, seed) for seed in (1, 2)]
+    assert all(fedrot.base_cosine(update, base, symmetry) > 0.5 for update in updates)
+    assert fedrot.base_cosine(*updates, symmetry) < 0.5
+    foreign = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+    given = [(update, 1.0) for update in updates]
+    results = list(fedrot.align_round(given, base, symmetry, anchor=anchor, foreign=foreign))
+    assert len(results) == 2
+    for result in results:
+        assert {row.part for row in result.alignment.report.groups} == {"attention", "ffn"}
+
+
+def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds on its neurons shrink by as much."""
+    shares = []
+    move = Anchor.towards_last
+
+    def recorded(anchor: Anchor, tensors: Any, share: float) -> Anchor:
+        shares.append(share)
+        return move(anchor, tensors, share)
+
+    monkeypatch.setattr(Anchor, "towards_last", recorded)
+    name = FEW[0]
+    base = state_of(name)
+    updates = [(near(base, 0.01, seed), weight) for seed, weight in ((1, 1.0), (2, 3.0), (3, 4.0))]
+    _round(updates, base, symmetry_for(name), "running")
+    assert shares == pytest.approx([1.0, 0.75, 0.5])

@@ -1,0 +1,304 @@
+"""On an accelerator everything stays there, and comes out as on the CPU; proved on a pretended one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedrot
+from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.matching import procrustes
+from fedrot.precision import full_float32
+from tests.families import config_of, state_of, symmetry_for
+from tests.fedrot.pretend import DEVICE, Pretend
+from tests.models import EVERYTHING, FULL, State, largest_difference
+
+FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "qwen3")
+ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"))
+OPTIONS = {
+    "default": fedrot.AlignmentOptions(),
+    "layers": fedrot.AlignmentOptions(parts=FULL),
+    "orders": fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"), within_heads="permutation"),
+    "heads": fedrot.AlignmentOptions(parts=("heads",)),
+    "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2, restarts=1),
+    "biases": fedrot.AlignmentOptions(canonical_biases=True, ridge=0.1),
+}
+#: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
+#: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.
+READS = {"near": 16, "far": 30}
+
+
+@pytest.fixture(autouse=True)
+def rounding() -> Iterator[None]:
+    """Allow what a user may allow, so that what has to forbid it is seen."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@cache
+def _models(family: str) -> tuple[State, State, State]:
+    """Return an anchor, a client near it and one from another start, float32."""
+    anchor, far = (
+        {name: t.float() if t.is_floating_point() else t for name, t in state_of(family, seed).items()}
+        for seed in (0, 1)
+    )
+    near = {name: t + 0.02 * far[name] if t.is_floating_point() else t for name, t in anchor.items()}
+    return anchor, near, far
+
+
+def _options(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
+    given = OPTIONS[name]
+    kept = tuple(part for part in given.parts if part not in symmetry.refused)
+    return fedrot.AlignmentOptions(**{**vars(given), "parts": kept})
+
+
+def _fetched(tensors: Mapping[str, Tensor]) -> State:
+    assert {tensor.device for tensor in tensors.values()} == {DEVICE}
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("which", OPTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
+    symmetry = symmetry_for(family)
+    anchor, *clients = _models(family)
+    options = _options(which, symmetry)
+    for client in clients:
+        wanted = fedrot.align(client, anchor, symmetry, options)
+        moved = wanted.apply(client)
+        back = wanted.inverse().apply(moved)
+        with Pretend() as device:
+            there = device.put(client)
+            found = fedrot.align(there, device.put(anchor), symmetry, options)
+            assert {move.element.device for move in found.moves} <= {DEVICE}
+            device.uploads = 0
+            result = found.apply(there)
+            again = found.inverse().apply(result)
+            assert device.uploads == 0
+            ours = _fetched(result), _fetched(again)
+            elsewhere = found.apply(client)
+        assert largest_difference(ours[0], moved) <= 1e-6
+        assert largest_difference(ours[1], back) <= 1e-6
+        assert largest_difference(elsewhere, moved) <= 1e-6
+        assert found.report.after == pytest.approx(wanted.report.after, rel=1e-6)
+        assert [row.moved for row in found.report.groups] == [row.moved for row in wanted.report.groups]
+
+
+@pytest.mark.parametrize("which", READS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_seldom_waits(family: str, which: str) -> None:
+    symmetry = symmetry_for(family)
+    anchor, near, far = _models(family)
+    with Pretend() as device:
+        here, there = (device.put(t) for t in (anchor, near if which == "near" else far))
+        alignment = fedrot.align(there, here, symmetry)
+        assert 0 < device.reads <= READS[which] * symmetry.layers
+        if which == "near":
+            assert device.uploads == 0
+        device.reads = device.uploads = 0
+        alignment.apply(there)
+        assert (device.reads, device.uploads) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "few", "many"),
+    [
+        ("bert", {"num_attention_heads": 3}, {"num_attention_heads": 12}),
+        (
+            "llama",
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 2},
+        ),
+    ],
+)
+def test_reads_do_not_grow_with_the_heads(
+    family: str, few: dict[str, int], many: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How many steps an iteration takes depends on the numbers.
+    monkeypatch.setattr(procrustes, "NEWTON_SCHULZ_STEPS", 0)
+    anchor, near, _ = _models(family)
+    options = fedrot.AlignmentOptions(parts=("heads", "attention"))
+    counts = []
+    for heads in (few, many):
+        symmetry = fedrot.symmetry_of({**config_of(family).to_dict(), **heads}, anchor)
+        client = fedrot.random_equivalent(near, symmetry, 3, options.parts)
+        with Pretend() as device:
+            found = fedrot.align(device.put(client), device.put(anchor), symmetry, options)
+            counts.append(device.reads)
+        assert found.report.moved("heads")
+    # A group that moves is looked at once more; pairs of key heads are 4 and 36 in each layer.
+    assert 0 < counts[1] <= counts[0] + 6 * symmetry.layers
+
+
+def _statistics(client: State, symmetry: fedrot.Symmetry) -> dict[str, dict[str, Tensor]]:
+    """Return statistics of every kind that aggregators ask for."""
+    generator = torch.Generator().manual_seed(3)
+    grams, fisher = {}, {}
+    for name, tensor in client.items():
+        if name.endswith("output.dense.weight"):
+            x = torch.randn(50, tensor.shape[1], generator=generator)
+            grams[name] = x.mT @ x
+        fisher[name] = torch.rand(tensor.shape, generator=generator)
+    rows = torch.arange(len(client["classifier.weight"])) > 0
+    trained = {"classifier.weight": rows, "classifier.bias": rows}
+    return {"gram": grams, "fisher": fisher, "trained": trained}
+
+
+AGGREGATORS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "mean": (Mean, ()),
+    "mean of trained rows": (Mean, ("trained",)),
+    "regmean": (RegMean, ("gram", "trained")),
+    "regmean of all inputs": (lambda: RegMean(1.0), ("gram",)),
+    "fisher": (Fisher, ("fisher", "trained")),
+}
+
+
+@pytest.mark.parametrize("which", AGGREGATORS)
+def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
+    symmetry = symmetry_for("bert")
+    anchor, *clients = _models("bert")
+    build, kinds = AGGREGATORS[which]
+    options = ORDERS if "fisher" in kinds else fedrot.AlignmentOptions()
+
+    def merged(put: Callable[[State], State]) -> State:
+        aggregator = build()
+        for weight, client in enumerate(clients, start=1):
+            given = _statistics(client, symmetry)
+            there = put(client)
+            alignment = fedrot.align(there, put(anchor), symmetry, options)
+            statistics = alignment.transport({kind: put(given[kind]) for kind in kinds})
+            aggregator.add(alignment.apply(there), weight, statistics)
+        return aggregator.result()
+
+    wanted = merged(dict)
+    with Pretend() as device:
+        found = _fetched(merged(device.put))
+    assert largest_difference(found, wanted) <= 1e-6
+
+
+def test_optimal_transport_solves_on_the_host_and_mixes_on_the_device() -> None:
+    symmetry = symmetry_for("bert")
+    anchor, near, _ = _models("bert")
+
+    def merged(put: Callable[[State], State]) -> State:
+        fusion = OptimalTransport(symmetry)
+        for client in (anchor, near):
+            fusion.add(put(client), 1.0)
+        return fusion.result()
+
+    wanted = merged(dict)
+    with Pretend() as device:
+        found = _fetched(merged(device.put))
+    assert largest_difference(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("anchor", fedrot.ANCHORS)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> None:
+    symmetry = symmetry_for(family)
+    broadcast, near, far = _models(family)
+    clients = [(near, 2.0), (far, 1.0), (broadcast, 3.0)]
+    whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, sweeps=2)
+
+    def aligned(put: Callable[[State], State]) -> list[Mapping[str, Tensor]]:
+        updates = [(put(client), weight) for client, weight in clients]
+        found = fedrot.align_round(updates, put(broadcast), symmetry, None, anchor, whole)
+        return [result.tensors for result in found]
+
+    wanted = aligned(dict)
+    with Pretend() as device:
+        found = [_fetched(tensors) for tensors in aligned(device.put)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert largest_difference(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
+    symmetry = symmetry_for("llama")
+    anchor, near, _ = ({k: t.to(dtype) for k, t in model.items()} for model in _models("llama"))
+    wanted = fedrot.align(near, anchor, symmetry).apply(near)
+    with Pretend() as device:
+        there = device.put(near)
+        found = _fetched(fedrot.align(there, device.put(anchor), symmetry).apply(there))
+    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    assert largest_difference(found, wanted) <= 1e-6
+
+
+def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
+    products = torch.backends.cuda.matmul
+    with Pretend() as device:
+        matrix = device.put({"m": torch.eye(3)})["m"]
+        with pytest.raises(RuntimeError, match="TF32"):
+            matrix @ matrix
+        with full_float32():
+            assert not products.allow_tf32
+            assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
+    assert products.allow_tf32
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def _precisions() -> list[str]:
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    return [backend.fp32_precision for backend in backends]
+
+
+@pytest.mark.parametrize(
+    "chosen", [("tf32", "none"), ("tf32", "bf16"), ("ieee", "ieee"), ("none", "tf32")]
+)
+def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(chosen: tuple[str, str]) -> None:
+    """With switches that torch's older ones do not know of, and refuse to be read beside."""
+    torch.set_float32_matmul_precision("highest")
+    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    try:
+        for backend, value in zip(products, chosen, strict=True):
+            backend.fp32_precision = value
+        with full_float32():
+            assert _precisions() == ["ieee", "ieee"]
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert _precisions() == list(chosen)
+    finally:
+        for backend in products:
+            backend.fp32_precision = "none"
+
+
+def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
+    with Pretend() as device:
+        there, here = device.put({"x": torch.ones(3)})["x"], torch.ones(3)
+        assert there.device == DEVICE
+        assert here.to(DEVICE).is_cuda
+        for refused in (
+            lambda: there + here,
+            lambda: torch.cat([there, here]),
+            lambda: torch.stack([there.sum(), here.sum()]),
+            lambda: here.sum().add_(there.sum()),
+            lambda: there[torch.tensor([0])],
+            lambda: there.bfloat16() @ there.bfloat16(),
+        ):
+            with pytest.raises(RuntimeError):
+                refused()
+        with pytest.raises(TypeError):
+            there.numpy()
+        assert (device.reads, device.uploads) == (0, 1)
+        assert float(there.sum() + torch.tensor(1.0)) == 4
+        assert there.cpu().device == torch.device("cpu")
+        assert device.reads == 2
+
+
+def test_the_pretended_device_knows_what_it_holds() -> None:
+    with Pretend() as device:
+        there = device.put({"x": torch.ones(100)})["x"]
+        view = there[:50]
+        assert device.held == 400
+        copied = view + 1
+        assert device.held == 600
+        del there, copied
+        assert device.held == 400
+        assert device.peak == 600
+        assert float(view.sum()) == 50

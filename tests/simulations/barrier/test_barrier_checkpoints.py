@@ -1,0 +1,182 @@
+"""The barrier between two saved models, and which ones cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.barrier import barriers
+from fedrot.simulations.barrier.barriers import METHODS, Method, lines_of
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.encoding import tokenizer_for
+from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.tasks.task import task_of
+from tests.simulations.commands import SMALL, invoke
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in ("classification", "mlm", "image"):
+        config = SimulationConfig(task=name, **SMALL)
+        task = task_of(config.to_json())
+        for seed in (0, 1):
+            build_model(config, task.data, seed).save_pretrained(folder / f"{name}{seed}")
+        other = config.model_copy(update={"heads": 4})
+        build_model(other, task.data, 0).save_pretrained(folder / f"{name}-heads")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_for(SimulationConfig()), pad_token="[PAD]", mask_token="[MASK]"
+    )
+    for seed in (0, 1):
+        tokenizer.save_pretrained(folder / f"mlm{seed}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["classification", "mlm", "image"])
+def test_two_checkpoints(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    code, output = invoke(
+        "barrier",
+        checkpoints / f"{name}0",
+        checkpoints / f"{name}1",
+        *("--task", name, "--out", out, "--points", 5, "--rows", 64, "--test-limit", 60),
+        *("--methods", "vanilla,whole,verma"),
+    )
+    assert code == 0, output
+    assert all(word in output for word in ("vanilla", "whole", "verma", "share of", "seconds"))
+    names = {"config.json", "versions.json", "rows.jsonl", "summary.md", "barrier.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    rows = read_rows(out)
+    assert len(rows) == 3 * 5
+    assert json.loads((out / "config.json").read_text())["settings"]["test_limit"] == 60
+    lines = {ln.method: ln for ln in lines_of(rows)}
+    # The models are those of the harness, so their ends can be measured there.
+    config = SimulationConfig(task=name, **{**SMALL, "train_limit": None})
+    task = task_of(config.to_json())
+    ends = [
+        barriers.evaluator(task, (m := build_model(config, task.data, seed)))(m.state_dict())
+        for seed in (0, 1)
+    ]
+    for method, ln in lines.items():
+        assert ln.barrier.rows[0] == pytest.approx(ends[0], rel=1e-5)
+        assert ln.barrier.rows[-1]["loss"] == pytest.approx(ends[1]["loss"], rel=1e-5)
+        assert method == "vanilla" or ln.after < ln.before
+
+
+def _spoil(folder: Path, kind: str) -> None:
+    if kind == "no config":
+        (folder / "config.json").unlink()
+    elif kind == "no weights":
+        (folder / "model.safetensors").unlink()
+    else:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        changes = {"family": {"model_type": "ernie"}, "vocabulary": {"vocab_size": 7000}}
+        path.write_text(json.dumps({**config, **changes[kind]}))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "spoilt", "options", "expected"),
+    [
+        ("classification0", "classification-heads", None, [], "different architectures: num_attention"),
+        ("classification0", "nowhere", None, [], "is not a folder"),
+        ("classification0", "classification1", "no config", [], "has no config.json"),
+        ("classification0", "classification1", "no weights", [], "has no model.safetensors"),
+        ("classification0", "classification1", "family", [], "ernie"),
+        ("classification0", "classification1", "vocabulary", [], "different vocabularies"),
+        ("mlm0", "mlm1", None, [], "was not trained for task 'classification'"),
+        ("classification0", "classification1", None, ["--task", "mlm"], "not trained for task 'mlm'"),
+        ("classification0", "classification1", None, ["--data", "nothing"], "nothing"),
+        ("classification0", "classification1", None, ["--methods", "magic"], "unknown method 'magic'"),
+        ("classification0", "classification1", None, ["--points", "4"], "points is 4"),
+        ("classification0", "classification1", None, ["--points", "1"], "points is 1"),
+        ("classification0", "classification1", None, ["--rows", "0"], "rows is 0"),
+        ("classification0", "classification1", None, ["--test-limit", "0"], "test_limit"),
+    ],
+)
+def test_checkpoints_that_cannot_be_compared(
+    a: str,
+    b: str,
+    spoilt: str | None,
+    options: list[str],
+    expected: str,
+    checkpoints: Path,
+    tmp_path: Path,
+) -> None:
+    other = checkpoints / b
+    if spoilt:
+        other = Path(shutil.copytree(other, tmp_path / "spoilt"))
+        _spoil(other, spoilt)
+    code, output = invoke("barrier", checkpoints / a, other, "--out", tmp_path / "out", *options)
+    assert code == 2, output
+    assert expected in output.lower()
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_of_other_classes_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {"text": ["one", "two"] * 4, "label": [0, 1] * 4, "split": ["train", "test"] * 4}
+    pq.write_table(pa.table(columns), tmp_path / "two.parquet")
+    options = ["--data", "two", "--data-dir", tmp_path, "--out", tmp_path / "out"]
+    pair = [checkpoints / "classification0", checkpoints / "classification1"]
+    code, output = invoke("barrier", *pair, *options)
+    assert code == 2
+    assert "has 7 outputs, but two has 2 classes" in output
+
+
+def test_a_model_without_tokenizer_needs_the_bundled_vocabulary(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    config = SimulationConfig(**SMALL)
+    model: Any = build_model(config, task_of(config.to_json()).data, 0)
+    model.resize_token_embeddings(50)
+    model.save_pretrained(tmp_path / "a")
+    code, output = invoke("barrier", tmp_path / "a", tmp_path / "a", "--out", tmp_path / "out")
+    assert code == 2
+    assert "has no tokenizer, and the bundled one has 6000 tokens where the model has 50" in output
+
+
+def test_tokenizers_of_other_words_are_refused(checkpoints: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(checkpoints / "mlm1", tmp_path / "b"))
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"the"', '"zzzzz"'))
+    code, output = invoke(
+        "barrier", checkpoints / "mlm0", other, "--task", "mlm", "--out", tmp_path / "out"
+    )
+    assert code == 2
+    assert "Different vocabularies" in output
+
+
+def test_a_filled_folder_is_left_alone(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("1")
+    pair = [checkpoints / "classification0", checkpoints / "classification1"]
+    code, output = invoke("barrier", *pair, "--out", tmp_path)
+    assert code == 2
+    assert "Choose another --out" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_nothing_is_written_when_a_method_fails(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Any:
+        raise FedrotError("out of luck")
+
+    monkeypatch.setitem(METHODS, "failing", Method(refine=fail))
+    pair = [checkpoints / "classification0", checkpoints / "classification1"]
+    options = ["--methods", "vanilla,failing", "--points", "3", "--test-limit", "60"]
+    code, output = invoke("barrier", *pair, *options, "--out", tmp_path / "out")
+    assert code == 2
+    assert "out of luck" in output
+    assert list(tmp_path.iterdir()) == []

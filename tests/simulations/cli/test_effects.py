@@ -1,0 +1,101 @@
+"""An option that would change nothing beside the others is refused before anything is read."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from fedrot.simulations.barrier.barriers import METHODS
+from fedrot.simulations.cli import app
+from fedrot.simulations.cli.effects import EFFECTS
+from fedrot.simulations.merge import merging
+from tests.simulations.commands import invoke
+
+#: Command lines with an idle option, and what is said of it. Nothing named here exists.
+IDLE = {
+    "merge a b --dry-run --alpha 0.9": "--alpha has an effect only with --method regmean. Leave it out.",
+    "merge a b --dry-run --method ot --alpha 0.5": "--alpha has an effect only with --method regmean",
+    "merge a b --dry-run --data sst2": "--data has an effect only with --method fisher or regmean, or",
+    "merge a b --dry-run --parts whole --rows 9": "--rows has an effect only with --data",
+    "merge a b --dry-run --data-dir d": "--data-dir has an effect only with --data",
+    "merge a b --dry-run --text-column t --label-column l": (
+        "--text-column and --label-column have an effect only with --data. Leave them out."
+    ),
+    "merge a b --dry-run --max-length 9": "--max-length has an effect only with --data",
+    "merge a b --dry-run --parts none --layers 0": "--layers has an effect only where something is",
+    "merge . . --dry-run --config c": "--config has an effect only on bare .safetensors files",
+    "simulate --out o --model m --layers 2": "--layers has an effect only on a small model from scratch",
+    "simulate --out o --model m --width 8": "--width has an effect only on a small model",
+    "simulate --out o --model m --heads 2": "--heads has an effect only on a small model",
+    "simulate --out o --model m --dropout 0": "--dropout has an effect only on a small model",
+    "simulate --out o --task image --max-length 9": "--max-length has an effect only on texts",
+    "barrier a b --out o --task image --max-length 9": "--max-length has an effect only on texts",
+    "barrier a b --out o --rows 9 --methods vanilla,whole": "--rows has an effect only with a method",
+    "check m --list": "MODEL has an effect only without --list. Leave it out.",
+    "check --list --seed 0 --parts ffn": "--parts and --seed have an effect only without --list",
+    "report {file} --markdown m": "--markdown has an effect only for a run folder",
+    "report . --out o": "--out has an effect only for a strategy's file",
+    "report . --metrics o": "--metrics has an effect only for a strategy's file",
+}
+
+#: The same options where they do something: the complaint is about something else.
+AT_WORK = (
+    "merge a b --dry-run --method regmean --alpha 0.9 --data sst2 --rows 9 --max-length 9",
+    "merge a b --dry-run --method fisher --data-dir d",
+    "merge a b --dry-run --parts residual+ffn --data sst2 --text-column t --layers 0",
+    "merge a.safetensors b --dry-run --config c",
+    "barrier a b --out o --rows 9 --methods vanilla,whole+data",
+    "barrier a b --out o --rows 9 --max-length 9",
+    "simulate --out o --partition dirichlet:0 --layers 1 --width 8 --heads 2 --dropout 0 --max-length 9",
+    "check nowhere/nothing/at/all --seed 1 --parts ffn",
+)
+
+
+@pytest.mark.parametrize("line", IDLE)
+def test_an_option_without_an_effect_is_refused(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = invoke(*shlex.split(line.format(file=__file__)))
+    assert (code, IDLE[line] in output) == (2, True), output
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", AT_WORK)
+def test_an_option_with_an_effect_is_not_complained_of(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = invoke(*shlex.split(line))
+    assert code == 2
+    assert "an effect" not in output
+
+
+def test_every_condition_is_about_options_of_its_command_that_are_tried_here() -> None:
+    group: Any = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    for command, effects in EFFECTS.items():
+        parameters = {str(p.name): p.opts[-1] for p in group.commands[command].params}
+        tried = [line.split() for line in IDLE if line.startswith(f"{command} ")]
+        for name in (name for effect in effects for name in effect.parameters):
+            assert name == "model" or any(parameters[name] in line for line in tried)
+
+
+@pytest.mark.parametrize("name", merging.METHODS)
+def test_merge_takes_data_just_where_the_method_collects_statistics(name: str) -> None:
+    code, output = invoke("merge", "a", "b", "--dry-run", "--method", name, "--data", "sst2")
+    assert code == 2
+    assert ("--data has an effect" in output) == (name in ("mean", "ot"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_barrier_takes_rows_just_where_the_method_looks_at_data(name: str) -> None:
+    code, output = invoke("barrier", "a", "b", "--out", "o", "--methods", name, "--rows", 9)
+    assert code == 2
+    looks = name.startswith(("whole+data", "verma", "learned"))
+    assert ("--rows has an effect" in output) == (not looks)

@@ -1,0 +1,473 @@
+"""Arms that merge, ensemble or join, and what clients compute for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+
+import fedrot
+from fedrot.aggregation import Fisher, GreedySoup, OptimalTransport, RegMean
+from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
+from fedrot.simulations.federation import client_app
+from fedrot.simulations.federation.arms import (
+    Ensemble,
+    aggregation_of,
+    evaluate_ensemble,
+    train_joined,
+    with_state,
+)
+from fedrot.simulations.models.build import build_model, model_config
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.strategies.wire.records import STATISTICS, read_statistics
+from tests.strategies import fakes
+
+SMALL: dict[str, Any] = {
+    "train_limit": 90,
+    "test_limit": 30,
+    "width": 16,
+    "heads": 2,
+    "clients": 2,
+    "batch_size": 16,
+    "max_length": 24,
+    "holdout": 0.2,
+}
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return task_of(SimulationConfig(**SMALL).to_json())
+
+
+@pytest.fixture
+def shell(task: Task) -> nn.Module:
+    return build_model(task.config, task.data, seed=0)
+
+
+# --- ensembles ---------------------------------------------------------------------------------------
+
+
+class Says(nn.Module):
+    """A model that always gives the same logits."""
+
+    def __init__(self, problem: str, *rows: tuple[float, ...]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(problem_type=problem)
+        self.rows = torch.tensor(rows)
+
+    def forward(self, **inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.rows)
+
+
+def together(problem: str, *rows: tuple[float, ...], probabilities: bool) -> list[float]:
+    models = [Says(problem, row) for row in rows]
+    found: list[float] = Ensemble(models, probabilities)(input_ids=torch.zeros(1, 2)).logits[0].tolist()
+    return found
+
+
+def logs(*values: float) -> list[float]:
+    return [math.log(value) for value in values]
+
+
+def test_an_ensemble_of_single_labels() -> None:
+    """Probabilities (1/4, 3/4) and (9/10, 1/10)."""
+    rows = (0.0, math.log(3)), (math.log(9), 0.0)
+    problem = "single_label_classification"
+    assert together(problem, *rows, probabilities=False) == pytest.approx(logs(3, math.sqrt(3)))
+    found = together(problem, *rows, probabilities=True)
+    assert found == pytest.approx(logs(0.575, 0.425))
+    assert sum(map(math.exp, found)) == pytest.approx(1)
+
+
+def test_an_ensemble_of_several_labels() -> None:
+    """Probabilities (1/2, 3/4) and (9/10, 1/2)."""
+    rows = (0.0, math.log(3)), (math.log(9), 0.0)
+    problem = "multi_label_classification"
+    assert together(problem, *rows, probabilities=False) == pytest.approx(logs(3, math.sqrt(3)))
+    assert together(problem, *rows, probabilities=True) == pytest.approx(logs(7 / 3, 5 / 3))
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_certain_models_stay_finite(problem: str) -> None:
+    found = together(problem, (200.0, -200.0), (300.0, -300.0), probabilities=True)
+    assert all(map(math.isfinite, found))
+    assert found[0] > 10 + found[1]
+
+
+@pytest.mark.parametrize("probabilities", [True, False])
+def test_an_ensemble_of_scores_is_their_mean(probabilities: bool) -> None:
+    assert together("regression", (1.0,), (4.0,), probabilities=probabilities) == [2.5]
+
+
+def test_an_ensemble_answers_row_by_row() -> None:
+    problem = "single_label_classification"
+    models = [Says(problem, (0.0, 2.0), (4.0, 0.0)), Says(problem, (2.0, 0.0), (0.0, 2.0))]
+    assert Ensemble(models)(x=torch.zeros(2)).logits.tolist() == [[1.0, 1.0], [2.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["ensemble", "ensemble-probabilities"])
+def test_copies_of_one_model_say_what_it_says(name: str, task: Task, shell: nn.Module) -> None:
+    state = dict(build_model(task.config, task.data, seed=3).state_dict())
+    everything = np.arange(len(task.test.labels))
+    alone = training.evaluate(with_state(shell, state), task, task.test, everything)
+    before = {key: value.clone() for key, value in shell.state_dict().items()}
+    for count in (1, 3):
+        found = evaluate_ensemble(task, Arm.parse(name), shell, [state] * count)
+        assert list(found) == list(alone)
+        assert found == pytest.approx(alone, abs=1e-6)
+    assert all(torch.equal(before[key], value) for key, value in shell.state_dict().items())
+
+
+def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module) -> None:
+    states = [dict(build_model(task.config, task.data, seed=s).state_dict()) for s in (1, 2)]
+    inputs = task.test.batch(np.arange(5))
+    with torch.inference_mode():
+        each = [with_state(shell, state).eval()(**inputs).logits for state in states]
+        model = Ensemble([with_state(shell, state) for state in states], True).eval()
+        found = model(**inputs).logits.softmax(-1)
+    expected = (each[0].softmax(-1) + each[1].softmax(-1)) / 2
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+# --- what merges -------------------------------------------------------------------------------------
+
+
+def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> None:
+    kinds = {"regmean": RegMean, "fisher": Fisher, "greedy": GreedySoup, "ot": OptimalTransport}
+    for name in AGGREGATIONS:
+        build = aggregation_of(Arm.parse(name), task, 0, shell)
+        if name not in kinds:
+            assert build is None
+            continue
+        assert build is not None
+        first, second = build(), build()
+        assert isinstance(first, kinds[name])
+        assert first is not second
+    assert aggregation_of(Arm.parse("joined"), task, 0, shell) is None
+
+
+def test_the_soup_is_tasted_on_every_clients_held_out_rows(
+    task: Task, shell: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+
+    def evaluate(model: Any, of: Task, split: Any, rows: np.ndarray) -> dict[str, float]:
+        assert split is task.train
+        asked.append(sorted(rows.tolist()))
+        return {"loss": float(model.classifier.bias.sum())}
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    build = aggregation_of(Arm.parse("greedy"), task, 1, shell)
+    assert build is not None
+    soup = build()
+    state = dict(shell.state_dict())
+    losses = (3.0, -1.0, 2.0)
+    for loss in losses:
+        soup.add({**state, "classifier.bias": torch.full_like(state["classifier.bias"], loss)}, 1.0)
+    result = soup.result()
+    # The lowest loss is the best, and joining the others only raises it.
+    assert soup.chosen == (1,)  # type: ignore[attr-defined]
+    assert torch.equal(result["classifier.bias"], torch.full_like(result["classifier.bias"], -1.0))
+    held = sorted(row for client in range(2) for row in task.client_rows(1, client)[1].tolist())
+    assert len(held) > 10
+    assert all(rows == held for rows in asked)
+    trained = {row for client in range(2) for row in task.client_rows(1, client)[0].tolist()}
+    assert not trained & set(held)
+
+
+def test_joined_training_sees_every_clients_rows(
+    task: Task, shell: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[list[int], int, float]] = []
+
+    def train(model: Any, of: Task, rows: np.ndarray, seed: int, epochs: float) -> float:
+        calls.append((rows.tolist(), seed, epochs))
+        return 0.0
+
+    monkeypatch.setattr(training, "train", train)
+    config = task.config.model_copy(update={"local_epochs": 2.0, "first_epochs": 5.0})
+    of = replace(task, config=config)
+    for server_round in (1, 2, 3):
+        train_joined(of, 1, shell, server_round)
+    rows = sorted(row for client in range(2) for row in task.client_rows(1, client)[0].tolist())
+    assert len(rows) > 60
+    assert [call[0] for call in calls] == [rows] * 3
+    assert len({call[1] for call in calls}) == 3
+    assert [call[2] for call in calls] == [5.0, 2.0, 2.0]
+
+
+def test_joined_training_learns(task: Task, shell: nn.Module) -> None:
+    rows = np.concatenate([task.client_rows(0, client)[0] for client in range(2)])
+    before = training.evaluate(shell, task, task.train, rows)["loss"]
+    train_joined(task, 0, shell, 1)
+    assert training.evaluate(shell, task, task.train, rows)["loss"] < before
+
+
+# --- clients -----------------------------------------------------------------------------------------
+
+
+def ask(
+    config: SimulationConfig, model: Mapping[str, Tensor], client: int, **options: Any
+) -> tuple[State, dict[str, dict[str, Tensor]]]:
+    """Let a client train, and return its update and its statistics."""
+    content = answered(config, model, client, **options)
+    arrays: ArrayRecord = content.array_records["arrays"]
+    return dict(arrays.to_torch_state_dict()), read_statistics(content)
+
+
+def answered(
+    config: SimulationConfig, model: Mapping[str, Tensor], client: int, **options: Any
+) -> RecordDict:
+    """Let a client train, and return what it answers."""
+    assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
+    job = {
+        "simulation": config.to_json(),
+        "seed": 0,
+        "start": "same",
+        "last-round": 9,
+        "server-round": 1,
+        "cache": "",
+        "learn": False,
+        "align": "",
+        **{name.replace("_", "-"): value for name, value in options.items()},
+    }
+    if "statistics" in job:
+        job[STATISTICS] = job.pop("statistics")
+    content = RecordDict({"arrays": ArrayRecord(dict(model)), "config": ConfigRecord(job)})
+    message = Message(content, dst_node_id=1, message_type="train")
+    context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
+    return client_app.train(message, context).content
+
+
+def initial(config: SimulationConfig) -> State:
+    return dict(build_model(config, task_of(config.to_json()).data, seed=0).state_dict())
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients return what they start from."""
+    monkeypatch.setattr(training, "train", lambda *args: 0.0)
+
+
+#: A tensor of the task head.
+HEAD = {"classification": "classifier.weight", "mlm": "cls.predictions.transform.dense.weight"}
+
+
+@pytest.mark.parametrize("kind", HEAD)
+@pytest.mark.usefixtures("untrained")
+def test_different_heads_on_one_encoder(kind: Any) -> None:
+    config = SimulationConfig(**SMALL, task=kind, head="different")
+    received = initial(config)
+    found = [ask(config, received, client)[0] for client in range(2)]
+    encoder = {name: tensor for name, tensor in received.items() if name.startswith("bert.")}
+    assert len(encoder) > 30
+    for name, tensor in encoder.items():
+        assert all(torch.equal(update[name], tensor) for update in found), name
+    heads = [received[HEAD[kind]], *(update[HEAD[kind]] for update in found)]
+    for i, one in enumerate(heads):
+        assert not any(torch.equal(one, other) for other in heads[:i])
+    # The same in every arm and start, another one for another seed.
+    again = ask(config, received, 0, start="same", cache="")[0]
+    assert torch.equal(again[HEAD[kind]], heads[1])
+    assert not torch.equal(ask(config, received, 0, seed=1)[0][HEAD[kind]], heads[1])
+
+
+@pytest.mark.parametrize("kind", HEAD)
+@pytest.mark.usefixtures("untrained")
+def test_heads_are_the_received_ones_in_later_rounds(kind: Any) -> None:
+    config = SimulationConfig(**SMALL, task=kind, head="different")
+    received = initial(config)
+    found = ask(config, received, 0, server_round=2)[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in received.items())
+
+
+@pytest.mark.usefixtures("untrained")
+def test_the_head_is_received_unless_it_is_to_be_different() -> None:
+    config = SimulationConfig(**SMALL)
+    received = initial(config)
+    found = ask(config, received, 1)[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in received.items())
+
+
+@pytest.mark.usefixtures("untrained")
+def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, shell: nn.Module) -> None:
+    received = initial(task.config)
+    state, found = ask(task.config, received, 1, statistics="gram,fisher")
+    assert set(found) == {"gram", "fisher"}
+    assert {tuple(found["fisher"][name].shape) == tuple(t.shape) for name, t in state.items()} == {True}
+    rows, _ = task.client_rows(0, 1)
+    batches = [{**task.train.batch(rows[[i]])} for i in range(len(rows))]
+    expected = fedrot.collect_gram(with_state(shell, state), batches)["gram"]
+    for name, gram in expected.items():
+        torch.testing.assert_close(found["gram"][name], gram, atol=1e-4, rtol=1e-4)
+    assert len({id(gram) for gram in found["gram"].values()}) == 2 * 4 + 2
+    assert ask(task.config, received, 1, statistics="")[1] == {}
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was collected, in order."""
+    names: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        collect = getattr(fedrot, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return collect(*args, **kwargs)
+
+        return call
+
+    for name in ("collect_gram", "collect_fisher"):
+        monkeypatch.setattr(fedrot, name, counted(name))
+    return names
+
+
+@pytest.mark.usefixtures("untrained")
+def test_statistics_are_computed_once_for_one_update(
+    task: Task, tmp_path: Path, collected: list[str]
+) -> None:
+    received = initial(task.config)
+    cache = {"cache": str(tmp_path), "statistics": "gram"}
+    once = ask(task.config, received, 0, **cache)[1]
+    again = ask(task.config, received, 0, **cache)[1]
+    assert collected == ["collect_gram"]
+    assert all(torch.equal(once["gram"][name], gram) for name, gram in again["gram"].items())
+    assert len({id(gram) for gram in again["gram"].values()}) == 2 * 4 + 2
+    collected.clear()
+    # Another client, kind, seed, update or round has statistics of its own.
+    ask(task.config, received, 1, **cache)
+    ask(task.config, received, 0, **{**cache, "statistics": "fisher"})
+    ask(task.config, received, 0, seed=1, **cache)
+    ask(task.config, received, 0, start="scrambled", **cache)
+    ask(task.config, received, 0, server_round=2, **cache)
+    ask(task.config, received, 0, server_round=2, **cache)
+    assert collected == ["collect_gram", "collect_fisher", *["collect_gram"] * 4]
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Losses of all trainings, each another one, that leave their number in the head."""
+    losses: list[float] = []
+
+    def train(model: Any, *args: Any) -> float:
+        losses.append(len(losses) + 1.0)
+        with torch.no_grad():
+            model.classifier.bias.fill_(losses[-1])
+        return losses[-1]
+
+    monkeypatch.setattr(training, "train", train)
+    return losses
+
+
+def training_of(update: State) -> float:
+    """Return which of ``trainings`` an update is."""
+    (number,) = {float(value) for value in update["classifier.bias"]}
+    return number
+
+
+#: What decides what a client trains in the first round, or what it reports of it.
+DECIDES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 1},
+    "client": {"client": 1},
+    "the last round": {"last_round": 1},
+    "an own start": {"start": "different"},
+    "learning rate": {"config": {"lr": 0.5}},
+    "epochs of the first round": {"config": {"first_epochs": 3.0}},
+    "partition": {"config": {"partition": "dirichlet:1"}},
+    "the model": {"model": 2.0},
+}
+
+
+@pytest.mark.parametrize("what", DECIDES)
+def test_arms_share_a_training_only_if_nothing_that_decides_it_differs(
+    what: str, task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    def ask_for(change: Mapping[str, Any]) -> float:
+        given = {"cache": str(tmp_path), "client": 0, "last_round": 2, **change}
+        config = task.config.model_copy(update=given.pop("config", {}))
+        received = initial(task.config)
+        received["classifier.weight"] *= given.pop("model", 1.0)
+        return training_of(ask(config, received, given.pop("client"), **given)[0])
+
+    assert ask_for({}) == 1
+    assert ask_for(DECIDES[what]) == 2
+    # Both are there from now on, each for those who ask the same.
+    assert [ask_for({}), ask_for(DECIDES[what])] == [1, 2]
+    assert trainings == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("same", [{"learn": True}, {"start": "scrambled"}, {"align": "ffn"}], ids=str)
+def test_what_comes_after_training_shares_it(
+    same: dict[str, Any], task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    received = initial(task.config)
+    for change in ({}, same):
+        update, _ = ask(task.config, received, 0, cache=str(tmp_path), **change)
+        assert training_of(update) == 1
+    assert trainings == [1.0]
+
+
+def test_later_rounds_and_clients_elsewhere_share_no_training(
+    task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    received = initial(task.config)
+    for cache, number in (("", 1), (str(tmp_path / "missing"), 1), (str(tmp_path), 2)):
+        for _ in range(2):
+            ask(task.config, received, 0, cache=cache, server_round=number)
+    assert len(trainings) == 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_metrics_of_a_shared_training_are_its_own(
+    task: Task, tmp_path: Path, trainings: list[float]
+) -> None:
+    received = initial(task.config)
+
+    def metrics(last_round: int) -> dict[str, Any]:
+        content = answered(task.config, received, 0, cache=str(tmp_path), last_round=last_round)
+        (found,) = content.metric_records.values()
+        return dict(found)
+
+    first = metrics(1)
+    assert metrics(1) == first
+    assert first["train-loss"] == trainings[0]
+    assert first["num-examples"] == len(task.client_rows(0, 0)[0])
+    # Only in the last round clients are evaluated alone.
+    assert {name for name in first if name.startswith("alone-")} == {
+        f"alone-{name}" for name in (*task.data.metrics, "loss")
+    }
+    assert not any(name.startswith("alone-") for name in metrics(2))
+
+
+def test_clients_that_align_first_send_the_unscrambled_update_and_fisher(task: Task) -> None:
+    received = initial(task.config)
+    options = {"align": "attention+ffn", "statistics": "fisher"}
+    update, fisher = ask(task.config, received, 0, start="same", **options)
+    again, same = ask(task.config, received, 0, start="scrambled", **options)
+    lost, other = ask(task.config, received, 0, start="scrambled", statistics="fisher")
+    for name, tensor in update.items():
+        torch.testing.assert_close(again[name], tensor, atol=1e-4, rtol=0)
+    for name, tensor in fisher["fisher"].items():
+        scale = max(float(tensor.max()), 1e-6)
+        torch.testing.assert_close(same["fisher"][name] / scale, tensor / scale, atol=1e-3, rtol=0)
+    up = "bert.encoder.layer.0.intermediate.dense.weight"
+    assert float((lost[up] - update[up]).abs().max()) > 0.01
+    assert float((other["fisher"][up] - fisher["fisher"][up]).abs().max()) > 0
+    symmetry = fedrot.symmetry_of(model_config(task.config, task.data), received)
+    trained, _ = ask(task.config, received, 0, start="same")
+    parts = fedrot.AlignmentOptions(parts=("attention", "ffn"))
+    expected = fedrot.align(trained, received, symmetry, parts).apply(trained)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(update[name], tensor, atol=1e-6, rtol=0)

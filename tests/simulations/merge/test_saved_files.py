@@ -1,0 +1,238 @@
+"""Saved models as training leaves them: wrapped, sharded, pickled, adapted, quantised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedrot.simulations.models.model_files import stored_tensors
+from tests.models import State, fresh_model
+from tests.simulations import commands
+
+NAME = "bert-classifier"
+QUERY = "bert.encoder.layer.0.attention.self.query"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    fresh_model(NAME).float().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(folder: Path, function: Callable[[State], State]) -> None:
+    tensors = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(function(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | changes))
+
+
+def prefixed(prefix: str) -> Callable[[State], State]:
+    return lambda tensors: {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def renamed(old: str, new: str) -> Callable[[State], State]:
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def check(folder: Path) -> tuple[int, str]:
+    return commands.invoke("check", folder)
+
+
+def merge(folder: Path, *options: object) -> tuple[int, str]:
+    return commands.invoke("merge", folder, folder, *options)
+
+
+# Wrappers are seen through
+
+
+WRAPPED = {
+    "parallel": prefixed("module."),
+    "compiled": prefixed("_orig_mod."),
+    "sharded": prefixed("_fsdp_wrapped_module."),
+    "adapted": prefixed("base_model.model."),
+    "nested": prefixed("module._orig_mod.base_model.model."),
+    "blocks": renamed(".layer.1.", ".layer.1._fsdp_wrapped_module._orig_mod."),
+    "base": renamed(".query.", ".query.base_layer."),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_wrapped_models_are_checked_like_their_own(how: str, model: Path) -> None:
+    plain = json.loads(commands.invoke("check", model, "--json")[1])
+    change(model, WRAPPED[how])
+    code, output = commands.invoke("check", model, "--json")
+    found = json.loads(output)
+    assert code == 0
+    assert {**found, "seconds": 0} == {**plain, "seconds": 0}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_wrapped_models_are_merged_under_their_own_names(how: str, model: Path, tmp_path: Path) -> None:
+    before = load_file(model / "model.safetensors")
+    change(model, WRAPPED[how])
+    assert set(stored_tensors(model)) == set(before)
+    code, output = merge(model, "--out", tmp_path / "out")
+    assert code == 0, output
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_two_models_in_one_file_are_refused(model: Path) -> None:
+    change(model, lambda tensors: {**tensors, "module.classifier.bias": torch.zeros(3)})
+    for code, output in (check(model), merge(model, "--dry-run")):
+        assert (code, "which differ only in a wrapper" in output) == (2, True), output
+
+
+# Shards and pickles
+
+
+def test_shards_are_checked_like_one_file(model: Path, tmp_path: Path) -> None:
+    plain = json.loads(commands.invoke("check", model, "--json")[1])
+    fresh_model(NAME).float().save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    code, output = commands.invoke("check", tmp_path / "shards", "--json")
+    found = json.loads(output)
+    assert code == 0
+    assert {key: found[key] for key in ("kinds", "groups")} == {
+        key: plain[key] for key in ("kinds", "groups")
+    }
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    fresh_model(NAME).float().save_pretrained(folder, max_shard_size="20KB")
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    for code, output in (check(folder), merge(folder, "--dry-run")):
+        assert (code, "which is not there. Copy all shards" in output) == (2, True), output
+
+
+def _pickled(folder: Path, prefix: str = "", **also: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(prefixed(prefix)(tensors) | also, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def test_pickles_can_be_checked_but_not_mapped(model: Path) -> None:
+    _pickled(model)
+    assert check(model)[0] == 0
+    code, output = merge(model, "--dry-run")
+    assert code == 2
+    assert "There is 'pytorch_model.bin' instead. Load it with transformers and save it" in output
+
+
+class _Code:
+    """What a pickle could do."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return self.marker.touch, ()
+
+
+def test_pickles_of_more_than_tensors_are_not_loaded(model: Path, tmp_path: Path) -> None:
+    _pickled(model, trouble=_Code(tmp_path / "ran"))
+    code, output = check(model)
+    assert (code, "cannot be loaded" in output) == (2, True), output
+    assert not (tmp_path / "ran").exists()
+
+
+def test_wrapped_pickles_are_refused(model: Path) -> None:
+    _pickled(model, prefix="module.")
+    code, output = check(model)
+    assert (code, "most of the model would be random. Save it, without wrappers" in output) == (2, True)
+
+
+# What is no model of its own
+
+
+def _adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def _adapter_weights(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def _lora(folder: Path) -> None:
+    change(folder, lambda tensors: {**tensors, f"{QUERY}.lora_A.default.weight": torch.zeros(2, 32)})
+
+
+def _said_to_be_quantised(folder: Path) -> None:
+    configure(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+def _quantised(dtype: torch.dtype) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        change(folder, lambda t: {**t, f"{QUERY}.weight": t[f"{QUERY}.weight"].to(dtype)})
+
+    return spoil
+
+
+def _packed(leaf: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        def packed(tensors: State) -> State:
+            del tensors[f"{QUERY}.weight"]
+            return {**tensors, f"{QUERY}.{leaf}": torch.zeros(4, 32, dtype=torch.int32)}
+
+        change(folder, packed)
+
+    return spoil
+
+
+def _scaled(folder: Path) -> None:
+    change(folder, lambda tensors: {**tensors, f"{QUERY}.SCB": torch.ones(32)})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (_adapter, "There is 'adapter_config.json' instead. Load it with peft, merge_and_unload it"),
+        (_adapter_weights, "There is 'adapter_config.json' instead. Load it with peft"),
+        (_lora, f"holds '{QUERY}.lora_A.default.weight', a tensor of an adapter. Merge the adapters"),
+        (
+            _said_to_be_quantised,
+            "is quantised (gptq): its weights cannot be moved. Give the model before",
+        ),
+        (_quantised(torch.int8), f"holds '{QUERY}.weight' as I8, so it is quantised"),
+        (_quantised(torch.uint8), f"holds '{QUERY}.weight' as U8, so it is quantised"),
+        (_quantised(torch.float8_e4m3fn), f"holds '{QUERY}.weight' as F8_E4M3, so it is quantised"),
+        (_packed("qweight"), f"holds '{QUERY}.qweight', a tensor of a quantised model"),
+        (_packed("weight_packed"), f"holds '{QUERY}.weight_packed', a tensor of a quantised model"),
+        (_scaled, f"holds '{QUERY}.SCB', a tensor of a quantised model"),
+    ],
+)
+def test_what_is_no_model_of_its_own_is_refused(
+    spoil: Callable[[Path], None], expected: str, model: Path, tmp_path: Path
+) -> None:
+    spoil(model)
+    for code, output in (check(model), merge(model, "--out", tmp_path / "out")):
+        assert (code, expected in output) == (2, True), output
+    assert not (tmp_path / "out").exists()
+
+
+def test_integers_that_are_no_weights_are_fine(model: Path) -> None:
+    change(model, lambda t: {**t, "bert.embeddings.position_ids": torch.arange(40)[None]})
+    assert check(model)[0] == 0
+    assert merge(model, "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_floats_are_checked_in_float64(dtype: torch.dtype, model: Path) -> None:
+    change(model, lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    configure(model, dtype=str(dtype).removeprefix("torch."))
+    found = json.loads(commands.invoke("check", model, "--json")[1])
+    assert found["change"] <= 1e-10

@@ -1,0 +1,156 @@
+"""Summaries and paired intervals against numbers computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fedrot.simulations.config import TaskName
+from fedrot.simulations.report.summaries import (
+    metrics_in,
+    paired,
+    paired_difference,
+    removed_shares,
+    summarise,
+)
+from fedrot.simulations.tasks.objectives import OBJECTIVES
+from fedrot.simulations.tasks.scores import _CLASSIFICATION, _REGRESSION
+
+
+def row(arm: str, seed: int, value: float, round: int = 3, **more: object) -> dict[str, object]:
+    given = {"arm": arm, "start": "same", "seed": seed, "round": round, "metric": "accuracy"}
+    return {**given, "value": value, "scope": "central", **more}
+
+
+ROWS = [
+    *(row("plain", seed, value) for seed, value in enumerate((0.60, 0.62, 0.61))),
+    *(row("aligned", seed, value) for seed, value in enumerate((0.63, 0.64, 0.65))),
+    row("plain", 0, 0.10, round=1),
+    row("plain", 0, 0.99, scope="client:0"),
+]
+
+
+def test_summary_takes_the_final_round_and_the_central_scope() -> None:
+    plain, aligned = summarise(ROWS)
+    assert (plain.arm, plain.n, plain.setting) == ("plain", 3, "")
+    assert plain.mean == pytest.approx(0.61)
+    assert plain.sd == pytest.approx(0.01)
+    assert aligned.mean == pytest.approx(0.64)
+
+
+def test_one_seed_has_no_spread() -> None:
+    (only,) = summarise([row("plain", 0, 0.5)])
+    assert (only.n, only.mean) == (1, 0.5)
+    assert math.isnan(only.sd)
+
+
+def test_an_unfinished_seed_is_left_out() -> None:
+    rows = [row("plain", 0, 0.5), row("plain", 1, 0.1, round=2), row("aligned", 0, 0.2, round=2)]
+    (only,) = summarise(rows)
+    assert (only.arm, only.n, only.mean) == ("plain", 1, 0.5)
+
+
+def test_settings_have_their_own_final_round() -> None:
+    rows = [row("plain", 0, 0.5, round=1, setting="one-shot"), row("plain", 0, 0.6, setting="many")]
+    assert [(s.setting, s.mean) for s in summarise(rows)] == [("one-shot", 0.5), ("many", 0.6)]
+    with pytest.raises(ValueError, match="name one of"):
+        paired(rows, "plain", "plain", "accuracy", "same")
+
+
+def test_metrics_keep_their_order_with_the_loss_last() -> None:
+    rows = [row("plain", 0, 1.0, metric=metric) for metric in ("loss", "matthews", "accuracy")]
+    assert metrics_in(rows) == ["matthews", "accuracy", "loss"]
+    assert [s.metric for s in summarise(rows, ["accuracy"])] == ["accuracy"]
+
+
+def test_the_interval_by_hand() -> None:
+    found = paired(ROWS, "aligned", "plain", "accuracy", "same")
+    # Differences 0.03, 0.02, 0.04: mean 0.03, sd 0.01; t(0.975, 2) = 4.302653 from a printed table.
+    half = 4.302653 * 0.01 / math.sqrt(3)
+    assert found.mean == pytest.approx(0.03)
+    assert (found.ci_low, found.ci_high) == pytest.approx((0.03 - half, 0.03 + half), abs=1e-7)
+    assert (found.n, found.verdict) == (3, "better")
+
+
+def test_only_common_seeds_are_paired() -> None:
+    rows = [row("plain", 0, 0.5), row("plain", 1, 0.9), row("aligned", 0, 0.6), row("aligned", 2, 0.1)]
+    found = paired(rows, "aligned", "plain", "accuracy", "same")
+    assert (found.n, found.verdict) == (1, "one seed: no interval")
+    assert found.mean == pytest.approx(0.1)
+    assert math.isnan(found.ci_low)
+    none = paired(rows, "absent", "plain", "accuracy", "same")
+    assert (none.n, none.verdict) == (0, "no seed in common")
+
+
+@pytest.mark.parametrize(
+    ("differences", "lower_is_better", "verdict"),
+    [
+        ([0.1, 0.11, 0.12], False, "better"),
+        ([0.1, 0.11, 0.12], True, "worse"),
+        ([-0.1, -0.11, -0.12], True, "better"),
+        ([-0.1, -0.11, -0.12], False, "worse"),
+        ([0.1, -0.11, 0.12], False, "within noise"),
+        ([0.0, 0.0, 0.0], False, "identical"),
+        ([0.0, math.nan], False, "not finite"),
+        ([math.inf, 1.0], True, "not finite"),
+    ],
+)
+def test_verdicts_know_the_direction(
+    differences: list[float], lower_is_better: bool, verdict: str
+) -> None:
+    assert paired_difference(differences, lower_is_better=lower_is_better).verdict == verdict
+
+
+LOWER = ("loss", "perplexity", "pseudo_perplexity")
+HIGHER = (
+    *("accuracy", "macro_f1", "micro_f1", "f1", "matthews", "pearson", "spearman"),
+    *("precision", "recall"),
+)
+
+
+@pytest.mark.parametrize("metric", [*LOWER, *HIGHER])
+def test_which_metrics_are_better_where_they_are_lower(metric: str) -> None:
+    rows = [
+        row(arm, seed, level + seed / 1000, metric=metric)
+        for arm, level in (("plain", 1.0), ("aligned", 0.9))
+        for seed in range(3)
+    ]
+    down, up = ("better", "worse") if metric in LOWER else ("worse", "better")
+    assert paired(rows, "aligned", "plain", metric, "same").verdict == down
+    assert paired(rows, "plain", "aligned", metric, "same").verdict == up
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_every_metric_of_every_task_has_a_direction(task: TaskName) -> None:
+    metrics = getattr(OBJECTIVES[task], "metrics", None)
+    known = metrics if metrics is not None else (*_CLASSIFICATION, *_REGRESSION)
+    assert known
+    assert {*known} <= {*LOWER, *HIGHER}
+
+
+def test_a_round_ends_when_its_model_is_evaluated() -> None:
+    """A run killed in its fourth round: its clients have reported, the server has not."""
+    rows = [row("plain", seed, 0.5) for seed in range(2)]
+    rows += [
+        row("plain", 0, 0.9, round=4, scope=scope) for scope in ("client:0", "alone:1", "alignment")
+    ]
+    (only,) = summarise(rows)
+    assert (only.n, only.mean) == (2, 0.5)
+    assert metrics_in([*rows, row("plain", 0, 1.0, metric="train-loss", scope="client:0")]) == [
+        "accuracy"
+    ]
+
+
+def test_removed_shares_weigh_rows_by_their_distance() -> None:
+    about = {"arm": "aligned", "start": "same", "part": "ffn", "layer": 0}
+    rows = [
+        {**about, "before": 3.0, "after": 1.0},
+        {**about, "before": 1.0, "after": 1.0},
+        {**about, "layer": 1, "before": 0.0, "after": 0.0},
+        {"arm": "aligned", "start": "same", "set_aside": "not finite"},
+    ]
+    assert removed_shares(rows) == {
+        ("", "same", "aligned", "ffn", 0): 0.5,
+        ("", "same", "aligned", "ffn", 1): 0.0,
+    }

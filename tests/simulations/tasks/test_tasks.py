@@ -1,0 +1,112 @@
+"""Every other task in a simulation: images, causal language modelling, named entities."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrot.simulations.federation.run_folder import read_rows
+from tests.simulations.data.test_ner import write
+from tests.simulations.in_process import simulated
+
+GRID = """
+[base]
+clients = 2
+seeds = 1
+rounds = 1
+layers = 1
+width = 32
+heads = 2
+max_length = 32
+lr = 5e-3
+local_epochs = 6
+train_limit = 240
+test_limit = 80
+starts = ["same", "scrambled"]
+arms = "plain,aligned"
+
+[[setting]]
+setting = "image"
+task = "image"
+partition = "dirichlet:1"
+arms = "plain,aligned,ensemble"
+
+[[setting]]
+setting = "clm"
+task = "clm"
+architecture = "llama"
+
+[[setting]]
+setting = "ner"
+task = "ner"
+data = "mine"
+partition = "column:domain"
+"""
+METRICS = {
+    "image": ["accuracy", "macro_f1", "loss"],
+    "clm": ["perplexity", "loss"],
+    "ner": ["f1", "precision", "recall", "loss"],
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    write(folder / "data" / "ner", copies=20)
+    (folder / "grid.toml").write_text(GRID)
+    simulated(folder / "run", "compare", folder / "grid.toml", "--data-dir", folder / "data")
+    return folder / "run"
+
+
+def rows_of(run: Path, **wanted: Any) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run) if all(row[name] == value for name, value in wanted.items())]
+
+
+def central(run: Path, setting: str, start: str, arm: str, metric: str, server_round: int = 1) -> float:
+    (row,) = rows_of(
+        run, setting=setting, scope="central", start=start, arm=arm, metric=metric, round=server_round
+    )
+    return float(row["value"])
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_every_scope_has_the_metrics_of_the_task(run: Path, task: str) -> None:
+    for scope in ("central", "alone:0", "alone:1"):
+        found = rows_of(run, setting=task, scope=scope, arm="aligned", start="same", round=1)
+        assert [row["metric"] for row in found] == METRICS[task]
+        assert all(math.isfinite(row["value"]) for row in found)
+    own = {row["metric"] for row in rows_of(run, setting=task, scope="client:0")}
+    assert own == {"train-loss", *METRICS[task]}
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_training_helps(run: Path, task: str) -> None:
+    first = central(run, task, "same", "plain", "loss", 0)
+    assert central(run, task, "same", "plain", "loss") < first
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_scrambling_does_not_touch_the_aligned_average(run: Path, task: str) -> None:
+    def gap(arm: str) -> float:
+        losses = [central(run, task, start, arm, "loss") for start in ("same", "scrambled")]
+        return abs(losses[0] - losses[1])
+
+    assert gap("aligned") < 1e-4
+    assert gap("plain") > 10 * gap("aligned")
+
+
+def test_the_headlines_agree_with_the_loss_and_the_ensemble_with_none(run: Path) -> None:
+    loss = central(run, "clm", "same", "plain", "loss")
+    assert central(run, "clm", "same", "plain", "perplexity") == pytest.approx(math.exp(loss))
+    arms = {arm: central(run, "image", "same", arm, "loss") for arm in ("plain", "aligned", "ensemble")}
+    assert len(set(arms.values())) == 3
+
+
+def test_the_report_shows_every_task(run: Path) -> None:
+    report = (run / "report.html").read_text()
+    for setting, metrics in METRICS.items():
+        assert (run / "plots" / f"{setting}-{metrics[0]}.png").is_file()
+        assert setting in report

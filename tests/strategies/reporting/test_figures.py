@@ -1,0 +1,131 @@
+"""The figures of a round: their names are documented, and they say what they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+
+import fedrot
+from fedrot.strategies import FedRot
+from fedrot.strategies.reporting.figures import metrics_table
+from fedrot.transport import Move, apply_moves
+from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
+from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.fakes import Client, broadcast, failure, reply
+
+CONFIG = config_of(NAME)
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def _documented(also_without_alignment: bool = False) -> list[str]:
+    """Return the names in the page's table."""
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if len(row) > 1 and row[1].startswith(" `fedrot-")]
+    return [row[1].strip(" `") for row in rows if not also_without_alignment or "not 0" in row[-2]]
+
+
+def _play(strategy: FedRot, updates: list[State], *others: Client) -> dict[str, Any]:
+    messages = broadcast(strategy, state(), len(updates) + len(others))
+    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates, strict=False))]
+    answers = (other(m) for other, m in zip(others, messages[len(updates) :], strict=True))
+    replies += [answer for answer in answers if answer is not None]
+    _, metrics = strategy.aggregate_train(1, replies)
+    return dict(metrics or {})
+
+
+def test_the_page_has_the_table_that_the_code_makes() -> None:
+    assert metrics_table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_round_s_metrics_are_those_of_the_page() -> None:
+    names = _documented()
+    assert len(names) == len(set(names)) > 15
+    metrics = _play(FedRot(CONFIG), [near(state(), 0.05, i) for i in range(2)])
+    assert [name for name in metrics if name.startswith("fedrot-")] == names
+
+
+def test_without_alignment_only_what_went_wrong_is_reported_under_the_page_s_names() -> None:
+    whole = near(state(), 0.05, 0)
+
+    def bare(message: Message) -> Message:
+        return reply(message, {}, 10, 2)
+
+    metrics = _play(FedRot(align=False, min_replies=2), [whole], bare, failure)
+    expected = {"replies-set-aside": 1, "replies-failed": 1, "round-failed": 1}
+    ours = {name: value for name, value in metrics.items() if name.startswith("fedrot-")}
+    assert ours == {f"fedrot-{name}": value for name, value in expected.items()}
+    assert ours.keys() <= set(_documented(also_without_alignment=True))
+
+
+def test_heads_and_neurons_count_once_however_many_clients_moved_them() -> None:
+    """Each client's first layer was moved in one head and two neurons, some of them the same."""
+    eye = torch.eye(8).repeat(HEADS, 1, 1)
+    groups = {g.name.rpartition(".")[2]: g for g in SYMMETRY.groups if g.layer == 0}
+
+    def moved(part: str, head: int, neuron: int) -> State:
+        turn, order = eye.clone(), torch.arange(NEURONS)
+        turn[head] = turn[head].flip(0)
+        order[[neuron, neuron + 1]] = order[[neuron + 1, neuron]]
+        return apply_moves(state(), [Move(groups[part], turn), Move(groups["ffn"], order)])
+
+    sent = [moved("qk", 0, 5), moved("vo", 0, 6), moved("vo", 2, 5)]
+    metrics = _play(FedRot(CONFIG, anchor="global"), sent)
+    assert (metrics["fedrot-heads-rotated"], metrics["fedrot-neurons-moved"]) == (2, 3)
+
+
+def test_what_is_moved_in_every_client_is_no_more_than_the_model_has() -> None:
+    whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+    sent = []
+    for _ in range(3):
+        moves = [
+            Move(group, torch.roll(torch.arange(group.kind.units), 1))
+            for group in SYMMETRY.groups
+            if group.part in ("heads", "ffn", "residual")
+        ]
+        sent.append(apply_moves(state(), moves))
+    metrics = _play(FedRot(CONFIG, anchor="global", options=whole), sent)
+    width = state()["classifier.weight"].shape[1]
+    found = [metrics[f"fedrot-{name}"] for name in ("heads-moved", "neurons-moved", "stream-moved")]
+    assert found == [LAYERS * HEADS, LAYERS * NEURONS, width]
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("fedrot.strategies.round.round_report.time", clock)
+
+    def aligned(*given: Any) -> Any:
+        clock.now += 5
+        alignment = fedrot.align(*given)
+        object.__setattr__(alignment.report, "seconds", 5.0)
+        return alignment
+
+    monkeypatch.setattr("fedrot.anchors.align", aligned)
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, state(), 2)
+
+    def slowly() -> Iterator[Message]:
+        for index, message in enumerate(messages):
+            clock.now += 100
+            yield reply(message, near(state(), 0.05, index), 10, index)
+        clock.now += 1000
+
+    _, metrics = strategy.aggregate_train(1, slowly())
+    assert metrics is not None
+    found = {name: metrics[f"fedrot-seconds-{name}"] for name in ("waiting", "aligning", "round")}
+    assert found == pytest.approx({"waiting": 1200, "aligning": 10, "round": 1210}, abs=5)

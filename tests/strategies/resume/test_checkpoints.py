@@ -1,0 +1,527 @@
+"""Checkpoints hold what was saved, bit for bit, and are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import FedAvg, Result
+from safetensors.torch import load_file
+
+from fedrot.errors import FedrotError
+from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints
+from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.resume.values import UnknownValueError, decode, encode
+from fedrot.strategies.wire.arrays import to_arrays
+from tests.strategies.classifier import build, state
+from tests.strategies.runs import Server
+
+FILES = ("model.safetensors", "state.safetensors", "checkpoint.json")
+
+
+def run_state(strategy: FedAvg | None = None) -> RunState:
+    return RunState(strategy or FedAvg(), ConfigRecord(), ConfigRecord())
+
+
+def save(
+    folder: Path,
+    number: int,
+    arrays: ArrayRecord | None = None,
+    keep: int = 3,
+    result: Result | None = None,
+) -> Path:
+    """Save one round; the model is the round's number if none is given."""
+    arrays = arrays or ArrayRecord({"weight": torch.full((50, 40), float(number))})
+    checkpoints = Checkpoints(folder, keep)
+    torch.rand(())  # As in a run: no two states are the same.
+    with checkpoints.writing():
+        return checkpoints.save(number, arrays, result or Result(arrays), run_state())
+
+
+def round_of(found: Checkpoint) -> int:
+    """Return which round a checkpoint of ``save`` is, by its model."""
+    (value,) = set(found.arrays["weight"].numpy().flatten().tolist())
+    assert value == found.round
+    return found.round
+
+
+def same(one: ArrayRecord, other: ArrayRecord) -> bool:
+    """Return whether two records are the same bytes under the same names in the same order."""
+
+    def parts(record: ArrayRecord) -> list[Any]:
+        return [(name, a.dtype, a.shape, a.stype, a.data) for name, a in record.items()]
+
+    return parts(one) == parts(other)
+
+
+# Arrays
+
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+NUMBERS = ["float16", "float32", "float64", "bool", *INTEGERS]
+BYTES = np.arange(48, dtype=np.uint8)
+ARRAYS: dict[str, ArrayRecord] = {
+    **{name: ArrayRecord({"a": Array(BYTES.astype(name).reshape(6, 8))}) for name in NUMBERS},
+    "bits of nan": ArrayRecord({"a": Array(np.array([0x7FC00001, 0xFFC12345], "u4").view("f4"))}),
+    "bfloat16": to_arrays({"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(4)}),
+    "tied": to_arrays(dict.fromkeys("ab", torch.randn(3, 5)) | {"c": torch.randn(3)}),
+    "tied bfloat16": to_arrays(dict.fromkeys("ab", torch.randn(3, 5).bfloat16())),
+    "one array twice": ArrayRecord(dict.fromkeys("ab", Array(np.arange(6.0)))),
+    "Fortran order": ArrayRecord({"a": Array(np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)))}),
+    "no dimensions": ArrayRecord({"a": Array(np.array(2.5)), "b": Array(np.array(3))}),
+    "no elements": ArrayRecord({"a": Array(np.zeros((0, 3), "f4"))}),
+    "big-endian": ArrayRecord({"a": Array(np.arange(5, dtype=">f4"))}),
+    "complex": ArrayRecord({"a": Array(np.array([1 + 2j, 3]))}),
+    "text": ArrayRecord({"a": Array(np.array(["one", "two"]))}),
+    "unknown": ArrayRecord({"a": Array("float32", (2,), "something.else", b"\x00\xff\x80")}),
+    "no bytes": ArrayRecord({"a": Array("float32", (2,), "something.else", b"")}),
+    "tied to nothing": ArrayRecord({"a": Array("float32", (2,), "fedrot.tied", b"\xff")}),
+    "empty": ArrayRecord(),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_come_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
+    saved = ARRAYS[kind]
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints.writing():
+        checkpoints.save(1, saved, Result(saved), run_state())
+    found = checkpoints.newest()
+    assert same(found.arrays, saved)
+    assert same(found.result.arrays, saved)
+
+
+def test_the_newest_model_loads_as_it_is(tmp_path: Path) -> None:
+    """Tied tensors and bfloat16 included: every name has its values."""
+    tensors = {k: t.bfloat16() for k, t in state(3).items()}
+    folder = save(tmp_path, 1, to_arrays({**tensors, "tied": tensors["classifier.weight"]}))
+    loaded = load_file(folder / "model.safetensors")
+    assert torch.equal(loaded.pop("tied"), tensors["classifier.weight"])
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    model = build()
+    model.load_state_dict(loaded)
+
+
+def test_a_result_without_a_model_stays_without(tmp_path: Path) -> None:
+    save(tmp_path, 1, result=Result())
+    found = Checkpoints(tmp_path).newest()
+    assert round_of(found) == 1
+    assert list(found.result.arrays) == []
+
+
+def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
+    nans = [struct.unpack(">d", bytes.fromhex(h))[0] for h in ("7ff8000000000001", "fff8000000000000")]
+    floats = [0.1, -0.0, 5e-324, 1.7976931348623157e308, float("inf"), -float("inf"), *nans]
+    result = Result(
+        train_metrics_clientapp={1: MetricRecord({"loss": 0.1 + 0.2, "all": floats, "n": 2**80})},
+        evaluate_metrics_serverapp={0: MetricRecord({"none": []}), 10: MetricRecord({"ints": [1, -2]})},
+    )
+    save(tmp_path, 1, result=result)
+    found = Checkpoints(tmp_path).newest().result
+    metrics: Any = found.train_metrics_clientapp[1]
+    assert [struct.pack(">d", x) for x in metrics.pop("all")] == [struct.pack(">d", x) for x in floats]
+    assert metrics == {"loss": 0.1 + 0.2, "n": 2**80}
+    assert found.evaluate_metrics_clientapp == {}
+    assert list(found.evaluate_metrics_serverapp) == [0, 10]
+    assert found.evaluate_metrics_serverapp == result.evaluate_metrics_serverapp
+    assert type(found.evaluate_metrics_serverapp[10]) is MetricRecord
+
+
+# Values
+
+VALUES: list[Any] = [
+    None,
+    True,
+    -(2**70),
+    "Zürich \ud800",
+    b"\x00\xff",
+    (1, (2.5, None)),
+    [1, [2, {"a": 3}]],
+    {1: "a", "1": "b", (1, 2): {}, None: float("-inf")},
+    {"dict": 1, "float": "no"},
+    {3, "x"},
+    frozenset({1}),
+    np.float32(0.1),
+    np.int64(3),
+    ConfigRecord({"a": [True, False], "b": b"\x01", "c": "s"}),
+    MetricRecord({"a": 1}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_come_back(value: Any) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    found = decode(json.loads(json.dumps(encode(value, "it", arrays), allow_nan=False)), arrays)
+    assert found == value
+    assert type(found) is type(value)
+
+
+SQUARE = np.arange(12.0).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [SQUARE, SQUARE.T, SQUARE[::2, ::-1], SQUARE[1, 1:2], np.array(7.0), np.zeros((0, 2)), SQUARE > 3]
+    + [SQUARE.astype(d) for d in (">f8", "f2", "u2", "c16", "U3", "longdouble")],
+    ids=lambda a: f"{a.dtype} {a.shape}",
+)
+def test_numpy_arrays_come_back_as_they_lie_in_memory(value: np.ndarray) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    found = decode(encode({"x": [value]}, "it", arrays), arrays)["x"][0]
+    np.testing.assert_array_equal(found, value, strict=True)
+    assert found.dtype == value.dtype
+    assert found.flags.writeable
+    assert found.flags.f_contiguous == (value.flags.f_contiguous or value.ndim < 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+def test_tensors_come_back(dtype: torch.dtype) -> None:
+    for value in (torch.arange(6).reshape(2, 3).to(dtype).T, torch.ones((), dtype=dtype)):
+        arrays: dict[str, np.ndarray] = {}
+        found = decode(encode(value, "it", arrays), arrays)
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert torch.equal(found.float(), value.float())
+
+
+@pytest.mark.parametrize(
+    "value", [object(), len, np.array([object()]), np.ma.array([1.0]), {"a": [range(3)]}, 1j]
+)
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(UnknownValueError):
+        encode(value, "it", {})
+
+
+# The folder
+
+
+def test_the_last_ones_stay(tmp_path: Path) -> None:
+    for number in range(1, 8):
+        save(tmp_path, number, keep=2)
+        assert Checkpoints(tmp_path).rounds() == [n for n in (number - 1, number) if n]
+        assert round_of(Checkpoints(tmp_path).newest()) == number
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "round-000006", "round-000007"]
+    assert sorted(p.name for p in (tmp_path / "round-000007").iterdir()) == sorted(FILES)
+
+
+def test_the_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE((folder / name).stat().st_mode) for name in FILES} == {0o640}
+
+
+def test_none_kept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedrotError, match="not 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def _truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+def _emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _edited(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert '"round": 3' in text
+    path.write_text(text.replace('"round": 3', '"round": 9'), encoding="utf-8")
+
+
+def _other_json(path: Path) -> None:
+    path.write_text('{"checkpoint": [1]}', encoding="utf-8")
+
+
+def _of_round_two(path: Path) -> None:
+    path.write_bytes((path.parents[1] / "round-000002" / path.name).read_bytes())
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    *((damage, name) for damage in (_truncated, _flipped, _emptied, Path.unlink) for name in FILES),
+    (_edited, "checkpoint.json"),
+    (_other_json, "checkpoint.json"),
+    (_of_round_two, "model.safetensors"),
+    (_of_round_two, "state.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGES)
+def test_a_damaged_one_is_reported_and_the_one_before_it_used(
+    tmp_path: Path, warnings: Callable[[], str], damage: Callable[[Path], None], name: str
+) -> None:
+    for number in (1, 2, 3):
+        save(tmp_path, number, ArrayRecord({"weight": torch.full((50, 40), float(number))}))
+    assert round_of(Checkpoints(tmp_path).newest()) == 3
+    assert warnings() == ""
+    damage(tmp_path / "round-000003" / name)
+    assert round_of(Checkpoints(tmp_path).newest()) == 2
+    assert "round-000003' cannot be used" in warnings()
+    assert name in warnings()
+
+
+def test_an_empty_one_and_a_file_in_its_place_are_passed_over(
+    tmp_path: Path, warnings: Callable[[], str]
+) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "round-000002").mkdir()
+    (tmp_path / "round-000003").write_text("")
+    assert round_of(Checkpoints(tmp_path).newest()) == 1
+    assert "round-000002" in warnings()
+    assert "round-000003" in warnings()
+
+
+def test_none_good_is_an_error(tmp_path: Path) -> None:
+    for number in (1, 2):
+        _truncated(save(tmp_path, number) / "model.safetensors")
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FedrotError, match=f"no usable checkpoint in '{folder}'"):
+            Checkpoints(folder).newest()
+
+
+def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path: Path) -> None:
+    for number in range(1, 7):
+        save(tmp_path, number, keep=6)
+    for number in (5, 6):
+        _truncated(tmp_path / f"round-{number:06d}" / "model.safetensors")
+    for number in (5, 6):
+        save(tmp_path, number, keep=1)
+        assert round_of(Checkpoints(tmp_path).newest()) == number
+    assert Checkpoints(tmp_path).rounds() == [6]
+
+
+def test_another_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("fedrot.strategies.resume.checkpoints._FORMAT", 99)
+        save(tmp_path, 1)
+    with pytest.raises(FedrotError, match="in format 99; this one reads format 1"):
+        Checkpoints(tmp_path).newest()
+
+
+def test_other_versions_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warnings: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("fedrot.strategies.resume.checkpoints.version", lambda name: "0.0.1")
+        save(tmp_path, 1)
+    caplog.set_level("INFO", "flwr")
+    assert round_of(Checkpoints(tmp_path).newest()) == 1
+    assert f"torch 0.0.1 -> {torch.__version__.partition('+')[0]}" in caplog.text
+
+
+# Two writers
+
+
+def test_two_runs_of_one_process_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    with (
+        Checkpoints(tmp_path / "a").writing(),
+        Checkpoints(tmp_path / "b").writing(),
+        pytest.raises(FedrotError, match="in this process is writing checkpoints to"),
+        Checkpoints(tmp_path / "b" / ".." / "a").writing(),
+    ):
+        pass
+    with Checkpoints(tmp_path / "a").writing():
+        pass
+
+
+def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib; from fedrot.strategies.resume.checkpoints import _locked\n"
+        "with _locked(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(FedrotError, match=f"process {other.pid} on"),
+            Checkpoints(tmp_path).writing(),
+        ):
+            pass
+        other.kill()
+    save(tmp_path, 1)
+    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on")
+
+
+# Writes that fail
+
+
+@contextmanager
+def full_after(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size: writes fail midway, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def _large(number: int) -> ArrayRecord:
+    return ArrayRecord({"weight": torch.full((1000, 1000), float(number))})
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_others_whole(tmp_path: Path) -> None:
+    save(tmp_path, 1, _large(1))
+    with full_after(2_000_000), pytest.raises(FedrotError, match="round 2 cannot be written"):
+        save(tmp_path, 2, _large(2))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "round-000001"]
+    assert round_of(Checkpoints(tmp_path).newest()) == 1
+    save(tmp_path, 2, _large(2))
+    assert round_of(Checkpoints(tmp_path).newest()) == 2
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "fsync", "rename"])
+def test_an_error_of_the_file_system_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    save(tmp_path, 1)
+    with Checkpoints(tmp_path).writing():
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, operation, fails)
+        with pytest.raises(FedrotError, match="No space left on device"):
+            Checkpoints(tmp_path).save(2, _large(2), Result(), run_state())
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "round-000001"]
+    assert round_of(Checkpoints(tmp_path).newest()) == 1
+
+
+@pytest.fixture
+def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return what is done to files below the folder of a checkpoint, in order: (what, path)."""
+    found: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def noted(what: str, path: Any) -> None:
+        path = Path(path)
+        if path.is_relative_to(tmp_path):
+            found.append((what, str(path.relative_to(tmp_path))))
+
+    def noted_fsync(descriptor: int) -> None:
+        noted("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def noted_move(move: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def moved(source: Any, target: Any) -> None:
+            noted("write", target)
+            move(source, target)
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_move(rename))
+    monkeypatch.setattr(os, "replace", noted_move(replace))
+    return found
+
+
+def test_every_file_is_on_disk_before_its_checkpoint_has_a_name(
+    tmp_path: Path, operations: list[tuple[str, str]]
+) -> None:
+    folder = save(tmp_path / "run", 7)
+    named = operations.index(("write", "run/round-000007"))
+    before = {path for what, path in operations[:named] if what == "sync"}
+    assert {Path(path).name for path in before} >= {path.name for path in folder.iterdir()}
+    # And the entries of the folder that becomes the checkpoint.
+    (written,) = {Path(path).parent for path in before if path.endswith("checkpoint.json")}
+    assert str(written) in before
+    assert written.parent == Path("run")
+
+
+def test_the_name_of_a_checkpoint_is_on_disk_before_older_ones_go(
+    tmp_path: Path, operations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run", 6, keep=1)
+    operations.clear()
+    remove = shutil.rmtree
+
+    def noted(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).exists():
+            operations.append(("remove", str(Path(path).relative_to(tmp_path))))
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    save(tmp_path / "run", 7, keep=1)
+    named = operations.index(("write", "run/round-000007"))
+    assert operations[named + 1 :] == [("sync", "run"), ("remove", "run/round-000006")]
+
+
+def test_death_before_any_file_operation_leaves_whole_ones(tmp_path: Path, server: Server) -> None:
+    """A process dies at every step of a write that replaces the only checkpoint."""
+    steps = []
+    for step in range(100):
+        folder = tmp_path / str(step)
+        save(folder, 2, keep=1)
+        died = server.run("die", folder=str(folder), at=step)
+        newest = Checkpoints(folder).newest()
+        steps.append((*died.marks, round_of(newest)))
+        assert newest.round in Checkpoints(folder).rounds()
+        # The next run clears away what is left, and writes.
+        save(folder, newest.round + 1, keep=1)
+        assert round_of(Checkpoints(folder).newest()) == newest.round + 1
+        assert Checkpoints(folder).rounds() == [newest.round + 1]
+        assert len(list(folder.iterdir())) == 2  # With the lock.
+        if died.code == 0:
+            break
+        assert died.code == -signal.SIGKILL
+    # Before the rename the old one is the newest, after it the new one; there is nothing else.
+    found = [number for *_, number in steps]
+    assert found == sorted(found)
+    assert set(found) == {2, 3}
+    renamed = found.index(3)
+    assert steps[renamed - 1][0] == "dies before rename"
+    # It has died before every file and its folder were on disk, and while those of the old one went.
+    files = len(list(next(folder.glob("round-*")).iterdir()))
+    before, after = (Counter(mark for mark, _ in part) for part in (steps[:renamed], steps[renamed:-1]))
+    assert before["dies before fsync"] == files + 1
+    assert after["dies before fsync"] == 1, "the folder of them all"
+    assert (after["dies before unlink"], after["dies before rmdir"]) == (files, 1)
+
+
+def test_the_page_about_checkpoints_loads_the_newest_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "load_file" in block)
+    for number in (9, 10):
+        save(tmp_path / "runs" / "tuesday", number, ArrayRecord(state(number)))
+    monkeypatch.chdir(tmp_path)
+    model = build()
+    exec(compile(block, "checkpoints.md", "exec"), {"model": model})
+    expected = state(10)
+    assert all(torch.equal(t, expected[name]) for name, t in model.state_dict().items())

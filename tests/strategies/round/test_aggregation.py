@@ -1,0 +1,689 @@
+"""Ways to merge aligned updates behind FedRot: statistics are asked for, checked, moved and used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg
+from torch import Tensor
+
+import fedrot
+from fedrot.aggregation import Fisher, GreedySoup, Mean, OptimalTransport, RegMean
+from fedrot.aggregation.statistic_kinds import TRAINED
+from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
+from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
+from tests.models import DIM, HEADS, WIDTH, State, config_of, near
+from tests.strategies.aggregating import (
+    ANCHOR,
+    DOWN,
+    HEAD,
+    OUTPUT,
+    PERMUTATIONS,
+    QUERY,
+    UP,
+    Client,
+    Statistics,
+    answer,
+    apart,
+    ask,
+    batches,
+    fishers,
+    grams,
+    honest,
+    loaded,
+    mean,
+    merged,
+    play,
+    scrambled,
+)
+from tests.strategies.classifier import NAME, SYMMETRY, build, error, state
+from tests.strategies.fakes import (
+    FakeGrid,
+    arrays_of,
+    failure,
+    largest_difference,
+    reply,
+    tensors_of,
+)
+
+# --- RegMean -----------------------------------------------------------------------------------------
+
+
+def test_regmean_behind_flower_is_regmean() -> None:
+    result, metrics = play(FedRot(config_of(NAME), align=False, aggregation=RegMean), honest())
+    assert apart(result, merged(RegMean(), honest())) == 0
+    assert apart(result, mean(honest())) > 1e-3
+    assert set(metrics) == {"fedrot-statistics-bytes"}
+
+
+def test_options_of_the_aggregation_are_its_own() -> None:
+    strategy = FedRot(config_of(NAME), align=False, aggregation=lambda: RegMean(alpha=0.3, beta=0.1))
+    result, _ = play(strategy, honest())
+    assert apart(result, merged(RegMean(0.3, 0.1), honest())) == 0
+
+
+@ANCHOR
+def test_regmean_merges_what_alignment_moved(anchor: str) -> None:
+    """The oracle: align the round, move each client's statistics by hand, merge."""
+    clients = scrambled(honest())
+    aligned = fedrot.align_round(
+        [(c.update, c.weight) for c in clients], state(), SYMMETRY, None, anchor
+    )
+    moved = [
+        Client(dict(a.tensors), a.weight, a.alignment.transport(client.statistics))
+        for client, a in zip(clients, aligned, strict=True)
+    ]
+    result, _ = play(FedRot(config_of(NAME), anchor=anchor, aggregation=RegMean), clients)
+    assert apart(result, merged(RegMean(), moved)) <= 1e-6
+
+
+@pytest.mark.parametrize("form", ["full", "heads"])
+@ANCHOR
+def test_scrambled_clients_give_the_unscrambled_regmean(anchor: str, form: Any) -> None:
+    collect = partial(grams, form=form, symmetry=SYMMETRY)
+    clients = honest(collect)
+    strategy = FedRot(config_of(NAME), anchor=anchor, aggregation=RegMean)
+    expected, _ = play(strategy, clients)
+    result, _ = play(strategy, scrambled(clients, collect))
+    assert largest_difference(result, expected) <= 1e-4
+    unaligned = FedRot(config_of(NAME), align=False, aggregation=RegMean)
+    assert largest_difference(play(unaligned, scrambled(clients, collect))[0], expected) > 0.1
+
+
+def test_forms_of_heads_follow_the_rotations() -> None:
+    """Ten times fewer numbers, and still the unscrambled result; see the parametrised test."""
+    small = fedrot.compressed(honest()[0].statistics, "heads", SYMMETRY)["gram"]
+    assert small[OUTPUT].shape == (HEADS, DIM, DIM)
+    assert small[DOWN].shape == (48,)
+
+
+def test_weights_count() -> None:
+    equal = [replace(client, weight=1.0) for client in honest()]
+    strategy = FedRot(config_of(NAME), aggregation=RegMean)
+    assert largest_difference(play(strategy, equal)[0], play(strategy, honest())[0]) > 1e-3
+    tenfold = [replace(client, weight=10 * client.weight) for client in honest()]
+    assert largest_difference(play(strategy, tenfold)[0], play(strategy, honest())[0]) <= 1e-5
+
+
+def test_clients_that_agree_are_left_as_they_are() -> None:
+    base = state()
+    clients = [Client(base, 1.0 + seed, grams(base, seed)) for seed in range(3)]
+    assert apart(play(FedRot(config_of(NAME), aggregation=RegMean), clients)[0], base) <= 1e-5
+    result, _ = play(FedRot(config_of(NAME), aggregation=RegMean), scrambled(clients))
+    assert apart(result, base) <= 1e-4
+
+
+def test_foreign_replies_bring_statistics_of_the_whole_model() -> None:
+    other = state(3)
+    clients = [Client(other, 9.0, grams(other)), *[Client(other, 5.0, grams(other, s)) for s in (1, 2)]]
+    moved = scrambled(clients, parts=fedrot.WHOLE_MODEL)
+    moved[0] = clients[0]
+    strategy = FedRot(config_of(NAME), aggregation=RegMean, model=build)
+    result, metrics = play(strategy, moved)
+    assert metrics["fedrot-replies-foreign"] == 3
+    assert apart(result, other) <= 1e-3
+
+
+def test_statistics_in_bfloat16_are_half_the_bytes_and_nearly_the_same() -> None:
+    strategy = FedRot(config_of(NAME), aggregation=RegMean)
+    expected, full = play(strategy, honest())
+    result, half = play(strategy, honest(), dtype=torch.bfloat16)
+    headers = 3 * 10 * 128
+    sizes = [int(found["fedrot-statistics-bytes"]) - headers for found in (full, half)]
+    assert sizes[0] == 2 * sizes[1]
+    assert half["fedrot-replies-set-aside"] == 0
+    gain = apart(expected, mean(honest()))
+    assert largest_difference(result, expected) < 0.1 * gain
+
+
+def test_few_tokens_in_bfloat16_are_gram_matrices_too() -> None:
+    """Rounding to three digits leaves eigenvalues below zero where a direction was not seen."""
+    clients = [
+        Client(c.update, c.weight, fedrot.collect_gram(loaded(c.update), batches(seed, 2, 5)))
+        for seed, c in enumerate(honest())
+    ]
+    strategy = FedRot(config_of(NAME), aggregation=RegMean)
+    expected, _ = play(strategy, clients)
+    messages = ask(strategy, state(), 3)
+    replies = [
+        answer(m, c, i, torch.bfloat16) for i, (m, c) in enumerate(zip(messages, clients, strict=True))
+    ]
+    result, metrics = strategy.aggregate_train(1, replies)
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 0
+    gain = apart(expected, mean(clients))
+    assert largest_difference(result, expected) < 0.1 * gain
+
+
+def test_the_metrics_know_what_statistics_weigh() -> None:
+    for align in (True, False):
+        strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean)
+        messages = ask(strategy, state(), 3)
+        replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
+        expected = sum(statistics_bytes(message) for message in replies)
+        # Of ten matrices per client, seven are [32, 32] or its like and two are [48, 48].
+        numbers = 3 * (2 * (3 * WIDTH**2 + 48**2) + 2 * WIDTH**2)
+        assert expected == 4 * numbers + 3 * 10 * 128
+        _, metrics = strategy.aggregate_train(1, [*replies, failure(messages[0])])
+        assert metrics is not None
+        assert metrics["fedrot-statistics-bytes"] == expected
+    _, metrics = play(FedRot(config_of(NAME)), [replace(c, statistics={}) for c in honest()])
+    assert metrics["fedrot-statistics-bytes"] == 0
+
+
+def test_models_of_conv1d_alone_are_merged_too() -> None:
+    """GPT-2 reads its inputs with the weights' first axis: all of its matrices are ``gram_conv1d``."""
+    generator = torch.Generator().manual_seed(0)
+    clients = []
+    for weight in (1.0, 4.0):
+        inputs = torch.randn(20, 4, generator=generator)
+        update = {"h.c_fc.weight": torch.randn(4, 3, generator=generator)}
+        gram = {"gram_conv1d": {"h.c_fc.weight": inputs.T @ inputs}}
+        clients.append(Client(update, weight, gram))
+    strategy = FedRot(None, align=False, aggregation=RegMean)
+    result, _ = play(strategy, clients, base=clients[0].update)
+    assert apart(result, merged(RegMean(), clients)) <= 1e-6
+
+
+def test_integer_buffers_stay_the_broadcasts() -> None:
+    more = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
+    base = {**state(), **more}
+    symmetry = fedrot.symmetry_of(config_of(NAME), base)
+    other = {"steps": torch.tensor(9), "mask": torch.tensor([False, False])}
+    clients = [replace(client, update={**client.update, **other}) for client in honest()]
+    for align in (True, False):
+        strategy = FedRot(symmetry, align=align, aggregation=RegMean)
+        arrays = arrays_of(play(strategy, clients, base=base)[0])
+        assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), 7)
+        assert arrays["mask"].tolist() == [True, False]
+
+
+def test_names_dtypes_and_order_are_the_broadcasts() -> None:
+    base = state()
+    half = [
+        replace(client, update={name: tensor.half() for name, tensor in client.update.items()})
+        for client in honest()
+    ]
+    result, _ = play(FedRot(config_of(NAME), aggregation=RegMean), half)
+    assert list(result) == list(base)
+    assert {array.dtype for array in arrays_of(result).values()} == {np.dtype("float32")}
+
+
+def test_the_replies_and_their_statistics_are_not_changed() -> None:
+    strategy = FedRot(config_of(NAME), aggregation=RegMean)
+    messages = ask(strategy, state(), 3)
+    clients = scrambled(honest())
+    replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
+    before = [copy.deepcopy(message.content) for message in replies]
+    strategy.aggregate_train(1, replies)
+    for was, message in zip(before, replies, strict=True):
+        assert list(was) == list(message.content)
+        for record in ("arrays", STATISTICS):
+            ours, theirs = arrays_of(was[record]), arrays_of(message.content[record])
+            assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+# --- asking ------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_asked_for_every_so_many_rounds() -> None:
+    strategy = FedRot(config_of(NAME), align=False, aggregation=RegMean, statistics_every=2)
+    for server_round in range(1, 6):
+        config = ask(strategy, state(), 3, server_round)[0].content.config_records["config"]
+        assert config[STATISTICS] == ("gram" if server_round % 2 else "")
+    bare = [replace(client, statistics={}) for client in honest()]
+    for server_round in (2, 4):
+        for clients in (bare, honest()):
+            result, _ = play(strategy, clients, server_round)
+            assert apart(result, mean(honest())) <= 1e-6
+    for server_round in (1, 3):
+        assert apart(play(strategy, honest(), server_round)[0], merged(RegMean(), honest())) == 0
+
+
+def test_the_clients_read_what_is_asked_round_by_round() -> None:
+    """The whole loop of Flower, over rounds whose configuration is one and the same record."""
+    asked: list[list[tuple[str, ...]]] = [[], []]
+
+    def client(index: int) -> Callable[[Message], Message]:
+        def train(message: Message) -> Message:
+            asked[index].append(wanted_statistics(message))
+            chosen = honest()[index]
+            return answer(message, chosen if asked[index][-1] else replace(chosen, statistics={}), index)
+
+        return train
+
+    given: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
+    strategy = FedRot(config_of(NAME), aggregation=RegMean, statistics_every=3, **given)
+    grid = FakeGrid({100 + i: client(i) for i in range(2)})
+    result = strategy.start(grid, ArrayRecord(state()), 5, train_config=ConfigRecord({"lr": 0.1}))
+    assert asked == [[("gram",), (), (), ("gram",), ()]] * 2
+    weights = [result.train_metrics_clientapp[i]["fedrot-statistics-bytes"] for i in range(1, 6)]
+    assert [weight > 0 for weight in weights] == [True, False, False, True, False]
+    assert {m["fedrot-replies-set-aside"] for m in result.train_metrics_clientapp.values()} == {0}
+
+
+def test_without_needs_nothing_is_asked_for() -> None:
+    for aggregation in (None, Mean, lambda: GreedySoup(lambda tensors: 0.0)):
+        strategy = FedRot(config_of(NAME), aggregation=aggregation)
+        (config,) = ask(strategy, state(), 3)[0].content.config_records.values()
+        assert STATISTICS not in config
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_a_period_that_is_none_is_refused(every: int) -> None:
+    with pytest.raises(fedrot.FedrotError, match=f"statistics_every is {every}"):
+        FedRot(config_of(NAME), aggregation=RegMean, statistics_every=every)
+
+
+def test_the_summary_names_the_aggregation(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("flwr").propagate = True
+    caplog.set_level(logging.INFO)
+    for build_it in (RegMean, lambda: RegMean(0.5), partial(RegMean, 0.5)):
+        caplog.clear()
+        FedRot(config_of(NAME), aggregation=build_it, statistics_every=2).summary()
+        assert "Aggregation: RegMean every 2 rounds" in caplog.text
+    FedRot(config_of(NAME), aggregation=Mean, statistics_every=2).summary()
+    assert "Aggregation: Mean\n" in caplog.text
+
+
+# --- bad statistics ----------------------------------------------------------------------------------
+
+
+def changed(kind: str, name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Client], Client]:
+    """Return a function that changes one value of a client's statistics."""
+
+    def change(client: Client) -> Client:
+        by_name = dict(client.statistics[kind])
+        return replace(
+            client, statistics={**client.statistics, kind: {**by_name, name: value(by_name[name])}}
+        )
+
+    return change
+
+
+def added(kind: str, **values: Any) -> Callable[[Client], Client]:
+    """Return a function that adds statistics of a kind, by tensor."""
+    return lambda client: replace(client, statistics={**client.statistics, kind: dict(**values)})
+
+
+def nan(value: Tensor) -> Tensor:
+    return torch.where(torch.eye(len(value)).bool(), torch.nan, value)
+
+
+def without(client: Client) -> Client:
+    return replace(client, statistics={})
+
+
+def other_form(client: Client, form: Any) -> Client:
+    return replace(client, statistics=fedrot.compressed(client.statistics, form, SYMMETRY))
+
+
+def fewer(client: Client) -> Client:
+    left = {name: gram for name, gram in client.statistics["gram"].items() if name != DOWN}
+    return replace(client, statistics={"gram": left})
+
+
+#: What a client may get wrong, and what the warning says.
+BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
+    "none": (without, "without the statistics 'gram'"),
+    "empty": (added("gram"), "without the statistics 'gram'"),
+    "other kind instead": (
+        lambda c: replace(c, statistics={"fisher": {HEAD[0]: torch.ones(3, WIDTH)}}),
+        "without the statistics 'gram'",
+    ),
+    "nan": (changed("gram", DOWN, nan), "hold NaN, Inf"),
+    "inf": (changed("gram", DOWN, lambda g: g / 0), "hold NaN, Inf"),
+    "negative": (changed("gram", DOWN, torch.neg), "have negative eigenvalues"),
+    "negative diagonal": (changed("gram", UP, lambda g: -g.diagonal().clone()), "are negative"),
+    "asymmetric": (changed("gram", DOWN, torch.triu), "are not symmetric"),
+    "too small": (changed("gram", DOWN, lambda g: g[1:, 1:]), "have shape [47, 47]"),
+    "not square": (changed("gram", DOWN, lambda g: g[1:]), "have shape [47, 48]"),
+    "a number": (changed("gram", DOWN, lambda g: torch.tensor(1.0)), "have shape []"),
+    "four axes": (changed("gram", DOWN, lambda g: g[None, None]), "have shape [1, 1, 48, 48]"),
+    "odd blocks": (changed("gram", DOWN, lambda g: torch.ones(5, 9, 9)), "have shape [5, 9, 9]"),
+    "no blocks": (changed("gram", DOWN, lambda g: torch.ones(0, 48, 48)), "have shape [0, 48, 48]"),
+    "empty matrix": (changed("gram", DOWN, lambda g: torch.ones(0, 0)), "have shape [0, 0]"),
+    "unknown kind": (added("hessian", **{DOWN: torch.ones(2)}), "Unknown statistics 'hessian'"),
+    "unknown name": (
+        lambda c: replace(c, statistics={"gram": {**c.statistics["gram"], "nowhere": torch.eye(3)}}),
+        "belong to no tensor",
+    ),
+    "of a bias": (
+        lambda c: replace(c, statistics={"gram": {**c.statistics["gram"], HEAD[1]: torch.eye(3)}}),
+        "belong to no matrix",
+    ),
+    "heads": (lambda c: other_form(c, "heads"), "has another kind or form"),
+    "diagonal": (lambda c: other_form(c, "diagonal"), ""),
+    "fewer layers": (fewer, "is missing or extra"),
+    "negative fisher": (added("fisher", **{HEAD[0]: -torch.ones(3, WIDTH)}), "are negative"),
+    "rotated fisher": (
+        added("fisher", **{QUERY: torch.rand(WIDTH, WIDTH)}),
+        "cannot follow the rotation",
+    ),
+    "rotated second moment": (
+        added("exp_avg_sq", **{QUERY: torch.rand(WIDTH, WIDTH)}),
+        "cannot follow the rotation",
+    ),
+    "float mask": (added(TRAINED, **{HEAD[0]: torch.ones(3)}), "a mask is boolean"),
+    "long mask": (added(TRAINED, **{HEAD[0]: torch.ones(4, dtype=torch.bool)}), "have shape [4]"),
+    "rotated mask": (
+        added(TRAINED, **{QUERY: torch.arange(WIDTH) % 2 == 0}),
+        "cannot follow the rotation",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_statistics_are_set_aside_with_their_client_and_the_round_goes_on(
+    case: str, place: int, warnings: Callable[[], str]
+) -> None:
+    change, reason = BAD[case]
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    messages = ask(strategy, state(), 4)
+    good = [answer(m, c, i + 1) for i, (m, c) in enumerate(zip(messages, honest(), strict=False))]
+    expected, _ = strategy.aggregate_train(1, good)
+    odd = change(Client(near(state(), 0.05, 7), 4.0, grams(near(state(), 0.05, 7), 7)))
+    who = 9 if place else -9
+    message = reply(messages[3], odd.update, odd.weight, who)
+    message.content[STATISTICS] = record_of(odd.statistics)
+    result, metrics = strategy.aggregate_train(1, [*good, message])
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 1
+    assert f"Reply of client {who} set aside" in warnings()
+    assert reason.lower() in warnings().lower()
+    assert largest_difference(result, expected) <= 1e-6
+
+
+def record_of(statistics: Statistics) -> ArrayRecord:
+    """Return statistics as a client would send them that leaves them in their own precision."""
+    usual = statistics_record(statistics)
+    values = {key: statistics[key.split("/")[0]][key.split("/")[1].split("|")[0]] for key in usual}
+    return ArrayRecord({key: Array(value.numpy()) for key, value in values.items()})
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_undecodable_statistics_are_set_aside(align: bool, warnings: Callable[[], str]) -> None:
+    strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=RegMean)
+    messages = ask(strategy, state(), 4)
+    clients = honest()
+    good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=False))]
+    expected, _ = strategy.aggregate_train(1, good)
+    garbage = Array(dtype="float32", shape=(2, 2), stype="numpy.ndarray", data=b"garbage")
+    for key, array, reason in (
+        ("gram/" + DOWN, garbage, "cannot be decoded"),
+        ("gram", Array(np.ones(2)), "have no kind"),
+        ("gram/", Array(np.ones(2)), "belong to no tensor"),
+        ("gram/" + DOWN, Array(np.array(["a", "b"])), "cannot be decoded"),
+        ("gram/" + DOWN, Array(np.ones(48, dtype=">f4")), "cannot be decoded"),
+    ):
+        broken = answer(messages[3], replace(clients[0], statistics={}), 9)
+        broken.content[STATISTICS] = ArrayRecord({key: array})
+        result, metrics = strategy.aggregate_train(1, [*good, broken])
+        assert largest_difference(result, expected) == 0
+        assert metrics is not None
+        assert metrics["fedrot-replies-set-aside"] == 1
+        assert "Reply of client 9 set aside" in warnings()
+        assert reason in warnings()
+
+
+def test_statistics_in_a_record_of_another_kind_are_none(warnings: Callable[[], str]) -> None:
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    messages = ask(strategy, state(), 4)
+    good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=False))]
+    expected, _ = strategy.aggregate_train(1, good)
+    for record in (ConfigRecord({"gram": 1.0}), MetricRecord({"gram": 1.0})):
+        odd = answer(messages[3], replace(honest()[0], statistics={}), 9)
+        odd.content[STATISTICS] = record
+        result, _ = strategy.aggregate_train(1, [*good, odd])
+        assert largest_difference(result, expected) == 0
+    assert warnings().count("Reply of client 9 set aside") == 2
+
+
+def test_matrices_too_large_to_add_up_are_no_end_of_the_round() -> None:
+    """Finite in float64, infinite once they are weighed."""
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    messages = ask(strategy, state(), 3)
+    replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
+    huge = changed("gram", DOWN, lambda g: torch.eye(len(g), dtype=torch.float64) * 1e308)
+    replies[1].content[STATISTICS] = record_of(huge(honest()[1]).statistics)
+    result, _ = strategy.aggregate_train(1, replies)
+    assert all(np.isfinite(array).all() for array in arrays_of(result).values())
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_if_nobody_sends_statistics_nothing_is_averaged(
+    align: bool, warnings: Callable[[], str]
+) -> None:
+    strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean)
+    messages = ask(strategy, state(), 3, server_round=2)
+    bare = [replace(client, statistics={}) for client in honest()]
+    replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, bare, strict=True))]
+    arrays, metrics = strategy.aggregate_train(2, replies)
+    assert arrays is None
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 3
+    assert all(f"Reply of client {i} set aside" in warnings() for i in range(3))
+    # As the strategy behind does it where every reply failed.
+    plain, _ = FedAvg().aggregate_train(1, [failure(message) for message in messages])
+    assert plain is None
+
+
+class Picky(Mean):
+    """Takes no update at all."""
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        raise fedrot.UpdateError("I do not like it.")
+
+
+def test_if_the_aggregation_takes_nothing_nothing_is_averaged(warnings: Callable[[], str]) -> None:
+    strategy = FedRot(config_of(NAME), aggregation=Picky)
+    messages = ask(strategy, state(), 3, server_round=2)
+    replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
+    arrays, metrics = strategy.aggregate_train(2, replies)
+    assert warnings().count("I do not like it") == 3
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == 3
+    assert arrays is None
+
+
+def test_the_report_tells_who_was_set_aside_and_what_was_noted(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(config_of(NAME), aggregation=partial(RegMean, alpha=1.0), report_path=report)
+    few = [
+        Client(c.update, c.weight, fedrot.collect_gram(loaded(c.update), batches(seed, 2, 5)))
+        for seed, c in enumerate(honest())
+    ]
+    play(strategy, [*few, replace(honest()[0], statistics={})])
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [row["client"] for row in rows if "set_aside" in row] == [3]
+    notes = {row["tensor"]: row["note"] for row in rows if "note" in row}
+    assert "directions of its input were seen by no client" in notes[DOWN]
+    assert {row["client"] for row in rows if "client" in row} == {0, 1, 2, 3}
+
+
+# --- FedAvg itself -----------------------------------------------------------------------------------
+
+
+def test_fedavg_is_unchanged_to_the_last_bit() -> None:
+    found = []
+    for strategy in (FedRot(config_of(NAME), align=False), FedAvg()):
+        messages = ask(strategy, state(), 3)
+        assert all(list(m.content.config_records["config"]) == ["server-round"] for m in messages)
+        bare = [replace(client, statistics={}) for client in honest()]
+        replies = [
+            answer(m, c, i, loss=0.1 * i) for i, (m, c) in enumerate(zip(messages, bare, strict=True))
+        ]
+        found.append(strategy.aggregate_train(1, replies))
+    assert largest_difference(found[0][0], found[1][0]) == 0
+    assert {name: array.data for name, array in (found[0][0] or {}).items()} == {
+        name: array.data for name, array in (found[1][0] or {}).items()
+    }
+    assert dict(found[0][1] or {}) == dict(found[1][1] or {})
+
+
+def test_statistics_that_nobody_asked_for_leave_the_mean_alone() -> None:
+    bare = [replace(client, statistics={}) for client in honest()]
+    expected, _ = play(FedRot(config_of(NAME), align=False), bare)
+    result, metrics = play(FedRot(config_of(NAME), align=False), honest())
+    assert largest_difference(result, expected) <= 1e-6
+    assert metrics["fedrot-statistics-bytes"] > 0
+
+
+class Inspecting(FedAvg):
+    """Writes down which records it is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[set[str]] = []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        given = list(replies)
+        self.seen += [set(message.content) for message in given if message.has_content()]
+        return super().aggregate_train(server_round, given)
+
+
+class AlignedInspecting(Aligned, Inspecting):
+    """The mixin alone, in front of another strategy."""
+
+
+class FedRotInspecting(FedRot, Inspecting):
+    """FedRot with its aggregation."""
+
+
+@pytest.mark.parametrize("align", [True, False])
+@pytest.mark.parametrize("kind", [AlignedInspecting, partial(FedRotInspecting, aggregation=RegMean)])
+def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], align: bool) -> None:
+    strategy = kind(config_of(NAME), align=align)
+    play(strategy, honest())
+    all_of_them = [{"arrays", "metrics", "client"}] * 3
+    assert strategy.seen == (all_of_them if kind is AlignedInspecting else [{"arrays", "metrics"}])
+
+
+# --- Fisher ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"options": fedrot.AlignmentOptions(parts=("attention",))},
+        {"options": PERMUTATIONS, "foreign": fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)},
+        {"options": PERMUTATIONS, "model": build},
+    ],
+    ids=["default", "attention", "foreign", "model"],
+)
+def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(fedrot.FedrotError, match="cannot follow rotations") as caught:
+        FedRot(config_of(NAME), aggregation=Fisher, **options)
+    for way_out in ("align_mod", "align=False", "parts=('heads', 'ffn')"):
+        assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"align": False},
+        {"align": False, "model": build},
+        {"options": PERMUTATIONS},
+        {"options": PERMUTATIONS, "foreign": fedrot.AlignmentOptions(parts=("residual", "ffn"))},
+    ],
+)
+def test_fisher_without_rotations_is_accepted(options: dict[str, Any]) -> None:
+    FedRot(config_of(NAME), aggregation=Fisher, **options)
+
+
+def test_orders_of_a_heads_units_are_no_rotations() -> None:
+    """``within_heads="permutation"``: every element is a permutation, which Fisher can follow."""
+    options, clients = fedrot.AlignmentOptions(within_heads="permutation"), honest(fishers)
+    aligned = [fedrot.align(c.update, state(), SYMMETRY, options) for c in clients]
+    moved = [
+        Client(a.apply(c.update), c.weight, a.transport(c.statistics))
+        for c, a in zip(clients, aligned, strict=True)
+    ]
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=Fisher, options=options)
+    assert apart(play(strategy, clients)[0], merged(Fisher(), moved)) <= 1e-6
+
+
+def test_fisher_behind_flower_is_fisher() -> None:
+    clients = honest(fishers)
+    result, _ = play(FedRot(config_of(NAME), align=False, aggregation=Fisher), clients)
+    assert apart(result, merged(Fisher(), clients)) == 0
+    assert apart(result, mean(clients)) > 1e-3
+
+
+@ANCHOR
+def test_permutations_carry_fisher_information(anchor: str) -> None:
+    clients = honest(fishers)
+    strategy = FedRot(config_of(NAME), anchor=anchor, aggregation=Fisher, options=PERMUTATIONS)
+    expected, _ = play(strategy, clients)
+    moved = scrambled(clients, fishers, PERMUTATIONS.parts)
+    result, metrics = play(strategy, moved)
+    assert metrics["fedrot-neurons-moved"] > 90
+    # Of a key's bias, which the loss does not see, the average is the mean.
+    assert largest_difference(result, expected) <= 1e-4
+    assert error(result, tensors_of(expected)) <= 1e-4
+    unaligned = FedRot(config_of(NAME), align=False, aggregation=Fisher)
+    assert largest_difference(play(unaligned, moved)[0], expected) > 0.1
+
+
+# --- soups and transport -----------------------------------------------------------------------------
+
+
+def closeness(target: State) -> Callable[[Mapping[str, Tensor]], float]:
+    return lambda tensors: -sum(float((tensors[n] - target[n]).square().sum()) for n in target)
+
+
+def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
+    clients, report = honest(), tmp_path / "report.jsonl"
+    stranger = Client(near(state(), 0.8, 9), 4.0, {})
+    clients = [*clients, stranger]
+    target = mean(clients[:3])
+    direct = GreedySoup(closeness(target))
+    expected = merged(direct, [replace(client, statistics={}) for client in clients])
+    assert sorted(direct.chosen) == [0, 1, 2]
+    soup = partial(GreedySoup, closeness(target))
+    bare = [replace(client, statistics={}) for client in clients]
+    result, _ = play(FedRot(config_of(NAME), align=False, aggregation=soup, report_path=report), bare)
+    assert apart(result, expected) == 0
+    (note,) = [json.loads(line) for line in report.read_text().splitlines()]
+    assert (note["tensor"], note["note"][:14]) == ("soup", "3 of 4 updates")
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=soup)
+    moved = [
+        Client(fedrot.random_equivalent(c.update, SYMMETRY, i), c.weight, {}) for i, c in enumerate(bare)
+    ]
+    aligned, _ = play(strategy, bare)
+    assert largest_difference(play(strategy, moved)[0], aligned) <= 1e-4
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_optimal_transport_without_regularisation_permutes(align: bool) -> None:
+    base, clients = state(), [replace(client, statistics={}) for client in honest()]
+    # The default alignment leaves heads in their order.
+    parts = fedrot.AlignmentOptions().parts if align else PERMUTATIONS.parts
+    moved = [
+        replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i, parts))
+        for i, c in enumerate(clients)
+    ]
+    transport = partial(OptimalTransport, SYMMETRY, regularisation=0.0, anchor=base)
+    strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=transport)
+    expected, _ = play(strategy, clients)
+    if not align:
+        assert apart(expected, mean(clients)) <= 1e-6
+    result, _ = play(strategy, moved)
+    assert largest_difference(result, expected) <= 1e-5
+    plain, _ = play(FedRot(config_of(NAME), align=False), moved)
+    assert largest_difference(plain, expected) > 0.1

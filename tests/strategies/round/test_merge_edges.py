@@ -1,0 +1,441 @@
+"""Merging behind FedRot at its edges: odd replies, odd aggregations, and who is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+)
+from torch import Tensor
+
+import fedrot
+from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.aggregation.statistic_kinds import TRAINED
+from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies.wire.records import STATISTICS
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.transport import Move, apply_moves
+from tests.models import DIM, HEADS, State, config_of
+from tests.strategies.aggregating import (
+    ANCHOR,
+    HEAD,
+    OUTPUT,
+    PERMUTATIONS,
+    Client,
+    answer,
+    apart,
+    ask,
+    fishers,
+    headless,
+    honest,
+    mean,
+    merged,
+    play,
+)
+from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.fakes import largest_difference, tensors_of
+
+CONFIG = config_of(NAME)
+ALIGN = pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
+POOLER = "bert.pooler.dense.weight"
+
+
+def bare(clients: Iterable[Client]) -> list[Client]:
+    return [replace(client, statistics={}) for client in clients]
+
+
+def answers(
+    strategy: FedAvg,
+    clients: Sequence[Client],
+    ids: Sequence[int] = range(9),
+    **metrics: Sequence[float],
+) -> list[Message]:
+    """Return the clients' replies to the strategy's first round."""
+    messages = ask(strategy, state(), len(clients))
+    return [
+        answer(m, c, ids[i], **{name: values[i] for name, values in metrics.items()})
+        for i, (m, c) in enumerate(zip(messages, clients, strict=True))
+    ]
+
+
+def finished(strategy: FedAvg, replies: Sequence[Message]) -> tuple[ArrayRecord | None, dict[str, Any]]:
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    return arrays, dict(metrics or {})
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+WEIGHTS = (1e39, 1e-60, float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("aggregation", [None, RegMean])
+@ANCHOR
+def test_weights_that_no_sum_can_hold_set_their_replies_aside(
+    anchor: str, aggregation: Any, warnings: Callable[[], str]
+) -> None:
+    clients = honest() if aggregation else bare(honest())
+    expected, _ = play(FedRot(CONFIG, anchor=anchor, aggregation=aggregation), clients)
+    tripled = replace(clients[1], update={n: 3 * t for n, t in clients[1].update.items()})
+    odd = [replace(tripled, weight=weight) for weight in WEIGHTS]
+    ids = (-9, -8, 8, 9, 1, 2, 3)
+    strategy = FedRot(CONFIG, anchor=anchor, aggregation=aggregation)
+    arrays, metrics = finished(strategy, answers(strategy, [*odd, *clients], ids))
+    assert metrics["fedrot-replies-set-aside"] == len(WEIGHTS)
+    assert all(f"Reply of client {i} set aside" in warnings() for i in ids[:4])
+    assert largest_difference(arrays, expected) == 0
+
+
+# --- who the majority is -----------------------------------------------------------------------------
+
+
+def marked(client: Client, **rows: Iterable[int]) -> Client:
+    """Return a client that trained only some rows of the tensors named by their place in the head."""
+    named = {HEAD[int(place[-1])]: list(found) for place, found in rows.items()}
+    full, masks = fedrot.completed(client.update, state(), named)
+    return Client(full, client.weight, {**client.statistics, **masks})
+
+
+def diagonal(client: Client) -> Client:
+    return replace(client, statistics=fedrot.compressed(client.statistics, "diagonal"))
+
+
+def reversed_statistics(client: Client) -> Client:
+    """Return a client whose dictionaries are filled the other way round."""
+    return replace(
+        client,
+        statistics={
+            kind: dict(reversed(list(by_name.items())))
+            for kind, by_name in reversed(list(client.statistics.items()))
+        },
+    )
+
+
+@ALIGN
+@pytest.mark.parametrize("turned", [False, True], ids=["as collected", "reversed"])
+def test_masks_make_nobody_a_minority(turned: bool, align: bool, warnings: Callable[[], str]) -> None:
+    one, two, three = honest()
+    good = [marked(one, h0=[0, 1], h1=[0, 1]), marked(two, h1=[2]), three]
+    strategy = FedRot(CONFIG, align=align, anchor="global", options=PERMUTATIONS, aggregation=RegMean)
+    expected, _ = play(strategy, good)
+    if turned:
+        good[0], good[2] = reversed_statistics(good[0]), reversed_statistics(good[2])
+    others = [marked(diagonal(c), h0=[0]) for c in (one, two)]
+    for ids in ((1, 2, 3, -8, -9), (1, 2, 3, 8, 9)):
+        arrays, metrics = finished(strategy, answers(strategy, [*good, *others], ids))
+        assert metrics["fedrot-replies-set-aside"] == 2
+        assert all(f"Reply of client {i} set aside" in warnings() for i in ids[3:])
+        assert not any(f"Reply of client {i} set aside" in warnings() for i in ids[:3])
+        assert largest_difference(arrays, expected) <= 1e-6
+
+
+def without(client: Client, name: str) -> Client:
+    """Return a client that has not trained a weight, and has no Gram matrix of its input."""
+    grams = {n: g for n, g in client.statistics["gram"].items() if n != name}
+    return replace(client, statistics={"gram": grams, TRAINED: {name: torch.tensor(False)}})
+
+
+def test_what_clients_lack_makes_nobody_a_minority(warnings: Callable[[], str]) -> None:
+    one, two, three = honest()
+    good = [without(one, HEAD[0]), without(two, POOLER), three]
+    strategy = FedRot(CONFIG, align=False, aggregation=RegMean)
+    expected, _ = play(strategy, good)
+    for ids in ((1, 2, 3, -8, -9), (1, 2, 3, 8, 9)):
+        others = [diagonal(c) for c in (one, two)]
+        arrays, metrics = finished(strategy, answers(strategy, [*good, *others], ids))
+        assert metrics["fedrot-replies-set-aside"] == 2
+        assert all(f"Reply of client {i} set aside" in warnings() for i in ids[3:])
+        assert largest_difference(arrays, expected) <= 1e-6
+
+
+# --- the order of a reply's tensors ------------------------------------------------------------------
+
+
+class Private(Aligned, DifferentialPrivacyServerSideFixedClipping):
+    """Clips at the server what was aligned."""
+
+
+class Behind(Aligned, FedAvg):
+    """FedAvg with alignment and nothing else."""
+
+
+def private() -> Any:
+    common = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
+    # Without noise, and with a norm that clips everybody.
+    given = {"noise_multiplier": 0.0, "clipping_norm": 0.2, "num_sampled_clients": 3}
+    return Private(CONFIG, FedAvg(**common), anchor="global", **given)
+
+
+def turned_around(client: Client) -> Client:
+    return replace(client, update=dict(reversed(list(client.update.items()))))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        private,
+        lambda: Behind(CONFIG),
+        lambda: FedRot(CONFIG),
+        lambda: FedRot(CONFIG, align=False),
+        lambda: FedRot(CONFIG, align=False, aggregation=Mean),
+    ],
+    ids=["private", "aligned", "FedRot", "unaligned", "merged"],
+)
+def test_tensors_are_averaged_by_name_and_not_by_place(build: Callable[[], Any]) -> None:
+    clients = bare(honest())
+    for turned in ([turned_around(c) for c in clients], [turned_around(clients[0]), *clients[1:]]):
+        (expected, _), (found, metrics) = play(build(), clients), play(build(), turned)
+        assert metrics.get("fedrot-replies-set-aside", 0) == 0
+        assert largest_difference(found, expected) == 0
+        assert apart(found, state()) > 1e-3
+        assert list(found) == list(expected) == list(state())
+
+
+# --- precision ---------------------------------------------------------------------------------------
+
+
+class Noting(RegMean):
+    """RegMean with the paper's alpha that keeps all notes."""
+
+    kept: list[dict[str, str]] = []  # noqa: RUF012
+
+    def result(self) -> dict[str, Tensor]:
+        found = super().result()
+        Noting.kept.append(dict(self.notes))
+        return found
+
+
+def test_bfloat16_records_nearly_give_the_float32_result_without_notes() -> None:
+    Noting.kept.clear()
+    strategy = FedRot(CONFIG, align=False, aggregation=Noting)
+    expected, _ = play(strategy, honest())
+    found, metrics = play(strategy, honest(), dtype=torch.bfloat16)
+    assert metrics.get("fedrot-replies-set-aside", 0) == 0
+    assert Noting.kept == [{}, {}]
+    gain = apart(expected, mean(honest()))
+    assert 0 < largest_difference(found, expected) < 0.1 * gain
+
+
+def test_float16_gram_matrices_are_set_aside_by_name(warnings: Callable[[], str]) -> None:
+    strategy = FedRot(CONFIG, align=False, aggregation=RegMean)
+    expected, _ = play(strategy, honest())
+    replies = answers(strategy, [*honest(), honest()[0]])
+    arrays = dict(replies[3].content.array_records[STATISTICS])
+    key = next(key for key in arrays if OUTPUT in key)
+    arrays[key] = Array(arrays[key].numpy().astype(np.float16))
+    replies[3].content[STATISTICS] = ArrayRecord(arrays)
+    found, metrics = finished(strategy, replies)
+    assert metrics["fedrot-replies-set-aside"] == 1
+    assert "Reply of client 3 set aside" in warnings()
+    assert OUTPUT in warnings()
+    assert "float16" in warnings()
+    assert largest_difference(found, expected) == 0
+
+
+# --- Fisher and the orders of heads' units -----------------------------------------------------------
+
+
+def reordered(tensors: State, seed: int) -> State:
+    """Return the same function with heads, their units and neurons in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    moves = []
+    for group in SYMMETRY.select(("heads", "attention", "ffn")):
+        if isinstance(group.kind, HeadRotation):
+            orders = [torch.randperm(DIM, generator=generator) for _ in range(HEADS)]
+            element = torch.stack([torch.eye(DIM, dtype=torch.float64)[order] for order in orders])
+        else:
+            element = group.kind.random(generator)
+        moves.append(Move(group, element))
+    return apply_moves(tensors, moves)
+
+
+@ANCHOR
+def test_fisher_follows_every_permutation_inside_and_outside_of_heads(anchor: str) -> None:
+    parts = ("heads", "attention", "ffn")
+    options = fedrot.AlignmentOptions(parts=parts, within_heads="permutation")
+    clients = honest(fishers)
+    moved = []
+    for seed, client in enumerate(clients):
+        update = reordered(client.update, seed)
+        moved.append(Client(update, client.weight, fishers(update, seed)))
+    strategy = FedRot(CONFIG, anchor=anchor, aggregation=Fisher, options=options)
+    expected, _ = play(strategy, clients)
+    found, metrics = play(strategy, moved)
+    assert metrics["fedrot-replies-set-aside"] == 0
+    assert min(int(metrics[f"fedrot-{what}"]) for what in ("heads-rotated", "neurons-moved")) > 0  # type: ignore[arg-type]
+    assert largest_difference(found, expected) <= 1e-4
+    assert apart(expected, mean(clients)) > 1e-3
+    unaligned = FedRot(CONFIG, align=False, aggregation=Fisher)
+    assert largest_difference(play(unaligned, moved)[0], expected) > 0.1
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_client_without_a_head_sends_no_fisher_for_it(place: int) -> None:
+    clients = honest(fishers)
+    lacking = headless(clients[place], None)
+    left = {n: f for n, f in lacking.statistics["fisher"].items() if n not in HEAD}
+    clients[place] = replace(lacking, statistics={**lacking.statistics, "fisher": left})
+    strategy = FedRot(CONFIG, anchor="global", aggregation=Fisher, options=PERMUTATIONS)
+    found, metrics = play(strategy, clients)
+    assert metrics["fedrot-replies-set-aside"] == 0
+    others = [client for i, client in enumerate(clients) if i != place]
+    expected = merged(Fisher(0.0), others)
+    for name in HEAD:
+        assert (tensors_of(found)[name] - expected[name]).abs().max() <= 1e-3
+
+
+# --- what the metrics say ----------------------------------------------------------------------------
+
+
+@ALIGN
+def test_refused_replies_have_no_part_in_the_metrics(align: bool, warnings: Callable[[], str]) -> None:
+    clients = honest()
+    odd = diagonal(replace(clients[0], weight=50.0))
+    strategy = FedRot(CONFIG, align=align, anchor="global", options=PERMUTATIONS, aggregation=RegMean)
+    for ids in ((1, 2, 3, 9), (1, 2, 3, -9)):
+        replies = answers(strategy, [*clients, odd], ids, loss=[1.0, 2.0, 4.0, 1000.0])
+        arrays, metrics = finished(strategy, replies)
+        assert arrays is not None
+        assert metrics["fedrot-replies-set-aside"] == 1
+        assert metrics["loss"] == pytest.approx((3 * 1.0 + 10 * 2.0 + 5 * 4.0) / 18)
+    assert "Reply of client 9 set aside" in warnings()
+
+
+class Choosy(Mean):
+    """Refuses whatever weighs 10."""
+
+    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+        if weight == 10:
+            raise fedrot.UpdateError("I do not like it.")
+        super().add(update, weight, statistics)
+
+
+@ALIGN
+def test_what_an_aggregation_of_ones_own_refuses_is_not_in_the_metrics(align: bool) -> None:
+    strategy = FedRot(CONFIG, align=align, anchor="global", aggregation=Choosy)
+    clients = bare(honest())
+    arrays, metrics = finished(strategy, answers(strategy, clients, loss=[1.0, 1000.0, 3.0]))
+    assert metrics["fedrot-replies-set-aside"] == 1
+    assert metrics["loss"] == pytest.approx((3 * 1.0 + 5 * 3.0) / 8)
+    plain = FedRot(CONFIG, align=align, anchor="global")
+    expected, _ = play(plain, [clients[0], clients[2]])
+    assert largest_difference(arrays, expected) <= 1e-6
+
+
+@ALIGN
+@pytest.mark.parametrize("aggregation", [None, Mean, RegMean])
+def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
+    aggregation: Any, align: bool
+) -> None:
+    clients = honest() if aggregation is RegMean else bare(honest())
+    strategy = FedRot(CONFIG, align=align, anchor="global", aggregation=aggregation)
+    expected, _ = play(strategy, clients)
+    # One more record, in one reply.
+    replies = answers(strategy, bare([*clients, clients[0]]))
+    replies[:3] = answers(strategy, clients)
+    replies[3].content[STATISTICS] = MetricRecord({"loss": 1.0})
+    found, metrics = finished(strategy, replies)
+    assert metrics["fedrot-replies-set-aside"] == 1
+    assert largest_difference(found, expected) == 0
+    # The only record of metrics, in every reply.
+    replies = answers(strategy, bare(clients))
+    for message in replies:
+        message.content[STATISTICS] = message.content.metric_records["metrics"]
+        del message.content["metrics"]
+    if aggregation is RegMean:
+        # One fault of all ends the run.
+        with pytest.raises(fedrot.FedrotError, match="without the statistics 'gram'"):
+            finished(strategy, replies)
+    else:
+        found, metrics = finished(strategy, replies)
+        assert largest_difference(found, expected) <= 1e-6
+        assert metrics.get("fedrot-replies-set-aside", 0) == 0
+
+
+# --- what is refused at once -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "given"),
+    [
+        (DifferentialPrivacyServerSideFixedClipping, {"clipping_norm": 1.0}),
+        (DifferentialPrivacyClientSideFixedClipping, {"clipping_norm": 1.0}),
+        (DifferentialPrivacyServerSideAdaptiveClipping, {}),
+    ],
+)
+def test_a_privacy_wrapper_around_an_aggregation_is_refused(wrapper: Any, given: dict[str, Any]) -> None:
+    behind = FedRot(CONFIG, align=False, aggregation=RegMean)
+    strategy = wrapper(behind, noise_multiplier=0.0, num_sampled_clients=3, **given)
+    with pytest.raises(fedrot.FedrotError, match="in front of"):
+        ask(strategy, state(), 3)
+
+
+@pytest.mark.parametrize("aggregator", [RegMean(), Mean(), Fisher()], ids=["RegMean", "Mean", "Fisher"])
+@ALIGN
+def test_an_aggregator_in_the_place_of_its_class_is_refused(align: bool, aggregator: Any) -> None:
+    with pytest.raises(fedrot.FedrotError, match="give a class, aggregation=fedrot"):
+        FedRot(CONFIG, align=align, aggregation=aggregator)
+
+
+# --- results that are no model -----------------------------------------------------------------------
+
+
+class Broken(Mean):
+    """Returns NaN in one tensor."""
+
+    def result(self) -> dict[str, Tensor]:
+        found = super().result()
+        return {**found, OUTPUT: found[OUTPUT] * torch.nan}
+
+
+class Overflowing(Mean):
+    """Returns Inf in one entry."""
+
+    def result(self) -> dict[str, Tensor]:
+        found = super().result()
+        found[HEAD[1]][0] = torch.inf
+        return found
+
+
+@pytest.mark.parametrize("aggregation", [Broken, Overflowing])
+@ALIGN
+def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
+    align: bool, aggregation: Any, warnings: Callable[[], str], tmp_path: Path
+) -> None:
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, align=align, aggregation=aggregation, report_path=report)
+    arrays, metrics = finished(strategy, answers(strategy, bare(honest()), loss=[1.0, 1.0, 1.0]))
+    assert arrays is None
+    assert "not finite" in warnings()
+    assert "set aside" not in warnings()
+    assert metrics.get("fedrot-replies-set-aside", 0) == 0
+    assert metrics["loss"] == pytest.approx(1.0)
+    assert report.exists()
+
+
+# --- statistics that nobody uses ---------------------------------------------------------------------
+
+
+@ALIGN
+def test_alignment_alone_warns_that_it_uses_no_statistics(
+    align: bool, warnings: Callable[[], str]
+) -> None:
+    expected, _ = play(Behind(CONFIG, align=align), bare(honest()))
+    assert "not used" not in warnings()
+    found, _ = play(Behind(CONFIG, align=align), honest())
+    assert "The statistics 'gram' are not used" in warnings()
+    assert largest_difference(found, expected) == 0
+    masks = [marked(client, h0=[0]) for client in bare(honest())]
+    play(Behind(CONFIG, align=align), masks)
+    assert f"The statistics '{TRAINED}' are not used" in warnings()

@@ -1,0 +1,868 @@
+"""Replies that are taken one at a time: how many are held, in which order, and what may not enter."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import (
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedYogi,
+    Krum,
+    QFedAvg,
+)
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+import fedrot
+from fedrot.aggregation import Mean, RegMean
+from fedrot.strategies import Aligned, FedRot, from_arrays, statistics_record, to_arrays
+from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.round.inbox import Reply
+from fedrot.strategies.round.merge import Folding
+from fedrot.strategies.round.round_report import Round, Update
+from fedrot.strategies.round.spill import Store
+from fedrot.strategies.round.waiting import Waiting
+from fedrot.strategies.wire.records import STATISTICS
+from tests.models import State, config_of, near, squared_distance
+from tests.models import largest_difference as difference
+from tests.strategies.aggregating import Client, answer, grams, honest
+from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.fakes import (
+    FakeGrid,
+    broadcast,
+    failure,
+    largest_difference,
+    reply,
+    tensors_of,
+    timeless,
+)
+
+CONFIG = config_of(NAME)
+COUNT = 5
+
+
+def updates(count: int = COUNT, scramble: bool = True) -> list[State]:
+    """Return clients that trained a little, each in coordinates of its own."""
+    honest = [near(state(), 0.05, seed) for seed in range(count)]
+    return [fedrot.random_equivalent(u, SYMMETRY, i) if scramble else u for i, u in enumerate(honest)]
+
+
+def replies(messages: Iterable[Message], sent: Iterable[State], **metrics: Any) -> list[Message]:
+    return [
+        reply(m, u, 10 + i, i, **metrics) for i, (m, u) in enumerate(zip(messages, sent, strict=True))
+    ]
+
+
+def behind(strategy: type[FedAvg]) -> Any:
+    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
+
+
+# --- how many are held -------------------------------------------------------------------------------
+
+
+class Counted:
+    """Makes replies when they are asked for, and counts how many of those made are still alive."""
+
+    def __init__(self, messages: list[Message], sent: list[State]) -> None:
+        self.messages, self.sent = messages, sent
+        self.most = 0
+        self._alive: list[weakref.ref[ArrayRecord]] = []
+
+    def __iter__(self) -> Iterator[Message]:
+        for index, (message, update) in enumerate(zip(self.messages, self.sent, strict=True)):
+            made = reply(message, update, 10, index, train_loss=0.5)
+            self._alive.append(weakref.ref(made.content.array_records["arrays"]))
+            gc.collect()
+            self.most = max(self.most, sum(ref() is not None for ref in self._alive))
+            yield made
+            del made
+
+
+STREAMING: dict[str, Callable[..., Any]] = {
+    "FedRot": FedRot,
+    "FedRot, global": lambda *a, **k: FedRot(*a, anchor="global", **k),
+    "FedRot, first": lambda *a, **k: FedRot(*a, anchor="first", **k),
+    "FedRot, Mean, not aligned": lambda *a, **k: FedRot(*a, aggregation=Mean, align=False, **k),
+    "FedAvg": behind(FedAvg),
+    "FedAvgM": behind(FedAvgM),
+    "FedAdam": behind(FedAdam),
+    "FedYogi": behind(FedYogi),
+}
+HOLDING: dict[str, Callable[..., Any]] = {
+    "deterministic": lambda *a, **k: FedRot(*a, deterministic=True, **k),
+    "norm bound": lambda *a, **k: FedRot(*a, norm_bound=5.0, **k),
+    "consensus": lambda *a, **k: FedRot(*a, anchor="consensus", **k),
+    "medoid": lambda *a, **k: FedRot(*a, anchor="medoid", **k),
+    "FedMedian": behind(FedMedian),
+    "QFedAvg": lambda *a, **k: behind(QFedAvg)(*a, client_learning_rate=0.5, **k),
+    "Krum": lambda *a, **k: behind(Krum)(*a, num_malicious_nodes=1, **k),
+}
+
+
+def most_alive(strategy: FedAvg) -> int:
+    """Play a round, and return how many of its replies were held at once."""
+    counted = Counted(broadcast(strategy, state(), COUNT), updates())
+    arrays, _ = strategy.aggregate_train(1, counted)
+    assert arrays is not None
+    return counted.most
+
+
+@pytest.mark.parametrize("name", sorted(STREAMING))
+def test_one_update_is_held_at_a_time(name: str) -> None:
+    assert most_alive(STREAMING[name](CONFIG)) == 1
+
+
+@pytest.mark.parametrize("name", sorted(HOLDING))
+def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    assert most_alive(HOLDING[name](CONFIG, spill=spill)) == 1
+    assert list(spill.iterdir()) == []
+    if name not in ("FedMedian", "QFedAvg", "Krum"):
+        # Strategies behind get new records; what waits in memory are the replies themselves.
+        assert most_alive(HOLDING[name](CONFIG)) == COUNT
+
+
+@pytest.mark.parametrize("name", sorted(HOLDING))
+def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
+    found = []
+    for settings in ({}, {"spill": tmp_path}):
+        strategy = HOLDING[name](CONFIG, **settings)
+        messages = broadcast(strategy, state(), COUNT)
+        arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))
+        found.append((arrays, timeless(metrics)))
+    assert largest_difference(found[0][0], found[1][0]) < 1e-6
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+
+
+def test_statistics_are_spilled_with_their_update(tmp_path: Path) -> None:
+    found = []
+    for spill in (None, tmp_path):
+        strategy = FedRot(CONFIG, aggregation=RegMean, deterministic=True, spill=spill)
+        messages = broadcast(strategy, state(), 3)
+        sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))]
+        found.append(strategy.aggregate_train(1, sent)[0])
+    # Mapped from a file, numbers lie elsewhere relative to vector registers.
+    assert largest_difference(*found) < 1e-6
+
+
+def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path) -> None:
+    shared = torch.randn(3, 4)
+    tensors = {
+        "shared": shared,
+        "too": shared,
+        "transposed": torch.randn(2, 3).mT,
+        "half": torch.randn(3).bfloat16(),
+        "flags": torch.tensor([True, False]),
+        "none": torch.zeros(0, 3),
+        "number": torch.tensor(7),
+    }
+    for folder in (None, tmp_path / "deep" / "er"):
+        with Store(folder) as store:
+            found = store.put(tensors)()
+            assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in tensors.items()}
+            assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+            assert found["shared"] is found["too"]
+    assert list((tmp_path / "deep" / "er").iterdir()) == []
+
+
+# --- order -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anchor", sorted(fedrot.ANCHORS))
+def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: str) -> None:
+    strategy = FedRot(CONFIG, anchor=anchor, deterministic=True)
+    messages = broadcast(strategy, state(), COUNT)
+    sent = replies(messages, updates(), loss=0.5)
+    results = [strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS]
+    assert {largest_difference(results[0], other) for other in results} == {0.0}
+
+
+ORDERS = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3])
+
+
+def test_clients_of_one_name_are_in_the_order_of_their_nodes() -> None:
+    messages = broadcast(FedRot(CONFIG), state(), 4)
+    given = [
+        Reply(reply(m, {}, 1, name), name, "arrays", {}, 1.0)
+        for m, name in zip(messages, (5, 5, 2, 5), strict=True)
+    ]
+    nodes = {
+        name: sorted(r.message.metadata.src_node_id for r in given if r.client == name)
+        for name in (2, 5)
+    }
+    for arrived in itertools.permutations(given):
+        waiting = Waiting(arrived, Store())
+        found = [(r.client, r.message.metadata.src_node_id) for r in waiting]
+        assert found == [(2, nodes[2][0]), *((5, node) for node in nodes[5])]
+
+
+def elsewhere(array: Array, shift: int) -> Array:
+    """Return the array with a longer header, so that its values start elsewhere in memory."""
+    size = int.from_bytes(array.data[8:10], "little")
+    header, values = array.data[10 : 10 + size - 1], array.data[10 + size :]
+    start = array.data[:8] + (size + shift).to_bytes(2, "little")
+    data = start + header + b" " * shift + b"\n" + values
+    return Array(array.dtype, array.shape, array.stype, data)
+
+
+def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() -> None:
+    def results(**settings: Any) -> Iterator[ArrayRecord | None]:
+        strategy = FedRot(CONFIG, anchor="global", aggregation=RegMean, **settings)
+        messages = broadcast(strategy, state(), 3)
+        for shift in range(0, 64, 8):
+            sent = [
+                answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))
+            ]
+            for message in sent:
+                for record in message.content.array_records.values():
+                    for name, array in record.items():
+                        record[name] = elsewhere(array, shift)
+            yield strategy.aggregate_train(1, sent)[0]
+
+    first, *others = results(deterministic=True)
+    assert {largest_difference(first, other) for other in others} == {0.0}
+    first, *others = results()
+    assert max(largest_difference(first, other) for other in others) < 1e-4
+
+
+def test_in_order_of_arrival_the_mean_is_the_same_to_rounding() -> None:
+    strategy = FedRot(CONFIG, anchor="global")
+    messages = broadcast(strategy, state(), COUNT)
+    sent = replies(messages, updates())
+    results = [strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS]
+    apart = [largest_difference(results[0], other) for other in results]
+    assert max(apart) < 1e-6
+    aligned = [fedrot.align(u, state(), SYMMETRY).apply(u) for u in updates()]
+    weights = [10 + i for i in range(COUNT)]
+    expected = {
+        name: sum(w * a[name].double() for w, a in zip(weights, aligned, strict=True)) / sum(weights)
+        for name in state()
+    }
+    assert difference(tensors_of(results[0]), expected) < 1e-6
+
+
+def test_a_long_running_mean_stays_near_the_float64_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(200, generator=generator)
+    mean, total, weights = Mean(), torch.zeros(200, dtype=torch.float64), 0.0
+    for index in range(2000):
+        value, weight = base + 0.01 * torch.randn(200, generator=generator), 1.0 + index % 7
+        mean.add({"w": value}, weight)
+        total, weights = total + weight * value.double(), weights + weight
+    apart = (mean.result()["w"] - total / weights).abs() / (total / weights).abs()
+    assert float(apart.median()) < 1e-6
+
+
+# --- a grid that fetches one reply at a time ---------------------------------------------------------
+
+
+class Slow(FakeGrid):
+    """Answers a message after it was asked for a number of times, never where that is infinite."""
+
+    def __init__(self, clients: Any, looks: dict[int, float]) -> None:
+        super().__init__(clients)
+        self.looks = dict(looks)
+        self.pulled: list[int] = []
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        ids = list(message_ids)
+        self.pulled.append(len(ids))
+        ready = []
+        for message_id in ids:
+            node = self._sent[message_id].metadata.dst_node_id
+            self.looks[node] -= 1
+            if self.looks[node] <= 0:
+                ready.append(message_id)
+        return super().pull_messages(ready)
+
+
+class Quick(LazyGrid):
+    """Notes its pauses instead of making them, while a clock of its own goes on."""
+
+    def __init__(self, grid: FakeGrid) -> None:
+        super().__init__(grid)
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def clients(count: int = 3) -> dict[int, Any]:
+    sent = updates(count)
+    return {100 + i: lambda m, i=i: reply(m, sent[i], 10, i) for i in range(count)}
+
+
+def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() -> None:
+    slow = Slow(clients(), {100: 3, 101: 1, 102: 2})
+    grid = Quick(slow)
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
+    waiting = grid.send_and_receive(messages, timeout=60)
+    assert slow.asked == [[100, 101, 102]]
+    assert slow.pulled == []
+    assert [m.metadata.src_node_id for m in waiting] == [101, 102, 100]
+    assert set(slow.pulled) == {1}
+
+
+def test_pauses_grow_while_nothing_arrives_and_no_longer_than_time_is_left() -> None:
+    grid = Quick(Slow(clients(1), {100: 9}))
+    message = Message(RecordDict(), dst_node_id=100, message_type="train")
+    assert len(list(grid.send_and_receive([message], timeout=2.0))) == 1
+    assert grid.pauses[:4] == pytest.approx([0.2, 0.4, 0.8, 1.6])
+    assert max(grid.pauses) <= 2.0
+
+
+def test_who_does_not_answer_in_time_is_left_out() -> None:
+    grid = LazyGrid(Slow(clients(), {100: 1, 101: math.inf, 102: 1}))
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0)
+    start = time.monotonic()
+    result = strategy.start(grid, ArrayRecord(state()), 1, timeout=0.5)
+    assert 0.5 <= time.monotonic() - start < 20
+    assert result.train_metrics_clientapp[1]["fedrot-replies-accepted"] == 2
+
+
+def test_what_has_arrived_when_time_is_up_is_taken_however_long_the_others_took() -> None:
+    grid = LazyGrid(Slow(clients(), {100: 1, 101: 1, 102: 1}))
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
+    found = []
+    for message in grid.send_and_receive(messages, timeout=0.2):
+        time.sleep(0.15)
+        found.append(message)
+    assert len(found) == 3
+
+
+def test_what_arrives_in_time_while_another_reply_is_used_is_taken() -> None:
+    """Though using that one takes until time is up: there is a last look."""
+    grid = LazyGrid(Slow(clients(), {100: 1, 101: 2, 102: 2}))
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
+    found = []
+    for message in grid.send_and_receive(messages, timeout=0.1):
+        if not found:
+            time.sleep(0.15)
+        found.append(message)
+    assert len(found) == 3
+
+
+def test_nobody_asked_nothing_fetched() -> None:
+    assert list(LazyGrid(FakeGrid({})).send_and_receive([])) == []
+
+
+# --- what may not enter ------------------------------------------------------------------------------
+
+
+def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_set_aside() -> None:
+    strategy = FedRot(CONFIG, anchor="global")
+    old = FakeGrid(dict.fromkeys(range(100, 105), failure))
+    late = list(strategy.configure_train(1, ArrayRecord(state()), ConfigRecord(), old))
+    old.push_messages(late)
+    grid = FakeGrid(dict.fromkeys(range(100, 103), failure))
+    messages = list(strategy.configure_train(2, ArrayRecord(state()), ConfigRecord(), grid))
+    grid.push_messages(messages)
+    sent = updates(3)
+    good = replies(messages, sent)
+    expected, _ = strategy.aggregate_train(2, good)
+    again = reply(messages[1], sent[2], 1000, 1)
+    bad = [again, reply(late[0], sent[0], 1000, 0), reply(late[4], sent[0], 1000, 4)]
+    found, metrics = strategy.aggregate_train(2, [*good, *bad])
+    assert metrics is not None
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-set-aside"]) == (3, 3)
+    assert largest_difference(found, expected) == 0
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(least: int, tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, min_replies=least, report_path=report)
+    messages = broadcast(strategy, state(), 3)
+    sent = replies(messages, updates(3))
+    sent[0] = reply(messages[0], {n: t * torch.nan for n, t in state().items()}, 5, 0)
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert metrics is not None
+    assert metrics["fedrot-round-failed"] == int(least > 2)
+    assert (arrays is None) == (least > 2)
+    lost = [row for row in map(json.loads, report.read_text().splitlines()) if "lost" in row]
+    assert [row["lost"] for row in lost] == ["2 good replies, 3 needed."] * (least > 2)
+
+
+def test_after_a_failed_round_the_next_one_starts_from_the_same_model() -> None:
+    seen = []
+
+    def broken(message: Message) -> Message:
+        seen.append(tensors_of(message.content.array_records["arrays"]))
+        # Each in a tensor of its own: one fault of all would end the run.
+        spoilt = {**state(), list(state())[len(seen)]: torch.tensor(torch.nan)}
+        spoilt = {n: t.expand_as(state()[n]) for n, t in spoilt.items()}
+        return reply(message, spoilt if len(seen) <= 2 else updates(1)[0], 10, 0)
+
+    strategy = FedRot(CONFIG, min_available_nodes=1, min_train_nodes=1, fraction_evaluate=0.0)
+    grid = FakeGrid({100: broken})
+    grid.clients = {100: broken, 101: broken}
+    result = strategy.start(grid, ArrayRecord(state()), 2)
+    assert all(difference(model, state()) == 0 for model in seen)
+    assert [m["fedrot-round-failed"] for m in result.train_metrics_clientapp.values()] == [1, 0]
+
+
+def test_an_update_far_beyond_the_others_is_set_aside_in_whatever_coordinates(tmp_path: Path) -> None:
+    sent = updates(5)
+    far = {n: state()[n] + 30 * (t - state()[n]) for n, t in updates(5, scramble=False)[4].items()}
+    sent[4] = fedrot.random_equivalent(far, SYMMETRY, 9)
+    for anchor in ("global", "running"):
+        report = tmp_path / f"{anchor}.jsonl"
+        strategy = FedRot(CONFIG, anchor=anchor, norm_bound=3.0, deterministic=True, report_path=report)
+        messages = broadcast(strategy, state(), 5)
+        found, metrics = strategy.aggregate_train(1, replies(messages, sent))
+        assert metrics is not None
+        assert metrics["fedrot-replies-set-aside"] == 1
+        (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+        assert row["client"] == 4
+        assert "times the median, above the bound of 3" in row["set_aside"]
+        without = FedRot(CONFIG, anchor=anchor, deterministic=True)
+        messages = broadcast(without, state(), 5)
+        expected, _ = without.aggregate_train(1, replies(messages[:4], sent[:4]))
+        assert largest_difference(found, expected) == 0
+
+
+def test_two_updates_have_no_norm_bound() -> None:
+    strategy = FedRot(CONFIG, norm_bound=1.01)
+    messages = broadcast(strategy, state(), 2)
+    _, metrics = strategy.aggregate_train(
+        1, replies(messages, [near(state(), s, 0) for s in (0.01, 0.5)])
+    )
+    assert metrics is not None
+    assert metrics["fedrot-replies-accepted"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"min_replies": 0}, "min_replies is 0"),
+        ({"norm_bound": 1.0}, "norm_bound is 1.0"),
+        ({"norm_bound": math.nan}, "norm_bound is nan"),
+        ({"wire": torch.int8}, r"wire is torch\.int8"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match=problem):
+        FedRot(CONFIG, **settings)
+
+
+def hostile(content: RecordDict) -> Iterator[tuple[str, RecordDict]]:
+    """Yield contents that no client of ours sends."""
+    yield "empty", RecordDict()
+    yield "huge integer", RecordDict({**content, "metrics": MetricRecord({"num-examples": 10**400})})
+    yield (
+        "huge extra",
+        RecordDict({**content, "metrics": MetricRecord({"num-examples": 1, "x": 10**400})}),
+    )
+    yield "no names", RecordDict({**content, "arrays": ArrayRecord()})
+    yield "text id", RecordDict({**content, "client": ConfigRecord({"partition-id": "me"})})
+
+
+def test_no_content_raises_out_of_the_strategy() -> None:
+    strategy = FedRot(CONFIG)
+    for what, content in hostile(replies(broadcast(strategy, state(), 2), updates(2))[0].content):
+        messages = broadcast(strategy, state(), 3)
+        sent = replies(messages[:2], updates(2))
+        odd = Message(content, reply_to=messages[2])
+        arrays, metrics = strategy.aggregate_train(1, [odd, *sent])
+        assert arrays is not None, what
+        assert metrics is not None
+        assert metrics["fedrot-replies-accepted"] == (3 if what == "text id" else 2), what
+
+
+def test_who_is_too_far_is_set_aside_whatever_others_sent_beside_it(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, norm_bound=3.0, report_path=report)
+    messages = broadcast(strategy, state(), 5)
+    sent = replies(messages, updates(5))
+    query = "bert.encoder.layer.0.attention.self.query.weight"
+    sent[0].content[STATISTICS] = statistics_record({"fisher": {query: torch.ones_like(state()[query])}})
+    far = {name: 50 * tensor for name, tensor in updates(5)[3].items()}
+    sent[3] = reply(messages[3], far, 10, 3)
+    _, _metrics = strategy.aggregate_train(1, sent)
+    rows = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert [row["client"] for row in rows] == [3, 0]
+    assert "times the median" in rows[0]["set_aside"]
+    assert "cannot follow the rotation" in rows[1]["set_aside"]
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_a_legacy_array_in_the_place_of_a_number_is_set_aside(align: bool) -> None:
+    base = {**state(), "scale": torch.tensor(1.0)}
+    strategy = FedRot(CONFIG, align=align)
+    messages = broadcast(strategy, base, 3)
+    sent = [
+        reply(m, {**u, "scale": base["scale"]}, 10, i)
+        for i, (m, u) in enumerate(zip(messages, updates(3), strict=True))
+    ]
+    data = Array(torch.full((7,), 3.0).numpy()).data
+    sent[0].content.array_records["arrays"]["scale"] = Array("", (), "numpy.ndarray", data)
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert tensors_of(arrays)["scale"].shape == ()
+    assert (metrics or {})["fedrot-replies-set-aside"] == 1
+
+
+def through_the_wire(message: Message) -> Message:
+    """Return a message as Flower's object store gives it back: equal arrays are one object."""
+    content = message.content
+    objects = get_all_nested_objects(content)
+    contents = {key: value.deflate() for key, value in objects.items()}
+    found = inflate_object_from_contents(content.object_id, contents)
+    assert isinstance(found, RecordDict)
+    message.content = found
+    return message
+
+
+@pytest.mark.parametrize("name", sorted(HOLDING))
+def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path: Path) -> None:
+    strategy = HOLDING[name](CONFIG, spill=tmp_path)
+    messages = broadcast(strategy, state(), COUNT)
+    zero = [{n: t * 0 if "LayerNorm.bias" in n else t for n, t in u.items()} for u in updates()]
+    sent = [through_the_wire(m) for m in replies(messages, zero, train_loss=0.5)]
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert arrays is not None
+    assert (metrics or {})["fedrot-replies-accepted"] == COUNT
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0])
+def test_one_clients_loss_does_not_decide_q_fedavg(loss: float) -> None:
+    strategy = HOLDING["QFedAvg"](CONFIG)
+    messages = broadcast(strategy, state(), 4)
+    sent = replies(messages, updates(4), train_loss=0.5)
+    sent[0] = reply(messages[0], updates(4)[0], 10, 0, train_loss=loss)
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert all(bool(t.isfinite().all()) for t in tensors_of(arrays).values())
+    assert (metrics or {})["fedrot-replies-set-aside"] == 1
+
+
+class Exploding(FedAvg):
+    """Makes a model that is none."""
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert arrays is not None
+        return ArrayRecord({n: t * torch.inf for n, t in tensors_of(arrays).items()}), metrics
+
+
+def test_a_model_that_is_not_finite_is_not_taken_from_any_strategy() -> None:
+    strategy = behind(Exploding)(CONFIG)
+    messages = broadcast(strategy, state(), 3)
+    arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(3)))
+    assert arrays is None
+    assert (metrics or {})["fedrot-round-failed"] == 1
+
+
+def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
+    class Garbage(FakeGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            (message_id,) = message_ids
+            if self._sent[message_id].metadata.dst_node_id == 101:
+                raise json.JSONDecodeError("no object", "", 0)
+            return super().pull_messages([message_id])
+
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0)
+    result = strategy.start(Garbage(clients()), ArrayRecord(state()), 1, timeout=5)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
+
+
+class PerClient(FedRot):
+    """Sends a message of its own to every node."""
+
+    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        return [
+            Message(message.content, dst_node_id=message.metadata.dst_node_id, message_type="train")
+            for message in super().configure_train(*args, **kwargs)
+        ]
+
+
+def test_a_subclass_may_make_its_own_messages() -> None:
+    result = PerClient(CONFIG, fraction_evaluate=0.0).start(FakeGrid(clients()), ArrayRecord(state()), 2)
+    found = [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
+    assert found == [3, 3]
+
+
+def test_who_was_refused_does_not_move_the_others() -> None:
+    found = []
+    for odds in (0, 1):
+        strategy = FedRot(CONFIG, aggregation=RegMean)
+        messages = broadcast(strategy, state(), 4)
+        good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=False))]
+        heavy = dataclasses.replace(odd(honest(grams)[0], 0), weight=1e9)
+        strange = [answer(messages[3], heavy, 9)] * odds
+        arrays, metrics = strategy.aggregate_train(1, [good[0], *strange, *good[1:]])
+        assert (metrics or {})["fedrot-replies-set-aside"] == odds
+        found.append(arrays)
+    assert largest_difference(*found) < 1e-6
+
+
+def test_large_configurations_of_clients_are_not_kept() -> None:
+    seen: list[RecordDict] = []
+
+    def note(contents: list[RecordDict], key: str) -> MetricRecord:
+        seen.extend(contents)
+        return MetricRecord({"x": 1})
+
+    strategy = FedRot(CONFIG, train_metrics_aggr_fn=note)
+    messages = broadcast(strategy, state(), 2)
+    sent = replies(messages, updates(2))
+    sent[0].content["huge"] = ConfigRecord({"text": "x" * 10**6})
+    strategy.aggregate_train(1, sent)
+    assert [set(content) for content in seen] == [{"metrics", "client"}] * 2
+
+
+def test_without_alignment_replies_keep_their_order() -> None:
+    ours, stock = FedRot(CONFIG, align=False), FedAvg()
+    results = []
+    for strategy in (ours, stock):
+        messages = broadcast(strategy, state(), COUNT)
+        ids = (3, 1, 4, 0, 2)
+        sent = [reply(m, u, 10 + i, i) for m, u, i in zip(messages, updates(), ids, strict=True)]
+        results.append(strategy.aggregate_train(1, sent)[0])
+    assert largest_difference(*results) == 0.0
+
+
+def test_what_clients_write_cannot_flood_or_forge_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").propagate = True
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, report_path=report)
+    messages = broadcast(strategy, state(), 3)
+    sent = replies(messages, updates(3))
+    name = "\x1b[31m\nWARNING forged" + "x" * 10**6
+    sent[0].content.array_records["arrays"][name] = Array(torch.ones(2).numpy())
+    strategy.aggregate_train(1, sent)
+    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert len(row["set_aside"]) <= 500
+    assert row["set_aside"].isprintable()
+    assert "\nWARNING forged" not in caplog.text
+
+
+def test_a_spill_folder_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(fedrot.FedrotError, match="cannot be written to"):
+        FedRot(CONFIG, spill=tmp_path / "file" / "below")
+
+
+def test_nobody_asked_is_no_failed_round() -> None:
+    strategy = FedRot(CONFIG, fraction_train=0.0, fraction_evaluate=0.0)
+    result = strategy.start(FakeGrid(clients()), ArrayRecord(state()), 1)
+    assert dict(result.train_metrics_clientapp) == {}
+
+
+def test_an_error_is_counted_once_and_not_after_a_reply() -> None:
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, state(), 3)
+    sent = replies(messages[:2], updates(2))
+    _, metrics = strategy.aggregate_train(1, [*sent, failure(messages[0]), *[failure(messages[2])] * 5])
+    assert metrics is not None
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
+
+
+# --- statistics of many forms ------------------------------------------------------------------------
+
+
+def odd(client: Client, how: int) -> Client:
+    """Return the client with statistics of another form than the others'."""
+    kept = sorted(client.statistics["gram"])[: -1 - how]
+    return Client(
+        client.update, client.weight, {"gram": {n: client.statistics["gram"][n] for n in kept}}
+    )
+
+
+def test_odd_clients_at_the_start_do_not_take_over_the_round() -> None:
+    clients = [*honest(grams), *honest(grams)[:2]]
+    strategy = FedRot(CONFIG, aggregation=RegMean, align=False)
+    messages = broadcast(strategy, state(), 5 + 3)
+    bad = {name: torch.full_like(t, 666.0) for name, t in state().items()}
+    strange = [odd(Client(bad, 10.0, clients[0].statistics), i) for i in range(3)]
+    everybody = [*strange, *clients]
+    sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, everybody, strict=True))]
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert (metrics or {})["fedrot-replies-set-aside"] == 3
+    assert max(float(t.abs().max()) for t in tensors_of(arrays).values()) < 100
+
+
+@pytest.mark.parametrize("odds", [1, 2, 5])
+def test_whatever_odd_statistics_come_first_most_clients_decide(odds: int) -> None:
+    clients = [*honest(grams), *honest(grams)]
+    plain = FedRot(CONFIG, aggregation=RegMean, align=False)
+    messages = broadcast(plain, state(), len(clients))
+    good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
+    expected, _ = plain.aggregate_train(1, good)
+    strategy = FedRot(CONFIG, aggregation=RegMean, align=False)
+    messages = broadcast(strategy, state(), len(clients) + odds)
+    strange = [answer(messages[-1 - i], odd(clients[0], i), 90 + i) for i in range(odds)]
+    good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=False))]
+    found, metrics = strategy.aggregate_train(1, [*strange[:2], *good, *strange[2:]])
+    assert metrics is not None
+    assert metrics["fedrot-replies-set-aside"] == odds
+    assert largest_difference(found, expected) == 0
+
+
+class OfOneForm(Mean):
+    """A mean of updates that name themselves like the first one."""
+
+    form = ""
+
+    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+        (form,) = statistics or {}
+        if self.form not in ("", form):
+            raise fedrot.UpdateError(f"{form} is not {self.form}")
+        self.form = form
+        super().add(update, weight)
+
+
+@pytest.mark.parametrize(
+    ("forms", "ahead"),
+    [
+        ("abcd", "a"),
+        ("abcde", "a"),
+        ("abcdea", "a"),
+        ("abcddd", "d"),
+        ("abbcd", "b"),
+        ("abbcdefg", "b"),
+        ("aabbccdefg", "a"),
+        ("bacacabd", "a"),
+        ("aabbccddd", "d"),
+    ],
+)
+def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, ahead: str) -> None:
+    folding, this_round = Folding(OfOneForm), Round(1)
+    message = broadcast(FedRot(CONFIG), state(), 2)[0]
+    for client, form in enumerate(forms):
+        tensors = {"w": torch.full((2,), float(client))}
+        given = Reply(reply(message, {}, 1, client), client, "arrays", tensors, 1.0)
+        folding.add(Update(given, tensors, 1.0, {form: {}}))
+    aggregator, contents = folding.chosen(this_round)
+    assert isinstance(aggregator, OfOneForm)
+    assert aggregator.form == ahead
+    members = [client for client, form in enumerate(forms) if form == ahead]
+    assert [c.config_records["client"]["partition-id"] for c in contents] == members
+    # All others are set aside, those that were pushed out among them; each once.
+    others = [client for client, form in enumerate(forms) if form != ahead]
+    assert sorted(client for client, _ in this_round.set_aside) == others
+    assert float(aggregator.result()["w"][0]) == pytest.approx(sum(members) / len(members))
+
+
+# --- precision on the wire ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FedRot, behind(FedAdam), behind(FedMedian)])
+def test_half_precision_travels_and_the_server_keeps_its_own(kind: Any, wire: torch.dtype) -> None:
+    received: list[State] = []
+
+    def client(message: Message) -> Message:
+        arrays = message.content.array_records["arrays"]
+        tensors = from_arrays(arrays)
+        received.append(tensors)
+        trained = {n: t + torch.full_like(t, 0.25) for n, t in tensors.items()}
+        trained["classifier.bias"] = tensors["classifier.bias"]
+        answered = reply(message, state(), 10, message.metadata.dst_node_id)
+        answered.content["arrays"] = to_arrays(trained, wire, since=arrays)
+        return answered
+
+    strategy = kind(CONFIG, anchor="global", wire=wire, fraction_evaluate=0.0)
+    grid = FakeGrid(dict.fromkeys((100, 101), client))
+    result = strategy.start(grid, ArrayRecord(state()), 1)
+    assert {t.dtype for tensors in received for t in tensors.values()} == {wire}
+    new = tensors_of(result.arrays)
+    assert {t.dtype for t in new.values()} == {torch.float32}
+    if kind.__name__ != "AlignedFedAdam":
+        # What was sent as unchanged is the server's own, not what was left of it on the wire.
+        assert torch.equal(new["classifier.bias"], state()["classifier.bias"])
+        rounded = {n: (t.to(wire) + 0.25).float() for n, t in state().items()}
+        del rounded["classifier.bias"], new["classifier.bias"]
+        symmetric = fedrot.align({**state(), **rounded}, state(), SYMMETRY).apply({**state(), **rounded})
+        assert difference(new, {n: symmetric[n] for n in new}) < 1e-2
+
+
+def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so() -> None:
+    shared = torch.randn(6, 4)
+    base = {**state(), "steps": torch.tensor(3), "one": shared, "two": shared}
+    sent = to_arrays(base, torch.bfloat16)
+    strategy = FedRot(CONFIG, align=False, aggregation=Mean)
+    grid = FakeGrid(dict.fromkeys((100, 101), failure))
+    messages = list(strategy.configure_train(1, sent, ConfigRecord(), grid))
+    answers = [reply(m, state(), 10, i) for i, m in enumerate(messages)]
+    for i, message in enumerate(answers):
+        shifted = from_arrays(sent)
+        shifted = {n: t + i if t.is_floating_point() else t for n, t in shifted.items()}
+        shifted["two"] = shifted["one"]
+        message.content["arrays"] = to_arrays(shifted)
+    arrays, _ = strategy.aggregate_train(1, answers)
+    assert arrays is not None
+    assert {n: (a.dtype, a.stype) for n, a in arrays.items()} == {
+        n: (a.dtype, a.stype) for n, a in sent.items()
+    }
+    new = from_arrays(arrays)
+    assert new["one"] is new["two"]
+    assert (new["one"].float() - (shared + 0.5)).abs().max() < 0.03
+    assert int(new["steps"]) == 3
+
+
+@pytest.mark.parametrize("anchor", ["global", "running", "first", "consensus"])
+def test_the_norm_bound_measures_from_the_broadcast_model_whatever_the_anchor(anchor: str) -> None:
+    """Each update on its own: what others sent does not change its distance."""
+    base = state()
+    given = [fedrot.random_equivalent(near(base, 0.5, i), SYMMETRY, i) for i in range(3)]
+    strategy = FedRot(CONFIG, anchor=anchor, norm_bound=3)
+    broadcast(strategy, base)
+    waiting: Any = [SimpleNamespace(tensors=update, weight=1.0) for update in given]
+    found = list(strategy._coordinates.distances(waiting, base))
+    alone = [fedrot.align(update, base, SYMMETRY).apply(update) for update in given]
+    assert found == pytest.approx([squared_distance(a, base) ** 0.5 for a in alone], rel=1e-5)
+
+
+# --- evaluation --------------------------------------------------------------------------------------
+
+
+def evaluation(to: Message, **metrics: Any) -> Message:
+    return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=to)
+
+
+def test_a_malformed_evaluation_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("flwr").propagate = True
+    strategy = FedRot(CONFIG)
+    grid = FakeGrid(dict.fromkeys(range(100, 107), failure))
+    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    good = [
+        evaluation(m, **{"num-examples": 1 + i, "loss": float(i)}) for i, m in enumerate(messages[:2])
+    ]
+    bad = [
+        Message(RecordDict(), reply_to=messages[2]),
+        evaluation(messages[3], **{"num-examples": -1, "loss": 9.0}),
+        evaluation(messages[4], **{"num-examples": 1, "loss": [9.0, 9.0]}),
+        evaluation(messages[0], **{"num-examples": 100, "loss": 9.0}),
+        failure(messages[5]),
+    ]
+    found = strategy.aggregate_evaluate(1, iter([*good, *bad]))
+    assert dict(found or {}) == pytest.approx({"loss": (1 * 0.0 + 2 * 1.0) / 3})
+    assert caplog.text.count("Evaluation of client") == 4
+
+
+def test_evaluations_without_examples_average_to_nothing() -> None:
+    strategy = FedRot(CONFIG)
+    grid = FakeGrid(dict.fromkeys((100, 101), failure))
+    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    empty = [evaluation(m, **{"num-examples": 0, "loss": 1.0}) for m in messages]
+    assert strategy.aggregate_evaluate(1, empty) is None
+    assert strategy.aggregate_evaluate(1, []) is None

@@ -1,0 +1,582 @@
+"""Foreign replies matched by their senders: elements travel, functions stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+import fedrot
+from fedrot.alignment import Alignment
+from fedrot.strategies import FedRot, Matching, match_at_client
+from fedrot.strategies.client_matching import ELEMENTS, GENERAL, MESSAGE_TYPE, read_answer, request
+from fedrot.symmetry.actions import (
+    HeadLinear,
+    HeadPermutation,
+    HeadRotation,
+    Kind,
+    Permutation,
+    QueryPermutation,
+    Rescale,
+    RotaryPhases,
+    RotarySigns,
+    SignedPermutation,
+)
+from fedrot.symmetry.groups import Group, Slot, Stretch, Symmetry
+from tests.models import VOCABULARY, State, config_of, near
+from tests.models import largest_difference as difference
+from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    broadcast,
+    failure,
+    largest_difference,
+    reply,
+    tensors_of,
+)
+
+LEARNING = fedrot.LearningOptions(steps=3, general=True)
+EDITED = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+ATTENTION = next(g.name for g in SYMMETRY.select(("attention",)))
+FFN = next(g.name for g in SYMMETRY.select(("ffn",)))
+STREAM = next(g.name for g in SYMMETRY.select(("residual",)))
+OUTPUT = next(g.name for g in SYMMETRY.select(("output",)))
+HEADS = next(g.name for g in SYMMETRY.select(("heads",)))
+RESCALE = next(g.name for g in SYMMETRY.select(("rescale",)))
+
+
+def batches() -> Iterable[Mapping[str, Tensor]]:
+    """Return a client's labelled rows."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        ids = torch.randint(VOCABULARY, (16, 8), generator=generator)
+        labels = torch.randint(3, (16,), generator=generator)
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def client(learning: fedrot.LearningOptions | None = None) -> Client:
+    """Return a node with a real ``ClientApp`` that matches."""
+    app = ClientApp()
+    match_at_client(app, lambda message, context: Matching(build, batches, learning=learning))
+    context = Context(1, 1, {}, RecordDict(), {})
+    return lambda message: app(message, context)
+
+
+def ask(node: Client, anchor: State, update: State) -> Message:
+    return node(request(anchor, ArrayRecord(update), ConfigRecord(), 7))
+
+
+def elements_of(answer: Message) -> dict[str, Tensor]:
+    record: ArrayRecord = answer.content.array_records[ELEMENTS]
+    return tensors_of(record)
+
+
+def edited(node: Client, edit: EDITED) -> Client:
+    """Return a node that answers with other elements than it found."""
+
+    def answer(message: Message) -> Message:
+        elements = edit(elements_of(node(message)))
+        return Message(RecordDict({ELEMENTS: ArrayRecord(elements)}), reply_to=message)
+
+    return answer
+
+
+def play(
+    strategy: FedRot, base: State, sent: list[State], nodes: list[Client] | FakeGrid
+) -> tuple[ArrayRecord, MetricRecord]:
+    """Play one round whose clients answer the requests for matching as they are given."""
+    grid = nodes if isinstance(nodes, FakeGrid) else FakeGrid(dict(enumerate(nodes, start=100)))
+    messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
+    messages.sort(key=lambda m: m.metadata.dst_node_id)
+    replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert metrics is not None
+    return arrays, metrics
+
+
+# One exchange
+
+
+@pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
+def test_the_answer_holds_elements_and_nothing_else(learning: fedrot.LearningOptions | None) -> None:
+    answer = ask(client(learning), state(), state(3))
+    assert list(answer.content) == [ELEMENTS]
+    elements = elements_of(answer)
+    groups = {group.name: group for group in SYMMETRY.groups}
+    assert {groups[name.removesuffix(GENERAL)].part for name in elements} >= {"residual", "attention"}
+    sizes = {"Permutation": 1, "SignedPermutation": 1, "HeadPermutation": 1, "HeadRotation": 3}
+    for name, element in elements.items():
+        group = groups[name.removesuffix(GENERAL)]
+        assert element.ndim == sizes[type(group.kind).__name__]
+        assert element.is_floating_point() == (group.part == "attention")
+        weights = {SYMMETRY.shapes[s.tensor] for g in SYMMETRY.groups for s in g.slots}
+        assert not element.is_floating_point() or tuple(element.shape) not in weights
+    general = {name for name in elements if name.endswith(GENERAL)}
+    assert len(general) == (len(SYMMETRY.select(("attention",))) if learning else 0)
+
+
+def test_a_permuted_update_comes_back_exactly() -> None:
+    base = state()
+    update = permuted(base, 2)
+    alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)
+    assert difference(alignment.apply(update), base) <= 1e-4
+    assert alignment.report.after <= 1e-6 * alignment.report.before
+
+
+def test_matching_draws_nothing_from_the_clients_random_numbers() -> None:
+    before = torch.random.get_rng_state()
+    build()
+    assert not torch.equal(torch.random.get_rng_state(), before)
+    torch.random.set_rng_state(before)
+    app = ClientApp()
+    rows = [*batches()]
+    match_at_client(
+        app, lambda *_: Matching(build, lambda: [rows[i] for i in torch.randperm(len(rows)).tolist()])
+    )
+    context = Context(1, 1, {}, RecordDict(), {})
+    ask(lambda message: app(message, context), state(), permuted(state(), 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_clients_own_data_decide() -> None:
+    base, update = state(), state(3)
+    alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)
+    by_weights = fedrot.align(update, base, SYMMETRY, WHOLE)
+    assert difference(alignment.apply(update), by_weights.apply(update)) > 1e-2
+    assert error(alignment.apply(update), update) <= 1e-4
+
+
+def learned_here(base: State, update: State) -> Alignment:
+    """The oracle: what the client does, without messages."""
+    model = build().eval()
+    ours, theirs = build(), build()
+    ours.load_state_dict(base), theirs.load_state_dict(update)
+    inputs = [{k: v for k, v in b.items() if k != "labels"} for b in batches()]
+    seen = fedrot.collect_activations(ours, theirs, inputs, SYMMETRY)
+    start = fedrot.align(update, base, SYMMETRY, WHOLE, seen)
+    loss = fedrot.loss_of(model)
+    return fedrot.learn_alignment(loss, batches(), update, base, SYMMETRY, start, LEARNING).alignment
+
+
+def test_learned_elements_of_gl_travel_exactly() -> None:
+    base, update = state(), state(3)
+    answer = ask(client(LEARNING), base, update)
+    alignment = read_answer(answer, update, base, SYMMETRY)
+    found, expected = (
+        {move.group.name: move for move in a.moves} for a in (alignment, learned_here(base, update))
+    )
+    assert found.keys() == expected.keys()
+    for name, move in found.items():
+        assert move.group == expected[name].group
+        assert torch.equal(move.element, expected[name].element)
+    attention = [move for move in found.values() if move.group.part == "attention"]
+    assert all(isinstance(move.group.kind, HeadLinear) for move in attention)
+    eye = torch.eye(attention[0].element.shape[-1], dtype=torch.float64)
+    drift = max(float((m.element @ m.element.mT - eye).abs().max()) for m in attention)
+    assert drift > 1e-3, "three steps leave the rotations"
+    assert difference(alignment.apply(update), learned_here(base, update).apply(update)) == 0
+    assert error(alignment.apply(update), update) <= 1e-4
+
+
+# Answers that are refused
+
+
+def put(name: str, value: Callable[[Tensor], Tensor] | Tensor) -> EDITED:
+    """Replace or add one element."""
+
+    def edit(elements: dict[str, Tensor]) -> dict[str, Tensor]:
+        new = value if isinstance(value, Tensor) else value(elements[name])
+        return {**elements, name: new}
+
+    return edit
+
+
+def with_entry(value: float) -> Callable[[Tensor], Tensor]:
+    def change(element: Tensor) -> Tensor:
+        element = element.clone()
+        element[(0,) * element.ndim] = value
+        return element
+
+    return change
+
+
+def no_record(message: Message) -> Message:
+    return Message(RecordDict({}), reply_to=message)
+
+
+def other_record(message: Message) -> Message:
+    return Message(RecordDict({"arrays": ArrayRecord({"x": torch.ones(2)})}), reply_to=message)
+
+
+def undecodable(message: Message) -> Message:
+    answer = client()(message)
+    record = answer.content.array_records[ELEMENTS]
+    name = next(iter(record))
+    record[name].data = b"garbage"
+    return answer
+
+
+def gl(heads: int, dim: int, value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (value * torch.eye(dim, dtype=dtype)).expand(heads, dim, dim).contiguous()
+
+
+SQUARE = (4, 8)
+
+NOT_ELEMENTS: dict[str, EDITED] = {
+    "an order that names a unit twice": put(FFN, lambda e: e[:1].expand(len(e)).contiguous()),
+    "an order outside": put(FFN, lambda e: e + 1),
+    "a negative order": put(FFN, lambda e: e - 1),
+    "an order of floats": put(FFN, lambda e: e.double()),
+    "an order of int32": put(FFN, lambda e: e.int()),
+    "a short order": put(FFN, lambda e: e[:-1].contiguous()),
+    "an order of the stream twice": put(STREAM, lambda e: e[:1].expand(len(e)).contiguous()),
+    "no sign": put(OUTPUT, lambda e: e.abs() - 1),
+    "a rotation stretched by a thousandth": put(ATTENTION, lambda e: 1.001 * e),
+    "a rotation shrunk by a thousandth": put(ATTENTION, lambda e: 0.999 * e),
+    "a sheared rotation": put(ATTENTION, with_entry(3.0)),
+    "NaN": put(ATTENTION, with_entry(float("nan"))),
+    "Inf": put(ATTENTION, with_entry(float("inf"))),
+    "too few heads": put(ATTENTION, lambda e: e[1:].contiguous()),
+    "a flat rotation": put(ATTENTION, lambda e: e[0].contiguous()),
+    "zeros": put(ATTENTION, lambda e: 0 * e),
+    "unknown group": put("layer.9.qk", torch.arange(4)),
+    "a weight": put("bert.pooler.dense.weight", torch.ones(32, 32)),
+    "general of nothing": put(GENERAL, torch.arange(48)),
+    "singular general": put(ATTENTION + GENERAL, gl(*SQUARE, 0.0)),
+    "NaN general": put(ATTENTION + GENERAL, gl(*SQUARE, float("nan"))),
+    "general in another shape": put(ATTENTION + GENERAL, gl(4, 7, 1.0)),
+    "zero scale": put(RESCALE, torch.zeros(4)),
+    "NaN scale": put(RESCALE, torch.full((4,), float("nan"))),
+}
+
+#: Elements of the group, but far from the identity: read or refused, the function must survive.
+EXTREME: dict[str, EDITED] = {
+    "general in half precision": put(ATTENTION + GENERAL, gl(*SQUARE, 2.0, torch.float16)),
+    "huge general": put(ATTENTION + GENERAL, gl(*SQUARE, 1e30)),
+    "tiny general": put(ATTENTION + GENERAL, gl(*SQUARE, 1e-40)),
+    "huge scale": put(RESCALE, torch.full((4,), 1e38)),
+    "tiny scale": put(RESCALE, torch.full((4,), 1e-42)),
+    "general beside its rotation": put(ATTENTION + GENERAL, gl(*SQUARE, 2.0)),
+    "a permutation by its general name": put(FFN + GENERAL, torch.arange(48).flip(0)),
+}
+
+REFUSED: dict[str, Client] = {
+    "failed": failure,
+    "no record": no_record,
+    "another record": other_record,
+    "undecodable": undecodable,
+    **{name: edited(client(), edit) for name, edit in NOT_ELEMENTS.items()},
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_is_no_element_is_refused(case: str) -> None:
+    base, update = state(), state(3)
+    with pytest.raises(fedrot.UpdateError):
+        read_answer(ask(REFUSED[case], base, update), update, base, SYMMETRY)
+
+
+def one_head(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the element with only its last head or row changed."""
+    return lambda e: torch.cat([e[:-1], change(e[-1:])])
+
+
+def doubled(e: Tensor) -> Tensor:
+    """Return the element with its last entry where its first is."""
+    e = e.clone()
+    e[..., 0] = e[..., -1]
+    return e
+
+
+#: What is next to an element of a group that acts on 12 entries, but is none.
+BESIDE: dict[str, tuple[Kind, dict[str, Callable[[Tensor], Tensor]]]] = {
+    "rotation": (
+        HeadRotation(3, 4),
+        {
+            "stretched": lambda e: 1.001 * e,
+            "shrunk": lambda e: 0.999 * e,
+            "one head stretched": one_head(lambda e: 1.001 * e),
+            "one column stretched": lambda e: e * torch.tensor([1.0, 1.0, 1.0, 1.001]),
+            "one column twice": doubled,
+            "whole numbers": lambda e: torch.eye(4, dtype=torch.int64).expand(3, 4, 4),
+        },
+    ),
+    "linear": (
+        HeadLinear(3, 4),
+        {
+            "one head far too large": one_head(lambda e: 1e5 * e),
+            "one head far too small": one_head(lambda e: 1e-5 * e),
+            "one column twice": doubled,
+        },
+    ),
+    "phases": (
+        RotaryPhases(3, 4),
+        {
+            "infinite": lambda e: e / 0,
+            "one head NaN": one_head(lambda e: e * math.nan),
+            "whole numbers": lambda e: e.long(),
+            "an angle too few": lambda e: e[:, 1:],
+        },
+    ),
+    "rotary signs": (
+        RotarySigns(3, 4),
+        {
+            "one head stretched": one_head(lambda e: 2 * e),
+            "one head zero": one_head(lambda e: 0 * e),
+            "floats": lambda e: e.float(),
+            "floats next to signs": lambda e: 1.001 * e,
+        },
+    ),
+    "rescale": (
+        Rescale(3),
+        {"one head zero": one_head(lambda e: 0 * e), "one head huge": one_head(lambda e: 1e5 * e)},
+    ),
+    "permutation": (
+        Permutation(12),
+        {"one twice": doubled, "floats": lambda e: e.double(), "beyond the end": lambda e: e + 1},
+    ),
+    "signed permutation": (
+        SignedPermutation(12),
+        {
+            "one twice": doubled,
+            "one twice with either sign": lambda e: torch.cat([-e[-1:], e[1:]]),
+            "counted from 0": lambda e: e.sign() * (e.abs() - 1),
+            "floats": lambda e: e.double(),
+        },
+    ),
+    "head permutation": (
+        HeadPermutation(3),
+        {"one twice": doubled, "before the start": lambda e: e - 1},
+    ),
+    "query permutation": (
+        QueryPermutation(2, 3),
+        {
+            "one group with one twice": one_head(doubled),
+            "counted across groups": lambda e: e + 3 * torch.arange(2)[:, None],
+            "a group too few": lambda e: e[:1],
+        },
+    ),
+}
+
+
+def element_read(kind: Kind, element: Tensor) -> Tensor:
+    """Return the element that is read from a client's answer, for a model of one tensor."""
+    general = isinstance(kind, HeadLinear)
+    own = HeadRotation(kind.heads, kind.dim) if isinstance(kind, HeadLinear) else kind
+    group = Group("g", 0, "attention", own, (Slot("w", 0, Stretch(0, 12)),))
+    model = {"w": torch.randn(12, 2, generator=torch.Generator().manual_seed(5))}
+    elements = ArrayRecord({f"g{GENERAL if general else ''}": element.contiguous()})
+    asked = request(model, model, ConfigRecord(), 7)
+    answer = Message(RecordDict({ELEMENTS: elements}), reply_to=asked)
+    (move,) = read_answer(answer, model, model, Symmetry("", 1, (group,), {"w": (12, 2)})).moves
+    return move.element
+
+
+def drawn(kind: Kind) -> list[Tensor]:
+    return [kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_elements_of_every_kind_are_read_as_they_were_sent(name: str) -> None:
+    kind, _ = BESIDE[name]
+    for element in drawn(kind):
+        assert torch.equal(element_read(kind, element), element)
+        if element.is_floating_point():
+            assert torch.equal(element_read(kind, element.float()), element.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, how) for name, (_, beside) in BESIDE.items() for how in beside]
+)
+def test_what_is_beside_an_element_is_refused(name: str, how: str) -> None:
+    kind, beside = BESIDE[name]
+    for element in drawn(kind):
+        with pytest.raises(fedrot.UpdateError, match="not one of the model's symmetry"):
+            element_read(kind, beside[how](element))
+
+
+@pytest.mark.parametrize("case", sorted(EXTREME))
+def test_what_is_read_preserves_the_function(case: str) -> None:
+    """Whatever a client answers: it is refused, or the update still computes the same."""
+    base, update = state(), state(3)
+    answer = ask(edited(client(), EXTREME[case]), base, update)
+    try:
+        moved = read_answer(answer, update, base, SYMMETRY).apply(update)
+    except fedrot.UpdateError:
+        return
+    assert error(moved, update) <= 1e-3
+
+
+def test_an_empty_answer_moves_nothing() -> None:
+    base, update = state(), state(3)
+    answer = ask(edited(client(), lambda elements: {}), base, update)
+    alignment = read_answer(answer, update, base, SYMMETRY)
+    assert difference(alignment.apply(update), update) == 0
+
+
+def test_head_orders_come_before_what_is_inside_heads() -> None:
+    base = state()
+    update = permuted(base, 2)
+
+    def backwards(elements: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert HEADS in elements
+        return dict(sorted(elements.items(), key=lambda item: item[0] == HEADS))
+
+    alignment = read_answer(ask(edited(client(), backwards), base, update), update, base, SYMMETRY)
+    assert difference(alignment.apply(update), base) <= 1e-4
+
+
+def test_a_client_without_the_action_fails() -> None:
+    message = request(state(), ArrayRecord(state(3)), ConfigRecord(), 7)
+    assert message.metadata.message_type == MESSAGE_TYPE
+    with pytest.raises(ValueError, match="fedrot_match"):
+        ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
+@pytest.mark.parametrize("most", [True, False], ids=["most-foreign", "one-foreign"])
+def test_a_round_matched_by_its_clients_keeps_the_function(
+    most: bool, learning: fedrot.LearningOptions | None, warnings: Callable[[], str]
+) -> None:
+    base = state()
+    sent = [permuted(base, i) if most or i == 1 else base for i in range(3)]
+    node = client(learning)
+    asked: list[Message] = []
+
+    def counted(message: Message) -> Message:
+        asked.append(message)
+        return node(message)
+
+    strategy = FedRot(config_of(NAME), foreign=WHOLE, match_at_clients=True)
+    result, metrics = play(strategy, base, sent, [counted] * 3)
+    assert error(result, base) <= (1e-4 if learning is None else 0.2)
+    assert warnings() == ""
+    assert metrics["fedrot-replies-foreign"] == (3 if most else 1)
+    # The heaviest is the anchor where most are foreign; nobody else needs to be asked.
+    assert {m.metadata.dst_node_id for m in asked} == ({100, 101} if most else {101})
+    assert {m.metadata.message_type for m in asked} == {MESSAGE_TYPE}
+
+
+def test_nobody_is_asked_in_an_ordinary_round() -> None:
+    base = state()
+    sent = [near(base, 0.05, i) for i in range(3)]
+    expected, _ = play(FedRot(config_of(NAME)), base, sent, [failure] * 3)
+    grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
+    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    result, _ = play(strategy, base, sent, grid)
+    assert grid.asked == []
+    assert largest_difference(expected, result) == 0
+
+
+class Silent(FakeGrid):
+    """A grid whose clients never answer."""
+
+    def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
+        return []
+
+
+def nothing_moved(message: Message) -> Message:
+    return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
+
+
+class Chatty(FakeGrid):
+    """A grid on which nodes answer twice, and one answers that was not asked to match."""
+
+    def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
+        asked = list(messages)
+        stranger = nothing_moved(asked[0])
+        stranger.metadata.__dict__["_src_node_id"] = 999
+        return [stranger, *super().send_and_receive(asked), *map(nothing_moved, asked), stranger]
+
+
+def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
+    base, update = state(), state(3)
+    sent, nodes = [base, update, base], [client()] * 3
+    options: dict[str, Any] = {"anchor": "global", "foreign": WHOLE, "match_at_clients": True}
+    expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
+    grid = Chatty(dict(enumerate(nodes, start=100)))
+    found, metrics = play(FedRot(config_of(NAME), **options), base, sent, grid)
+    assert grid.asked == [[101]]
+    assert largest_difference(found, expected) == 0
+    assert metrics["fedrot-replies-accepted"] == before["fedrot-replies-accepted"] == 3
+    assert warnings() == ""
+
+
+BAD_NODES: dict[str, Client] = {
+    name: REFUSED[name]
+    for name in ("failed", "no record", "NaN", "a short order", "unknown group", "a sheared rotation")
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD_NODES))
+def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
+    case: str, warnings: Callable[[], str]
+) -> None:
+    base = state()
+    sent = [permuted(base, i) if i else base for i in (0, 1, 0)]
+    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    at_server, _ = play(FedRot(config_of(NAME), model=build), base, sent, [failure] * 3)
+    result, metrics = play(strategy, base, sent, [BAD_NODES[case]] * 3)
+    assert "Client 1 is matched at the server" in warnings()
+    assert largest_difference(result, at_server) == 0
+    assert error(result, base) <= 1e-4
+    assert metrics["fedrot-replies-set-aside"] == 0
+
+
+def test_clients_that_never_answer_are_matched_at_the_server() -> None:
+    base = state()
+    sent = [permuted(base, i) if i else base for i in (0, 1, 0)]
+    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    result, _ = play(strategy, base, sent, Silent(dict.fromkeys((100, 101, 102), failure)))
+    assert error(result, base) <= 1e-4
+
+
+@pytest.mark.parametrize("case", sorted(EXTREME))
+def test_no_answer_ends_the_round(case: str) -> None:
+    base = state()
+    sent = [base, permuted(base, 1), base]
+    node = edited(client(), EXTREME[case])
+    strategy = FedRot(config_of(NAME), anchor="global", foreign=WHOLE, match_at_clients=True)
+    result, _ = play(strategy, base, sent, [node] * 3)
+    assert error(result, base) <= 0.1
+
+
+@pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
+def test_what_a_client_found_is_what_is_averaged(learning: fedrot.LearningOptions | None) -> None:
+    """Its data decided; to move the update again, by weights alone, would undo that."""
+    base, update = state(), state(3)
+    node = client(learning)
+    found = read_answer(ask(node, base, update), update, base, SYMMETRY).apply(update)
+    strategy = FedRot(config_of(NAME), anchor="global", foreign=WHOLE, match_at_clients=True)
+    result, _ = play(strategy, base, [base, update, base], [node] * 3)
+    mean = {k: 22 / 33 * base[k] + 11 / 33 * found[k] for k in base}
+    assert difference(tensors_of(result), mean) <= 1e-4
+
+
+def test_each_client_is_reported_once() -> None:
+    base, update = state(), state(3)
+    sent = [base, update, base]
+    strategy = FedRot(config_of(NAME), anchor="global", foreign=WHOLE, match_at_clients=True)
+    _, metrics = play(strategy, base, sent, [client()] * 3)
+    alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)
+    assert metrics["fedrot-distance-before"] == pytest.approx(alignment.report.before / 3, rel=1e-3)
+
+
+def test_messages_of_the_first_round_are_those_of_the_strategy() -> None:
+    """Matching adds an exchange where it is needed, and changes nothing about training."""
+    base = state()
+    stock, ours = FedRot(config_of(NAME)), FedRot(config_of(NAME), match_at_clients=True, model=build)
+    kinds = [[m.metadata.message_type for m in broadcast(s, base)] for s in (stock, ours)]
+    assert kinds[0] == kinds[1]

@@ -1,0 +1,544 @@
+"""Tensors on the wire: there and back with the same bits, and nothing believed that arrives."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.common.constant import SType
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM
+
+import fedrot
+from fedrot.anchors import ANCHORS
+from fedrot.errors import UpdateError
+from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import (
+    BFLOAT16,
+    PRECISIONS,
+    TIED,
+    UNCHANGED,
+    decode,
+    same_bits,
+    wire_bytes,
+)
+from fedrot.strategies.wire.records import replace_changed
+from tests.models import near
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import broadcast, reply
+
+INTEGERS = tuple(getattr(torch, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64))
+DTYPES = (*PRECISIONS, *INTEGERS, torch.bool)
+NPY = b"\x93NUMPY\x01\x00"
+SCALAR_HEADER = 128
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Draw a tensor of any dtype, shape, layout and bits."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    wide = [2 * n for n in shape]
+    size = math.prod(wide) * dtype.itemsize
+    raw = bytearray(draw(st.binary(min_size=size, max_size=size)) + b"\0" * 8)
+    bits = torch.frombuffer(raw, dtype=torch.uint8, count=size) if size else torch.zeros(0).byte()
+    full = (bits > 127 if dtype == torch.bool else bits.view(dtype)).reshape(wide)
+    layout = draw(st.sampled_from(("whole", "strided", "transposed")))
+    if layout == "whole":
+        return full[tuple(slice(n) for n in shape)].contiguous()
+    strided = full[tuple(slice(None, None, 2) for _ in shape)]
+    return strided if layout == "strided" else strided.permute(tuple(reversed(range(len(shape)))))
+
+
+def identical(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
+
+
+def through_the_wire(record: ArrayRecord) -> ArrayRecord:
+    """Send a record the way Flower does: deflated into objects, inflated from them."""
+    content = RecordDict({"arrays": record})
+    contents = {key: found.deflate() for key, found in get_all_nested_objects(content).items()}
+    assert set(contents) == {node.object_id for node in iterate_object_tree(get_object_tree(content))}
+    found = inflate_object_from_contents(content.object_id, contents)
+    assert isinstance(found, RecordDict)
+    return found.array_records["arrays"]
+
+
+def array(
+    data: bytes, shape: tuple[int, ...] = (2,), dtype: str = "float32", stype: str = SType.NUMPY
+) -> Array:
+    return Array(dtype=dtype, shape=shape, stype=stype, data=data)
+
+
+def npy(header: str | bytes, data: bytes = b"") -> bytes:
+    text = header.encode("latin1") if isinstance(header, str) else header
+    return NPY + len(text).to_bytes(2, "little") + text + data
+
+
+def described(shape: str, descr: str = "'<f4'", order: str = "False") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n"
+
+
+def refuse(found: Array, problem: str) -> None:
+    with pytest.raises(UpdateError, match=problem) as error:
+        from_arrays(ArrayRecord({"some.weight": found}))
+    assert "'some.weight'" in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+@given(st.lists(tensors(), max_size=4), st.booleans())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_tensors_arrive_with_the_same_bits(values: list[Tensor], writable: bool) -> None:
+    given_ = {f"t{i}": value for i, value in enumerate(values)}
+    found = from_arrays(through_the_wire(to_arrays(given_)), writable=writable)
+    assert list(found) == list(given_)
+    assert all(identical(found[name], value) for name, value in given_.items())
+
+
+@given(tensors(), st.sampled_from(PRECISIONS))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_precision_is_changed_on_floats_only(value: Tensor, dtype: torch.dtype) -> None:
+    found = from_arrays(to_arrays({"w": value}, dtype))["w"]
+    expected = value.contiguous().to(dtype) if value.is_floating_point() else value
+    assert identical(found, expected)
+
+
+@given(tensors())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_flower_reads_what_numpy_has(value: Tensor) -> None:
+    found = to_arrays({"w": value})["w"]
+    assert found.shape == tuple(value.shape)
+    assert f"torch.{found.dtype}" == str(value.dtype)
+    if value.dtype == torch.bfloat16:
+        with pytest.raises(TypeError, match=BFLOAT16):
+            found.numpy()
+        return
+    assert identical(torch.from_numpy(found.numpy()), value)
+    # The very bytes of Flower's own, so that equal arrays stay one object on the wire.
+    assert found.data == Array(value.contiguous().numpy()).data
+
+
+@given(tensors())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_flowers_own_arrays_are_read(value: Tensor) -> None:
+    if value.dtype != torch.bfloat16:
+        record = ArrayRecord({"w": Array(value.numpy())})
+        assert identical(from_arrays(record)["w"], value)
+
+
+@given(tensors(), tensors(), st.sampled_from((None, *PRECISIONS)))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_only_what_changed_travels(old: Tensor, new: Tensor, dtype: torch.dtype | None) -> None:
+    since = {"same": old, "other": old, "gone": old}
+    record = to_arrays({"same": old.clone(), "other": new, "more": new.clone()}, dtype, since)
+    assert record["same"].stype == UNCHANGED
+    assert not record["same"].data
+    assert record["more"].stype != UNCHANGED
+    found = from_arrays(record, since)
+    assert list(found) == ["same", "other", "more"]
+    # What was not sent is as precise as it was.
+    assert found["same"] is old
+    for name, value in (("other", new), ("more", new)):
+        there = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        arrived, expected = (t.contiguous().to(there) for t in (found[name], value))
+        # How a cast writes NaN depends on where in memory it is.
+        assert torch.equal(arrived.isnan(), expected.isnan())
+        assert torch.equal(arrived[~arrived.isnan()], expected[~expected.isnan()])
+
+
+def test_since_may_be_the_record_that_was_received() -> None:
+    given_ = {"a": torch.rand(3), "b": torch.rand(3).bfloat16(), "c": torch.tensor(3)}
+    received = to_arrays({**given_, "tied": given_["a"]})
+    changed = {**given_, "tied": given_["a"] + 1}
+    record = to_arrays(changed, since=received)
+    assert [array.stype for array in record.values()] == [UNCHANGED] * 3 + [SType.NUMPY]
+    found = from_arrays(record, since=received)
+    assert all(identical(found[name], value) for name, value in changed.items())
+
+
+def test_bits_decide_what_changed() -> None:
+    nan, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (-1, -2))
+    zero = torch.zeros(1)
+    for old, new in ((nan, nan.clone()), (zero, zero.clone())):
+        assert to_arrays({"w": new}, since={"w": old})["w"].stype == UNCHANGED
+    for old, new in ((nan, other), (zero, -zero), (zero, zero.int()), (zero, zero[0]), (zero, zero[:0])):
+        record = to_arrays({"w": new}, since={"w": old})
+        assert record["w"].stype == SType.NUMPY
+        assert identical(from_arrays(record)["w"], new)
+
+
+def test_a_change_below_the_precision_that_travels_is_none() -> None:
+    old = torch.tensor([1.0, 2.0])
+    new = old + 1e-6
+    assert to_arrays({"w": new}, since={"w": old})["w"].stype == SType.NUMPY
+    record = to_arrays({"w": new}, torch.bfloat16, {"w": old})
+    assert (record["w"].stype, record["w"].dtype) == (UNCHANGED, "bfloat16")
+    assert from_arrays(record, {"w": old})["w"] is old
+
+
+@pytest.mark.parametrize("dtype", [None, *PRECISIONS])
+def test_tied_embeddings_travel_once(dtype: torch.dtype | None) -> None:
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=8,
+    )
+    model = BertForMaskedLM(config)
+    tied = model.state_dict()
+    apart = {name: value.clone() for name, value in tied.items()}
+    embeddings, decoder = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+    record, whole = to_arrays(tied, dtype), to_arrays(apart, dtype)
+    assert set(record) == set(tied)
+    assert record[decoder].stype == TIED
+    width = (dtype or torch.float32).itemsize
+    # The decoder's bias is tied as well.
+    matrix, bias = 50 * 16 * width + SCALAR_HEADER, 50 * width + SCALAR_HEADER
+    names = sum(len(array.data) for array in record.values() if array.stype == TIED)
+    assert wire_bytes(whole) - wire_bytes(record) == matrix + bias - names
+    found = from_arrays(through_the_wire(record))
+    assert found[decoder] is found[embeddings]
+    assert all(identical(found[name], t.to(dtype or t.dtype) if t.is_floating_point() else t)
+               for name, t in tied.items())  # fmt: skip
+    BertForMaskedLM(config).load_state_dict(found)
+
+
+def test_ties_are_of_memory_shape_and_layout() -> None:
+    full = torch.rand(4, 4)
+    given_ = {
+        "full": full,
+        "transposed": full.T,
+        "part": full[:2],
+        "other_part": full[2:],
+        "bits": full.view(torch.int32),
+        "again": full[:2],
+        "empty": torch.zeros(0),
+        "also_empty": torch.zeros(0),
+    }
+    record = to_arrays(given_)
+    assert [name for name, array in record.items() if array.stype == TIED] == ["again"]
+    found = from_arrays(record, writable=True)
+    assert found["again"] is found["part"]
+    assert all(identical(found[name], value) for name, value in given_.items())
+
+
+def test_a_tie_to_what_did_not_change_is_sent_whole() -> None:
+    value = torch.rand(3)
+    record = to_arrays({"a": value, "b": value, "c": value}, since={"a": value, "b": value + 1})
+    assert [array.stype for array in record.values()] == [UNCHANGED, SType.NUMPY, TIED]
+    found = from_arrays(record, since={"a": value})
+    assert all(identical(tensor, value) for tensor in found.values())
+
+
+def test_ties_may_point_forward() -> None:
+    record = to_arrays({"a": torch.ones(2)})
+    forward = ArrayRecord({"b": array(b"a", stype=TIED), "a": record["a"]})
+    found = from_arrays(forward)
+    assert list(found) == ["b", "a"]
+    assert found["a"] is found["b"]
+
+
+def test_views_are_of_the_received_bytes_and_warn_nobody() -> None:
+    value = torch.rand(5, 3)
+    record = to_arrays({"w": value, "h": value.bfloat16()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, own = from_arrays(record), from_arrays(record, writable=True)
+    start = np.frombuffer(record["w"].data, np.uint8).ctypes.data
+    assert 0 < found["w"].data_ptr() - start < len(record["w"].data)
+    before = record["w"].data[:]
+    for tensor in own.values():
+        tensor.zero_()
+    assert record["w"].data == before
+    del record
+    assert torch.equal(found["w"], value)
+
+
+def test_the_clients_tensors_stay_as_they_are_and_can_be_used_on() -> None:
+    value = torch.rand(3, requires_grad=True)
+    record = to_arrays({"w": value})
+    before = value.detach().clone()
+    with torch.no_grad():
+        value.zero_()
+    assert torch.equal(from_arrays(record)["w"], before)
+
+
+def test_what_cannot_travel_is_refused_before_it_does() -> None:
+    with pytest.raises(fedrot.FedrotError, match=r"'w' is torch\.complex64"):
+        to_arrays({"w": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(fedrot.FedrotError, match=r"'w' is torch\.float8"):
+        to_arrays({"w": torch.zeros(2).to(torch.float8_e4m3fn)})
+    with pytest.raises(fedrot.FedrotError, match=r"not as torch\.int8"):
+        to_arrays({"w": torch.zeros(2)}, torch.int8)
+
+
+def test_fortran_order_and_newer_headers_are_read() -> None:
+    values = np.asfortranarray(np.arange(24, dtype=np.float32).reshape(2, 3, 4))
+    found = from_arrays(ArrayRecord({"w": Array(values)}))["w"]
+    assert torch.equal(found, torch.arange(24.0).reshape(2, 3, 4))
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, values, version=(2, 0))
+    newer = array(stream.getvalue(), (2, 3, 4))
+    assert torch.equal(decode("w", newer), found)
+
+
+def test_what_is_misaligned_is_copied() -> None:
+    values = np.arange(3, dtype=np.float64)
+    for spaces in range(8):
+        text = described("(3,)", "'<f8'").replace("\n", " " * spaces + "\n")
+        found = decode("w", array(npy(text, values.tobytes()), (3,), "float64"))
+        assert found.tolist() == [0, 1, 2]
+        assert found.data_ptr() % 8 == 0
+
+
+def test_legacy_records_without_shapes_are_read() -> None:
+    values = np.arange(6.0).reshape(2, 3)
+    found = decode("0", array(Array(values).data, (), ""))
+    assert torch.equal(found, torch.from_numpy(values))
+
+
+def test_an_archive_is_not_opened() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("arr_0.npy", b"\0" * 10_000_000)
+    assert len(stream.getvalue()) < 20_000
+    refuse(array(stream.getvalue()), "no readable npy header")
+    stream = io.BytesIO()
+    np.savez(stream, np.zeros(2, np.float32))
+    refuse(array(stream.getvalue()), "no readable npy header")
+
+
+def test_pickles_are_not_opened() -> None:
+    ran: list[str] = []
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return ran.append, ("opened",)
+
+    stream = io.BytesIO()
+    np.save(stream, np.array([Bomb(), Bomb()], dtype=object), allow_pickle=True)
+    refuse(array(stream.getvalue(), dtype="object"), "holds 'object'")
+    refuse(array(b"\x80\x04" + b"." * 100), "no readable npy header")
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    "descr",
+    [
+        "'>f4'",
+        "'<c8'",
+        "'<U4'",
+        "'|S4'",
+        "'<M8[s]'",
+        "'|V4'",
+        "[('a', '<f4')]",
+        "('<f4', (2,))",
+        "'<f16'",
+    ],
+)
+def test_dtypes_that_no_model_has_are_refused(descr: str) -> None:
+    refuse(array(npy(described("(2,)", descr), bytes(8))), "byte order|no readable npy header")
+
+
+def test_another_shape_than_announced_is_refused() -> None:
+    data = Array(np.zeros(6, np.float32)).data
+    refuse(array(data, (2, 3)), r"claims to be 'float32' \(2, 3\), but its header says float32 \(6,\)")
+    refuse(array(data, ()), "claims to be")
+
+
+def test_another_dtype_than_announced_is_refused() -> None:
+    data = Array(np.zeros(2, np.float32)).data
+    for claimed in ("float64", "int32", "bfloat16", "", "x" * 10_000):
+        refuse(array(data, dtype=claimed), "claims to be")
+    bits = Array(np.zeros(2, np.uint16)).data
+    refuse(array(bits, dtype="bfloat16"), "claims to be")
+    refuse(array(bits, dtype="uint16", stype=BFLOAT16), "claims to be")
+    refuse(array(data, dtype="float32", stype=BFLOAT16), "claims to be")
+    refuse(array(data, dtype="bfloat16", stype=BFLOAT16), "claims to be")
+    refuse(array(data, (), "", BFLOAT16), "claims to be")
+
+
+@pytest.mark.parametrize(
+    "shape", ["(2**40,)", "(1099511627776,)", "(0, 9223372036854775808)", "(" + "65536, " * 4 + ")"]
+)
+def test_a_huge_shape_is_refused_without_memory_for_it(shape: str) -> None:
+    claimed = eval(shape)
+    tracemalloc.start()
+    refuse(array(npy(described(shape)), claimed), "impossible shape|no readable npy header|bytes where")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1_000_000
+
+
+@pytest.mark.parametrize("shape", ["(-1,)", "(-2, -1)", "(0, -1)"])
+def test_negative_dimensions_are_refused(shape: str) -> None:
+    refuse(array(npy(described(shape), bytes(8)), eval(shape)), "impossible shape")
+
+
+def test_too_many_dimensions_are_refused() -> None:
+    text = described("(" + "1, " * 40 + ")")
+    refuse(array(npy(text, bytes(4)), (1,) * 40), "impossible shape")
+
+
+def test_shapes_of_truth_values_are_numbers() -> None:
+    found = decode("w", array(npy(described("(True,)"), bytes(4)), (1,)))
+    assert found.shape == (1,)
+
+
+def test_truncated_and_trailing_bytes_are_refused() -> None:
+    data = Array(np.zeros(2, np.float32)).data
+    for end in range(len(data)):
+        refuse(array(data[:end]), "no readable npy header|bytes where 8 belong")
+    refuse(array(data + b"\0"), "brings 9 bytes where 8 belong")
+    refuse(array(data + data), "bytes where 8 belong")
+
+
+def test_headers_that_are_no_description_are_refused() -> None:
+    for text in (
+        b"\xff\xfe" * 20,
+        b"{'descr': '\xe9'}\n",
+        b"(" * 900,
+        b"[" * 900 + b"]" * 90,
+        b"{" + b"'a':" * 200,
+        b"-" * 900 + b"1",
+        b"__import__('os').getcwd()\n",
+        b"{'descr': '<f4', 'shape': (2,)}\n",
+        b"{'descr': '<f4', 'fortran_order': 0, 'shape': (2,)}\n",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': [2]}\n",
+        b"{'descr': 5, 'fortran_order': False, 'shape': (2,)}\n",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (2.0,)}\n",
+        b"\n" * 2000,
+    ):
+        refuse(array(npy(text, bytes(8))), "no readable npy header")
+    for version in ((0, 0), (3, 0), (9, 9)):
+        refuse(array(NPY[:-2] + bytes(version) + bytes(100)), "no readable npy header")
+    refuse(array(NPY[:-2] + b"\2\0" + b"\xff" * 4 + bytes(100)), "no readable npy header")
+
+
+def test_unknown_serialisations_are_refused() -> None:
+    data = Array(np.zeros(2, np.float32)).data
+    for stype in ("", "torch", "fedrot.", "x" * 10_000):
+        refuse(array(data, stype=stype), "serialised as")
+
+
+def test_truth_values_are_0_or_1() -> None:
+    good = Array(np.array([True, False])).data
+    assert decode("w", array(good, dtype="bool")).tolist() == [True, False]
+    refuse(array(good[:-1] + b"\2", dtype="bool"), "truth values")
+
+
+def test_a_tie_to_itself_is_refused() -> None:
+    refuse(array(b"some.weight", stype=TIED), "tied to 'some.weight'")
+
+
+def test_a_tie_to_what_is_missing_is_refused() -> None:
+    refuse(array(b"other", stype=TIED), "tied to 'other', which is not in the record")
+    refuse(array(b"\xff\xfe", stype=TIED), "tied to what is no name")
+    refuse(array(b"", stype=TIED), "tied to ''")
+
+
+def test_chains_of_ties_are_refused() -> None:
+    plain = to_arrays({"a": torch.ones(2)})["a"]
+    chain = ArrayRecord({"a": plain, "b": array(b"a", stype=TIED), "c": array(b"b", stype=TIED)})
+    with pytest.raises(UpdateError, match="'c' cannot be decoded: it is tied to 'b'"):
+        from_arrays(chain)
+    unsent = ArrayRecord({"a": array(b"", stype=UNCHANGED), "b": array(b"a", stype=TIED)})
+    with pytest.raises(UpdateError, match="'b' cannot be decoded: it is tied to 'a'"):
+        from_arrays(unsent, {"a": torch.ones(2)})
+
+
+def test_a_tie_of_another_shape_or_dtype_is_refused() -> None:
+    plain = to_arrays({"a": torch.ones(2)})["a"]
+    for tie in (array(b"a", (1, 2), stype=TIED), array(b"a", dtype="int32", stype=TIED)):
+        with pytest.raises(UpdateError, match=r"'b' cannot be decoded: .* has another shape"):
+            from_arrays(ArrayRecord({"a": plain, "b": tie}))
+
+
+def test_unchanged_without_what_was_received_is_refused() -> None:
+    unsent = array(b"", stype=UNCHANGED)
+    refuse(unsent, "give from_arrays what the sender received")
+    known = {"some.weight": torch.ones(2)}
+    assert (
+        from_arrays(ArrayRecord({"some.weight": unsent}), known)["some.weight"] is known["some.weight"]
+    )
+    for since in ({}, {"some.weight": torch.ones(3)}, {"some.weight": torch.ones(2).int()}):
+        with pytest.raises(UpdateError, match="Send it whole"):
+            from_arrays(ArrayRecord({"some.weight": unsent}), since)
+    for wrong in (array(b"x", stype=UNCHANGED), array(b"", dtype="int32", stype=UNCHANGED)):
+        with pytest.raises(UpdateError, match="Send it whole"):
+            from_arrays(ArrayRecord({"some.weight": wrong}), known)
+
+
+def test_stock_strategies_get_numpys_arrays() -> None:
+    value, half = torch.rand(3), torch.rand(3).bfloat16()
+    since = {"unchanged": torch.rand(3)}
+    given_ = {"plain": value, "tied": value, "half": half, **since, "moved": value + 1}
+    sent = to_arrays(given_, since=since)
+    before = from_arrays(sent, since)
+    after = {**before, "moved": before["moved"].flip(0)}
+    record = replace_changed(sent, before, after)
+    assert list(record) == list(given_)
+    assert record["plain"].data is sent["plain"].data
+    for name, tensor in after.items():
+        assert torch.equal(torch.from_numpy(record[name].numpy()), tensor.float())
+    assert all(identical(t, after[name].float()) for name, t in from_arrays(record).items())
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_no_round_writes_into_what_was_received(anchor: str) -> None:
+    base = state(0)
+    strategy = FedRot(SYMMETRY, anchor=anchor, min_train_nodes=3, min_available_nodes=3)
+    answers, received = [], []
+    for seed, asked in enumerate(broadcast(strategy, base, 3)):
+        update = fedrot.random_equivalent(near(base, 0.01, seed), SYMMETRY, seed)
+        answer = reply(asked, {}, 1, seed)
+        answer.content["arrays"] = to_arrays(update, torch.bfloat16 if seed else None, base)
+        answers.append(answer)
+        received += [array.data for array in answer.content.array_records["arrays"].values()]
+    before = [hashlib.sha256(data).digest() for data in received]
+    arrays, _ = strategy.aggregate_train(1, answers)
+    assert arrays is not None
+    assert [hashlib.sha256(data).digest() for data in received] == before
+    assert all(torch.isfinite(torch.from_numpy(array.numpy())).all() for array in arrays.values())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_mod_aligns_what_travels_in_few_bytes(dtype: torch.dtype | None) -> None:
+    base = state(0)
+    (asked,) = broadcast(FedRot(SYMMETRY, min_train_nodes=1, min_available_nodes=1), base, 1)
+    moved = fedrot.random_equivalent(base, SYMMETRY, 1)
+    unmoved = [name for name in base if same_bits(base[name], moved[name])]
+    assert 0 < len(unmoved) < len(base)
+
+    def client(message: Message, context: object) -> Message:
+        answer = reply(message, {}, 1)
+        answer.content["arrays"] = to_arrays(moved, dtype, message.content.array_records["arrays"])
+        return answer
+
+    answer = align_mod(SYMMETRY)(asked, None, client)  # type: ignore[arg-type]
+    record = answer.content.array_records["arrays"]
+    assert list(record) == list(base)
+    assert {record[name].stype for name in unmoved} == {UNCHANGED}
+    found = from_arrays(record, base)
+    assert {t.dtype for n, t in found.items() if n not in unmoved} == {dtype or torch.float32}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.float(), base[name], rtol=2**-7, atol=2**-8)

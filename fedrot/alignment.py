@@ -70,7 +70,7 @@ class Alignment:
                 by permutations only (``parts=("heads", "ffn")``). Or the alignment changes biases, and
                 with them what the statistics were computed from.
         """
-        if self.canonical_biases and self.symmetry.gauges:
+        if self.canonical_biases and self.symmetry.redundant_biases:
             raise FedrotError(
                 "Canonical biases change activations, so that statistics cannot follow. Apply "
                 "fedrot.canonical_biases to the model first, and compute them then."

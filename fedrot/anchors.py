@@ -31,7 +31,7 @@ Aligner = Callable[[Tensors, Anchor], Alignment]
 #: Returns what is known beside the weights of an anchor and an update, see ``probing``.
 Evidence = Callable[[Tensors, Tensors], Activations]
 
-#: Updates whose embeddings' cosine with the anchor's is below this come from another base.
+#: Updates whose embeddings' cosine with the anchor's is below this come from another basis.
 SAME_BASE = 0.5
 
 #: So many entries of a matrix are enough to tell two bases apart.
@@ -204,7 +204,7 @@ def align_round(
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     anchor: str = "global",
-    foreign: AlignmentOptions | None = None,
+    other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
     running: Mean | None = None,
 ) -> Iterator[AlignedUpdate]:
@@ -220,7 +220,7 @@ def align_round(
             alignment moves) or ``consensus`` (generalised Procrustes, whatever the order of the
             updates). The first three read ``updates`` lazily and hold one at a time; the last two
             hold them all, as they were given.
-        foreign: options for an update from another base than its anchor (``base_cosine`` below
+        other_basis: options for an update from another basis than its anchor (``base_cosine`` below
             ``SAME_BASE``, and not both near the broadcast model); None treats it like the others.
         evidence: gives the activations of an anchor and an update, asked for wherever the residual
             stream is matched.
@@ -246,8 +246,8 @@ def align_round(
 
     def align_one(update: Tensors, to: Anchor) -> Alignment:
         chosen = usual
-        if foreign is not None and not same_base(update, to.tensors):
-            chosen = foreign
+        if other_basis is not None and not same_base(update, to.tensors):
+            chosen = other_basis
         asked = evidence is not None and "residual" in chosen.parts
         activations = evidence(to.tensors, update) if asked and evidence is not None else None
         return align(update, to, symmetry, chosen, activations)

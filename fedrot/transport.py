@@ -38,7 +38,7 @@ class Move:
         if slot.size == tensor.shape[slot.axis]:
             return moved.contiguous()
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        slot.stretch.write(out, slot.axis, moved)
+        slot.slice.write(out, slot.axis, moved)
         return out
 
 

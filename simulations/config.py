@@ -81,7 +81,7 @@ class Arm(BaseModel):
     anchor: str = DEFAULT_ANCHOR
     evidence: str = EVIDENCE[0]
     aggregation: str = AGGREGATIONS[0]
-    foreign: bool = False
+    other_basis: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -112,8 +112,8 @@ class Arm(BaseModel):
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
-        foreign = what == "aligned"
-        if evidence in ("clients", "learned") and not foreign:
+        other_basis = what == "aligned"
+        if evidence in ("clients", "learned") and not other_basis:
             raise ValueError(f"arm '{text}': evidence '{evidence}' goes with 'aligned'")
         try:
             AlignmentOptions(parts=parts)
@@ -126,7 +126,7 @@ class Arm(BaseModel):
             anchor=anchor,
             evidence=evidence,
             aggregation=aggregation,
-            foreign=foreign,
+            other_basis=other_basis,
         )
 
     @property

@@ -48,7 +48,7 @@ from fedrot.strategies.round.inbox import (
 )
 from fedrot.strategies.round.layerwise import checked_device
 from fedrot.strategies.round.merge import Folding
-from fedrot.strategies.round.other_basis import Exchange, Foreign
+from fedrot.strategies.round.other_basis import Exchange, OtherBasis
 from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_arrays, with_tensors
 from fedrot.strategies.round.round_report import Round, Update, legible
 from fedrot.strategies.round.spill import Store
@@ -79,9 +79,9 @@ class Aligned(Strategy):
     arrival, so that memory does not grow with the number of clients. Strategies that look at every
     update (medians, Krum, q-FedAvg, privacy wrappers) and the anchors ``consensus`` and ``medoid``
     hold all of them; so do ``align=False`` without an aggregation of fedrot's, ``deterministic``,
-    ``norm_bound`` and matching foreign replies as a whole.
+    ``norm_bound`` and matching replies in another basis as a whole.
     ``spill`` keeps on disk what waits. A reply that is not a finite update of the broadcast model,
-    comes without examples, twice, or unasked, is set aside with a warning and the round goes on with
+    comes without examples, twice, or unasked, is dropped with a warning and the round goes on with
     the others.
 
     Args:
@@ -95,26 +95,31 @@ class Aligned(Strategy):
             base than the broadcast model (of clients that trained from a start of their own, or join
             late with their own model) are matched as a whole, by weights and by activations on
             random tokens, without any data, once it is certain that this preserves the model's
-            function. If most replies are foreign, the heaviest of them is the round's anchor in the
+            function. If most replies are in another basis, the heaviest of them is the round's anchor
+            in the
             broadcast model's place.
-        foreign: what to align in such replies; the whole model if None and ``model`` is given. Giving
+        other_basis: what to align in such replies; the whole model if None and ``model`` is given.
+        Giving
             it without ``model`` is a promise that the model is a standard one of its family.
-        match_at_clients: ask the senders of foreign replies to match themselves on their own data,
-            which needs ``model`` or ``foreign`` here and ``match_at_client`` on their ``ClientApp``. It
-            costs one more exchange of two models; where most replies are foreign, one of the two is
+        match_at_clients: ask the senders of replies in another basis to match themselves on their own
+        data,
+            which needs ``model`` or ``other_basis`` here and ``match_at_client`` on their
+            ``ClientApp``. It
+            costs one more exchange of two models; where most replies are in another basis, one of the
+            two is
             another client's.
         align: False moves nothing: good replies reach the strategy behind as they are.
         deterministic: take replies in the order of the clients' own ids, so that two runs agree to the
             last bit whoever was fastest.
         spill: a folder for updates that wait for others; None keeps them in memory.
         min_replies: with fewer good replies the round fails, and the model stays as it was.
-        norm_bound: set aside a reply whose distance from the broadcast model, once it is aligned to
+        norm_bound: drop a reply whose distance from the broadcast model, once it is aligned to
             it, is more than so many times the round's median; needs three replies.
         wire: in which precision the model travels to the clients, float16 or bfloat16, while the
             server keeps its own; clients read it with ``from_arrays``, and may answer in any.
         device: where updates are aligned and averaged, ``cuda`` for the server's GPU. With the anchors
             ``global`` and ``running`` a plain mean is all that it holds beside two layers at a time;
-            other anchors and aggregations, and foreign replies, take whole updates there.
+            other anchors and aggregations, and replies in another basis, take whole updates there.
         checkpoints: a folder that receives a checkpoint after every round, see docs/checkpoints.md.
         keep_checkpoints: so many of them stay.
         resume: a folder of checkpoints to go on from; it may be the same, and empty at first.
@@ -130,12 +135,12 @@ class Aligned(Strategy):
             the differential privacy of the strategy behind; a number makes no sense; ``spill`` cannot be
             written to; TensorBoard is asked for and not installed; on the first round, the symmetry does
             not fit the model, ``model`` is not what its names say, a privacy wrapper is around this
-            strategy, or every reply is set aside for the same reason.
+            strategy, or every reply is dropped for the same reason.
     """
 
     #: What a checkpoint leaves out: it is given anew, or belongs to one round.
     not_in_checkpoints = (
-        *("symmetry", "checkpoints", "resume", "metrics_log", "_foreign", "_broadcast", "_config"),
+        *("symmetry", "checkpoints", "resume", "metrics_log", "_other_basis", "_broadcast", "_config"),
         *("_grid", "_timeout", "_asked", "_asked_to_evaluate"),
     )
 
@@ -146,7 +151,7 @@ class Aligned(Strategy):
         anchor: str = DEFAULT_ANCHOR,
         options: AlignmentOptions | None = None,
         model: Callable[[], nn.Module] | None = None,
-        foreign: AlignmentOptions | None = None,
+        other_basis: AlignmentOptions | None = None,
         match_at_clients: bool = False,
         align: bool = True,
         deterministic: bool = False,
@@ -165,7 +170,7 @@ class Aligned(Strategy):
     ) -> None:
         arguments.check_described(type(self).__name__, symmetry, align, model)
         super().__init__(*args, **kwargs)
-        matched = model is not None or foreign is not None
+        matched = model is not None or other_basis is not None
         arguments.check_settings(anchor, match_at_clients, matched, min_replies, norm_bound, wire)
         arguments.check_paths(spill, report_path, metrics_path)
         if align:
@@ -188,7 +193,7 @@ class Aligned(Strategy):
             Checkpoints(checkpoints, keep_checkpoints) if checkpoints is not None else None
         )
         self.resume = resume
-        self._foreign = Foreign(foreign, model, match_at_clients)
+        self._other_basis = OtherBasis(other_basis, model, match_at_clients)
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None
@@ -264,7 +269,7 @@ class Aligned(Strategy):
             # What cannot be moved had better be known before clients train.
             layers = self.options.layer_indices(self.symmetry.layers)
             self.symmetry.select(self.options.parts, layers)
-            self._foreign.prepare(self.symmetry)
+            self._other_basis.prepare(self.symmetry)
         readable = plain(arrays)
         messages = super().configure_train(  # type: ignore[safe-super]
             server_round, readable, config, grid
@@ -321,10 +326,10 @@ class Aligned(Strategy):
         good: list[Message] = []
         failed: list[Message] = []
 
-        def put_aside(message: Message, reason: str) -> None:
+        def drop(message: Message, reason: str) -> None:
             client = client_id(message)
-            fields = {"round": server_round, "stage": EVALUATE, "client": client, "set_aside": reason}
-            log_fields(WARNING, fields, "Evaluation of client %d set aside: %s", client, legible(reason))
+            fields = {"round": server_round, "stage": EVALUATE, "client": client, "dropped": reason}
+            log_fields(WARNING, fields, "Evaluation of client %d dropped: %s", client, legible(reason))
 
         for message in replies:
             if message.has_error():
@@ -334,12 +339,12 @@ class Aligned(Strategy):
                 answers.check(message)
                 read_weight(message.content, self._weighted_by)
             except UpdateError as error:
-                put_aside(message, str(error))
+                drop(message, str(error))
             else:
                 good.append(message)
         good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
         for message in odd:
-            put_aside(message, "Its metrics are not like most.")
+            drop(message, "Its metrics are not like most.")
         if not sum(read_weight(message.content, self._weighted_by) for message in good):
             # Without an example there is nothing to average.
             good = []
@@ -371,7 +376,7 @@ class Aligned(Strategy):
     @property
     def _waits(self) -> bool:
         """Whether nothing can be done with a reply before all have come."""
-        of_all = self.align and (self.anchor in OF_ALL or self._foreign.needs_all)
+        of_all = self.align and (self.anchor in OF_ALL or self._other_basis.needs_all)
         return self.deterministic or self.norm_bound is not None or of_all
 
     @property
@@ -402,7 +407,7 @@ class Aligned(Strategy):
     def _good(
         self, replies: Iterable[Message], broadcast: Tensors, this_round: Round
     ) -> Iterator[Reply]:
-        """Yield the replies that may enter the average, as they come; set the others aside."""
+        """Yield the replies that may enter the average, as they come; drop the others."""
         answers, needs = self._asked.answers(), self._needs(this_round.number)
         how = self.deterministic, getattr(self._weighting, "train_loss_key", None)
         for message in this_round.waited(replies):
@@ -417,12 +422,12 @@ class Aligned(Strategy):
                 this_round.statistics_bytes += statistics_bytes(message)
                 reply = read_reply(message, broadcast, self._weighted_by, needs, *how)
             except UpdateError as error:
-                this_round.put_aside(client_id(message), str(error))
+                this_round.drop(client_id(message), str(error))
                 continue
             except Exception as error:
                 # Nothing that a client sends may end the run.
                 what = f"It cannot be read, {type(error).__name__}: {error}"
-                this_round.put_aside(message.metadata.src_node_id, what)
+                this_round.drop(message.metadata.src_node_id, what)
                 continue
             del message
             this_round.take(reply)
@@ -435,7 +440,7 @@ class Aligned(Strategy):
     def _all(
         self, replies: Iterable[Reply], broadcast: Tensors, this_round: Round, store: Store
     ) -> Waiting:
-        """Wait for all replies, and set those aside that are too far away."""
+        """Wait for all replies, and drop those that are too far away."""
         waiting = Waiting(replies, store)
         if self.norm_bound is not None:
             if self.align:
@@ -444,7 +449,7 @@ class Aligned(Strategy):
                 distances = (model_distance(reply.tensors, broadcast) for reply in waiting)
             far = beyond(list(distances), self.norm_bound)
             for index, reason in far.items():
-                this_round.put_aside(waiting[index].client, reason)
+                this_round.drop(waiting[index].client, reason)
             waiting.remove(far)
         return waiting
 
@@ -452,7 +457,7 @@ class Aligned(Strategy):
     def _coordinates(self) -> Coordinates:
         assert isinstance(self.symmetry, Symmetry)
         matching = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
-        how = (self.symmetry, self.options, self.anchor, self._foreign, self.device)
+        how = (self.symmetry, self.options, self.anchor, self._other_basis, self.device)
         return Coordinates(*how, self._statistics, matching)
 
     def _updates(
@@ -476,7 +481,7 @@ class Aligned(Strategy):
             try:
                 folding.add(update)
             except UpdateError as error:
-                this_round.put_aside(update.reply.client, str(error))
+                this_round.drop(update.reply.client, str(error))
             del update
         aggregator, contents = folding.chosen(this_round)
         this_round.accepted = len(contents)
@@ -512,7 +517,7 @@ class Aligned(Strategy):
         good, odd = with_common_layout(held, lambda reply: reply.layout)
         for reply in odd:
             reason = f"Its records and metrics are {reply.layout}, most clients' are {good[0].layout}."
-            this_round.put_aside(reply.client, f"{reason} Send the same metrics from every client.")
+            this_round.drop(reply.client, f"{reason} Send the same metrics from every client.")
         this_round.accepted = len(good)
         if not self._enough(this_round):
             return None, None

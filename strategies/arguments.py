@@ -111,7 +111,7 @@ def _holds_tensors(given: object) -> bool:
 def check_settings(
     anchor: str,
     match_at_clients: bool,
-    foreign: bool,
+    other_basis: bool,
     min_replies: int,
     norm_bound: float | None,
     wire: torch.dtype | None,
@@ -119,15 +119,17 @@ def check_settings(
     """Make sure that settings exist, and that numbers make sense; see ``Aligned``.
 
     Args:
-        foreign: whether replies from other bases are matched as a whole.
+        other_basis: whether replies from other bases are matched as a whole.
 
     Raises:
         FedrotError: one of them is wrong.
     """
     if anchor not in ANCHORS:
         raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
-    if match_at_clients and not foreign:
-        raise FedrotError("match_at_clients is for foreign replies: give 'model', or 'foreign', too.")
+    if match_at_clients and not other_basis:
+        raise FedrotError(
+            "match_at_clients is for replies in another basis: give 'model', or 'other_basis', too."
+        )
     if min_replies < 1:
         raise FedrotError(f"min_replies is {min_replies}; a round needs 1 reply at least.")
     if norm_bound is not None and not norm_bound > 1:

@@ -59,7 +59,7 @@ def align_mod(
     ``@app.train(mods=[fixedclipping_mod, align_mod(config)])``: mods see a reply from the last to the
     first, so alignment is put behind whatever clips, adds noise or encrypts. (On the ``ClientApp``
     itself, Flower's clipping mods answer every evaluation with an error.) A reply that is not a finite
-    update of the received model leaves as it is, with a warning, for the server to set aside; under
+    update of the received model leaves as it is, with a warning, for the server to drop; under
     secure aggregation, where the server cannot, the client drops out of the round.
 
     Args:
@@ -106,7 +106,7 @@ def align_mod(
         except UpdateError as error:
             if secure:
                 raise
-            log(WARNING, "Not aligned, for the server to set the reply aside: %s", error)
+            log(WARNING, "Not aligned, for the server to drop the reply: %s", error)
             return reply
         moved = alignment.apply(update)
         if statistics is not None:

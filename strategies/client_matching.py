@@ -35,7 +35,7 @@ MESSAGE_TYPE = f"train.{ACTION}"
 ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
 
 #: Whoever trained from another start differs in every part.
-FOREIGN_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
+OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
 
 #: Marks elements of ``GL(d_h)``, which learned matching may find, in an element's name.
 GENERAL = "/general"
@@ -56,7 +56,7 @@ class Matching:
 
     build: Callable[[], nn.Module]
     batches: Callable[[], Iterable[Mapping[str, Tensor]]]
-    options: AlignmentOptions = FOREIGN_OPTIONS
+    options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions | None = None
 
 

@@ -16,7 +16,7 @@ from fedrot.aggregation.statistic_kinds import FISHER, TRAINED, Statistics
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import Aggregated, Aligned
-from fedrot.strategies.client_matching import FOREIGN_OPTIONS
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.privacy import check_not_behind
 from fedrot.strategies.round.inbox import Reply
 from fedrot.strategies.round.merge import Folding
@@ -38,8 +38,7 @@ class FedRot(Aligned, FedAvg):
             what merges a round's aligned updates, ``fedrot.aggregation.RegMean``, say; FedAvg's
             weighted mean if None. Statistics that it needs are asked for in the clients'
             training configuration, see ``wanted_statistics``, and come back in a record of their own,
-            ``statistics_record``. They are moved with the updates. Replies without them are set
-            aside.
+            ``statistics_record``. They are moved with the updates. Replies without them are dropped.
         statistics_every: ask for statistics every so many rounds, from the first one on; the rounds
             between are means. Gram matrices of BERT-base are larger than the model.
         **kwargs: of ``Aligned`` and FedAvg.
@@ -68,8 +67,11 @@ class FedRot(Aligned, FedAvg):
                 "anew for every round."
             )
         needs = aggregation().needs if aggregation is not None else ()
-        foreign = self._foreign.options
-        given = [self.options, foreign or FOREIGN_OPTIONS if self._foreign.model else foreign]
+        other_basis = self._other_basis.options
+        given = [
+            self.options,
+            other_basis or OTHER_BASIS_OPTIONS if self._other_basis.model else other_basis,
+        ]
         if self.align and FISHER in needs and any(map(_rotates, given)):
             raise FedrotError(
                 "Diagonal Fisher information cannot follow rotations of the heads. Let the clients "

@@ -25,13 +25,13 @@ _WRAPPERS = (
 )
 
 
-def check_in_front(strategy: Strategy, anchor: str, foreign: bool) -> None:
+def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
     """Refuse an alignment in front of a privacy wrapper that would undo what it promises.
 
     Args:
         strategy: the aligned strategy, perhaps a wrapper itself.
         anchor: whom it aligns to.
-        foreign: whether replies from other bases are matched, so that one can become the anchor.
+        other_basis: whether replies from other bases are matched, so that one can become the anchor.
 
     Raises:
         FedrotError: clients clip before the server aligns; or what one client sends would move the
@@ -42,11 +42,11 @@ def check_in_front(strategy: Strategy, anchor: str, foreign: bool) -> None:
             "Clients clip their updates before the server could align them. Align at the clients, "
             "mods=[fixedclipping_mod, align_mod(...)], and give align=False here."
         )
-    if isinstance(strategy, _WRAPPERS) and (anchor != "global" or foreign):
+    if isinstance(strategy, _WRAPPERS) and (anchor != "global" or other_basis):
         raise FedrotError(
             "With differential privacy every update must be aligned to the broadcast model alone: one "
             "client would move the others' updates otherwise, and clipping its own bounds nothing. "
-            "Give anchor='global', and neither model nor foreign."
+            "Give anchor='global', and neither model nor other_basis."
         )
 
 

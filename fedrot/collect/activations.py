@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.symmetry.actions import INSIDE_HEADS, HeadRotation
-from fedrot.symmetry.groups import Group, Stretch, Symmetry, check_symmetry
+from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
 from fedrot.tensors import check_update
 from fedrot.transport import Move
 
@@ -115,7 +115,7 @@ class _Site:
 
     group: Group
     module: str
-    stretch: Stretch
+    slice: Slice
     output: bool
 
 
@@ -137,7 +137,7 @@ def _sites(group: Group, model: nn.Module) -> list[_Site]:
         # Where query heads share a key head, keys and values alone show the group's units.
         if axis is not None and slot.size == _units(group):
             reads = slot.axis == axis
-            (read if reads else written).append(_Site(group, name, slot.stretch, output=not reads))
+            (read if reads else written).append(_Site(group, name, slot.slice, output=not reads))
     return read or written
 
 
@@ -194,7 +194,7 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
         if key in read and not site.output:
             return
         read[key] = tensor
-        units = site.stretch.of(tensor, tensor.ndim - 1)
+        units = site.slice.of(tensor, tensor.ndim - 1)
         found[site] = without_padding(units, mask)
 
     with _recorded(model, sites, seen):

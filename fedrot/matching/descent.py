@@ -164,7 +164,7 @@ class _Descent:
         new: list[Slot] = []
         for slot in group.slots:
             shape = self.problem.symmetry.shapes[slot.tensor]
-            mask = slot.stretch.mask(shape[slot.axis])
+            mask = slot.slice.mask(shape[slot.axis])
             seen = self._seen.setdefault((slot.tensor, slot.axis), torch.zeros_like(mask))
             if bool((seen & mask).any()):
                 continue

@@ -35,7 +35,7 @@ def distance_once(
     for slot in slots:
         length = client[slot.tensor].shape[slot.axis]
         mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
-        mask |= slot.stretch.mask(length)
+        mask |= slot.slice.mask(length)
     squares: list[Tensor] = []
     for name, by_axis in masks.items():
         c = client[name].detach()

@@ -218,7 +218,7 @@ def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Ten
     else:
         moved = torch.tensordot(matrix.to(stretch), stretch, ([1], [slot.axis])).movedim(0, slot.axis)
     out = tensor.clone()
-    slot.stretch.write(out, slot.axis, moved)
+    slot.slice.write(out, slot.axis, moved)
     return out
 
 

@@ -103,7 +103,7 @@ class OptimalTransport:
             for slot in group.slots:
                 tensor = moved[slot.tensor].detach().clone()
                 mixing = plan if slot.unsigned else plan * signs
-                slot.stretch.write(tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis))
+                slot.slice.write(tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis))
                 moved[slot.tensor] = tensor
         return moved
 

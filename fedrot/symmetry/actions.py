@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 #: Elements from elsewhere that stretch or shrink by more than this lose too many digits in float32.
-LARGEST_STRETCH = 1e3
+LARGEST_SCALE = 1e3
 
 
 class Kind(Protocol):
@@ -404,5 +404,5 @@ def _is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
     return right and bool(torch.isfinite(element).all())
 
 
-def _is_moderate(stretches: Tensor) -> bool:
-    return bool(((stretches <= LARGEST_STRETCH) & (stretches >= 1 / LARGEST_STRETCH)).all())
+def _is_moderate(scales: Tensor) -> bool:
+    return bool(((scales <= LARGEST_SCALE) & (scales >= 1 / LARGEST_SCALE)).all())

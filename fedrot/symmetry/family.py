@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedrot.symmetry.actions import Permutation
-from fedrot.symmetry.layers import Part
+from fedrot.symmetry.layers import Block
 from fedrot.symmetry.spaces import Axes
 
 Config = Mapping[str, Any]
@@ -40,7 +40,7 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     stacks: tuple[str, ...]
-    body: Callable[[Config, Names], Part]
+    body: Callable[[Config, Names], Block]
     heads: Callable[[Config, Names], Axes]
     encoder: tuple[str, ...] = ()
     spaces: Callable[[Config], Mapping[str, type[Permutation]]] = _no_spaces

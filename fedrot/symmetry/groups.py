@@ -24,7 +24,7 @@ NO_LAYER = -1
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Slice:
     """A part of an axis: the blocks of ``every`` entries from ``start`` to ``stop``, of each only
     ``[low, high)``.
 
@@ -77,18 +77,18 @@ class Slot:
 
     tensor: str
     axis: int
-    stretch: Stretch
+    slice: Slice
     contravariant: bool = False
     unsigned: bool = False
 
     @property
     def size(self) -> int:
         """How many entries of the axis it has."""
-        return self.stretch.size
+        return self.slice.size
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this stretch of ``tensor``, a view where it can."""
-        return self.stretch.of(tensor, self.axis)
+        return self.slice.of(tensor, self.axis)
 
     def rows(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return this stretch as a matrix ``[size, rest]`` of ``dtype``, a view where it can."""
@@ -113,7 +113,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Gauge:
+class RedundantBias:
     """A bias that may have any value: what it does is nothing, or what another bias could do.
 
     Attributes:
@@ -136,7 +136,8 @@ class Symmetry:
 
     ``shapes`` holds the shape of every tensor of the model, moved or not; ``tied`` the sets of names
     that share storage (empty when the symmetry was built from shapes alone); ``refused`` the parts
-    that cannot be moved in this model, with the reason; ``gauges`` the attention biases that change
+    that cannot be moved in this model, with the reason; ``redundant_biases`` the attention biases
+    that change
     nothing (``fedrot.canonical_biases``).
     """
 
@@ -146,7 +147,7 @@ class Symmetry:
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     tied: tuple[tuple[str, ...], ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
-    gauges: tuple[Gauge, ...] = field(default=(), repr=False)
+    redundant_biases: tuple[RedundantBias, ...] = field(default=(), repr=False)
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.
@@ -158,7 +159,7 @@ class Symmetry:
         """
         for part in parts:
             if part in self.refused:
-                raise SymmetryError(f"Part '{part}' cannot be moved: {self.refused[part]}")
+                raise SymmetryError(f"Block '{part}' cannot be moved: {self.refused[part]}")
         return tuple(
             group
             for group in self.groups

@@ -18,25 +18,26 @@ from fedrot.symmetry.actions import (
     RotarySigns,
     SignedPermutation,
 )
-from fedrot.symmetry.groups import NO_LAYER, Gauge, Group, Slot, Stretch
+from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
 from fedrot.symmetry.spaces import RESIDUAL, Axes, merged
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a model: the groups inside it, the spaces on its tensors' axes, and its gauges."""
+class Block:
+    """A part of a model: the groups inside it, the spaces on its tensors' axes, and its redundant
+    biases."""
 
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
-    gauges: tuple[Gauge, ...] = ()
+    redundant_biases: tuple[RedundantBias, ...] = ()
 
 
-def together(*parts: Part | Axes) -> Part:
+def together(*parts: Block | Axes) -> Block:
     """Return several parts as one; axes alone are a part without groups."""
-    whole = [part if isinstance(part, Part) else Part(axes=part) for part in parts]
+    whole = [part if isinstance(part, Block) else Block(axes=part) for part in parts]
     groups = tuple(group for part in whole for group in part.groups)
-    gauges = tuple(gauge for part in whole for gauge in part.gauges)
-    return Part(groups, merged(*(part.axes for part in whole)), gauges)
+    redundant_biases = tuple(redundant for part in whole for redundant in part.redundant_biases)
+    return Block(groups, merged(*(part.axes for part in whole)), redundant_biases)
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,18 @@ class Units:
         """
         high = dim if high is None else high
         blocks = (dim, low, high) if high - low < dim else ()
-        stretch = Stretch(self.start, self.start + heads * dim, *blocks)
+        stretch = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:
-            stretch = Stretch(0, heads * self.every, self.every, self.start + low, self.start + high)
+            stretch = Slice(0, heads * self.every, self.every, self.start + low, self.start + high)
         weight = Slot(self.weight, 1 if self.conv1d else 0, stretch, contravariant, unsigned)
         if isinstance(self.bias, str):
-            own = Stretch(0, heads * dim, *blocks)
-            return [weight, replace(weight, tensor=self.bias, axis=0, stretch=own)]
+            own = Slice(0, heads * dim, *blocks)
+            return [weight, replace(weight, tensor=self.bias, axis=0, slice=own)]
         return [weight, replace(weight, tensor=self.bias_name, axis=0)] if self.bias else [weight]
 
     def read(self, size: int) -> Slot:
         """Return where the module reads ``size`` inputs."""
-        return Slot(self.weight, 0 if self.conv1d else 1, Stretch(0, size), contravariant=True)
+        return Slot(self.weight, 0 if self.conv1d else 1, Slice(0, size), contravariant=True)
 
     @property
     def bias_name(self) -> str:
@@ -139,7 +140,7 @@ def attention(
     memory: str | None = None,
     order: str | None = None,
     key_bias_seen: bool = False,
-) -> Part:
+) -> Block:
     """Return one multi-head attention block.
 
     The heads of all modules are permuted together; query and key share one rotation (or what rotary
@@ -191,25 +192,27 @@ def attention(
     groups.append(Group(f"{name}vo.scale", layer, "rescale", scale, value_output, own))
     # What is not turned adds the same to all scores of a query.
     unseen = keys if key_bias_seen else key_side
-    gauges = [
-        Gauge(unit.written(kv, heads.dim, heads.rotary, heads.dim)[1], kv)
+    redundant_biases = [
+        RedundantBias(unit.written(kv, heads.dim, heads.rotary, heads.dim)[1], kv)
         for unit in unseen
         if unit.bias and heads.rotary < heads.dim
     ]
     if value.bias and output.bias:
-        gauges.append(Gauge(value.written(kv, heads.dim)[1], kv, read, output.bias_name))
-    return Part(
+        redundant_biases.append(
+            RedundantBias(value.written(kv, heads.dim)[1], kv, read, output.bias_name)
+        )
+    return Block(
         tuple(groups),
         merged(
             *(unit.between(None, space) for unit in query_side),
             *(unit.between(None, memory or space) for unit in (*key_side, value)),
             output.between(space, None),
         ),
-        tuple(gauges),
+        tuple(redundant_biases),
     )
 
 
-def shared_heads(name: str, heads: int, bias: str, blocks: Iterable[Part]) -> Part:
+def shared_heads(name: str, heads: int, bias: str, blocks: Iterable[Block]) -> Block:
     """Return attention blocks whose heads share one order, because they share a bias per head.
 
     Args:
@@ -221,9 +224,9 @@ def shared_heads(name: str, heads: int, bias: str, blocks: Iterable[Part]) -> Pa
     inside = [g for part in parts for g in part.groups if g.part == "attention" and g.within == name]
     slots = [slot for group in inside for slot in group.slots]
     group = Group(
-        name, NO_LAYER, "heads", HeadPermutation(heads), (*slots, Slot(bias, 1, Stretch(0, heads)))
+        name, NO_LAYER, "heads", HeadPermutation(heads), (*slots, Slot(bias, 1, Slice(0, heads)))
     )
-    return together(Part((group,)), *parts, {bias: (None, None)})
+    return together(Block((group,)), *parts, {bias: (None, None)})
 
 
 def feed_forward(
@@ -234,7 +237,7 @@ def feed_forward(
     down: Units,
     gate: Units | None = None,
     space: str = RESIDUAL,
-) -> Part:
+) -> Block:
     """Return one feed-forward block with an elementwise activation (Zhang et al. 2025, Eq. 6-7).
 
     With a ``gate``, the activation is on the gate, whose units multiply those of ``up``: up and down
@@ -246,4 +249,4 @@ def feed_forward(
     kind = Permutation(neurons) if gate is None else SignedPermutation(neurons)
     group = Group(f"{name}ffn", layer, "ffn", kind, (*units, down.read(neurons)))
     read = [unit.between(None, space) for unit in (up, gate) if unit is not None]
-    return Part((group,), merged(*read, down.between(space, None)))
+    return Block((group,), merged(*read, down.between(space, None)))

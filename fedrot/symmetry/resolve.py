@@ -14,8 +14,8 @@ from torch import Tensor
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.family import Family
-from fedrot.symmetry.groups import NO_LAYER, Gauge, Group, Slot, Stretch, Symmetry
-from fedrot.symmetry.layers import Part
+from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot, Symmetry
+from fedrot.symmetry.layers import Block
 from fedrot.symmetry.spaces import Axes, merged, read_to_the_end, space_of, spaces_of
 
 #: A state dict, or the shapes of one.
@@ -51,7 +51,10 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     body, heads = _described(family, settings, names)
     layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
     needed = [slot.tensor for group in body.groups for slot in group.slots]
-    for name in (*needed, *(gauge.taken_up for gauge in body.gauges if gauge.taken_up)):
+    for name in (
+        *needed,
+        *(redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up),
+    ):
         if name not in names:
             raise SymmetryError(
                 f"The tensor '{prefix}{name}' of family '{family.name}' is missing. Pass the "
@@ -72,19 +75,21 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     _check_shapes(groups, shapes, family)
     tied = _tied(tensors)
     _check_ties(groups, tied, family)
-    gauges = tuple(
-        Gauge(
+    redundant_biases = tuple(
+        RedundantBias(
             replace(g.bias, tensor=names[g.bias.tensor]),
             g.heads,
             g.read and replace(g.read, tensor=names[g.read.tensor]),
             names[g.taken_up] if g.taken_up else "",
         )
-        for g in body.gauges
+        for g in body.redundant_biases
     )
-    return Symmetry(family.name, layers, groups, shapes, tied, refused, gauges)
+    return Symmetry(family.name, layers, groups, shapes, tied, refused, redundant_biases)
 
 
-def _described(family: Family, settings: Mapping[str, Any], names: Collection[str]) -> tuple[Part, Axes]:
+def _described(
+    family: Family, settings: Mapping[str, Any], names: Collection[str]
+) -> tuple[Block, Axes]:
     try:
         return family.body(settings, names), family.heads(settings, names)
     except KeyError as missing:
@@ -120,9 +125,9 @@ def _across_layers(
             if entry is not None:
                 space = space_of(entry)
                 found = slots.setdefault(space, [])
-                stretch = Stretch(0, shape[axis])
+                stretch = Slice(0, shape[axis])
                 found.append(Slot(names[name], axis, stretch, unsigned=entry != space))
-                fits = fits and stretch == found[0].stretch
+                fits = fits and stretch == found[0].slice
         if not fits:
             reason = f"the tensor '{names[name]}' of shape {list(shape)} does not fit the others."
             refused = {"residual": reason, "output": reason}
@@ -266,7 +271,7 @@ def _check_shapes(
     for group in groups:
         for slot in group.slots:
             key = (slot.tensor, slot.axis)
-            ends[key] = max(ends[key], slot.stretch.stop)
+            ends[key] = max(ends[key], slot.slice.stop)
     for (name, axis), end in ends.items():
         shape = shapes[name]
         if axis >= len(shape) or shape[axis] != end:

@@ -33,7 +33,7 @@ from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot
-from fedrot.strategies.client_matching import FOREIGN_OPTIONS
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.inbox import client_id, own_id
 from fedrot.strategies.round.round_report import Update
@@ -209,7 +209,7 @@ def _run_cell(
                 record(f"client:{client}", strategy.round, metrics)
         return MetricRecord()
 
-    foreign = FOREIGN_OPTIONS if arm.foreign else AlignmentOptions(parts=arm.parts)
+    other_basis = OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts)
     # A Fisher diagonal cannot follow rotations: clients align before they compute it.
     at_clients = arm.align and arm.aggregation == "fisher"
     at_server = arm.align and not at_clients
@@ -221,7 +221,7 @@ def _run_cell(
         anchor=arm.anchor,
         aggregation=aggregation_of(arm, task, seed, model),
         options=AlignmentOptions(parts=arm.parts) if at_server else None,
-        foreign=None if arm.evidence == "probe" and arm.foreign else foreign,
+        other_basis=None if arm.evidence == "probe" and arm.other_basis else other_basis,
         model=(lambda: build_model(config, task.data, seed))
         if at_server and arm.evidence == "probe"
         else None,
@@ -261,19 +261,19 @@ def _run_cell(
     if lost:
         raise RuntimeError(
             f"No client returned a usable update in round {lost[0]} of arm '{arm.name}', seed {seed}. "
-            f"Set aside: {reasons or 'none'}; failed clients are in Flower's log."
+            f"Drop: {reasons or 'none'}; failed clients are in Flower's log."
         )
     for server_round, metrics in result.train_metrics_clientapp.items():
         record("alignment", server_round, dict(metrics))
 
 
 def _move_report(report: Path, folder: RunFolder, labels: Mapping[str, Any]) -> list[str]:
-    """Append a cell's alignment report to the run's, and return why replies were set aside."""
+    """Append a cell's alignment report to the run's, and return why replies were dropped."""
     rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     report.unlink(missing_ok=True)
     for row in rows:
         folder.alignment({**labels, **row})
-    return sorted({row["set_aside"] for row in rows if "set_aside" in row})
+    return sorted({row["dropped"] for row in rows if "dropped" in row})
 
 
 def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:

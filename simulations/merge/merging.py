@@ -261,7 +261,7 @@ def _remarks(
         if report.cosine < SAME_BASE:
             matched = "residual" in options.parts
             yield (
-                f"'{report.name}' comes from another base than the anchor (cosine of their embeddings: "
+                f"'{report.name}' comes from another basis than the anchor (cosine of their embeddings: "
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )

@@ -52,7 +52,7 @@ _MERGE_ADAPTERS = "Merge the adapters into the model (peft: merge_and_unload) an
 _DEQUANTISE = "Give the model before quantisation, or dequantize() it with transformers and save it."
 
 #: Tensors that are not a model's own, by name, and what to do about them.
-_FOREIGN = (
+_OTHER_BASIS = (
     (re.compile(r"(^|\.)(lora_[A-Za-z_]+|ia3_l)(\.|$)"), "an adapter", _MERGE_ADAPTERS),
     (
         re.compile(r"\.(qweight|qzeros|SCB|absmax|quant_map|weight_packed|quant_state\..+)$"),
@@ -113,7 +113,7 @@ def stored_tensors(path: Path) -> dict[str, tuple[Path, str]]:
     """
     found: dict[str, tuple[Path, str]] = {}
     for name, file in _files(path).items():
-        for pattern, what, advice in _FOREIGN:
+        for pattern, what, advice in _OTHER_BASIS:
             if pattern.search(name):
                 raise FedrotError(f"'{file}' holds '{name}', a tensor of {what}. {advice}")
         clean = _WRAPPERS.sub("", name)

@@ -17,7 +17,7 @@ from fedrot.simulations.report.summaries import Row
 #: The file with a run's metrics, if it lies beside the report and no other is named.
 BESIDE = "metrics.jsonl"
 #: Keys of report rows that say why a reply has no part, and what the page calls them.
-LOST = {"set_aside": "set aside", "failed": "failed"}
+LOST = {"dropped": "dropped", "failed": "failed"}
 
 Series = dict[str, dict[int, float]]
 

@@ -163,8 +163,8 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
 def removed_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, float]:
     """Share of the squared distance to the anchor that alignment removed: 1 - after / before.
 
-    Distances are summed over the rows with the same key first. Rows without distances (replies set
-    aside) do not count.
+    Distances are summed over the rows with the same key first. Rows without distances (replies dropped
+    ) do not count.
     """
     sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in rows:

@@ -196,7 +196,7 @@ def findings(lines: Sequence[Line], metrics: Sequence[str], alignment: Sequence[
         for metric, difference in zip(metrics, line.differences, strict=True):
             if difference is not None:
                 said += _doubts(line, metric, difference)
-    return said + _idle_layers(alignment) + _set_aside(alignment)
+    return said + _idle_layers(alignment) + _dropped(alignment)
 
 
 def _doubts(line: Line, metric: str, difference: Paired) -> list[str]:
@@ -239,13 +239,13 @@ def failed_clients(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _set_aside(alignment: Sequence[Row]) -> list[str]:
+def _dropped(alignment: Sequence[Row]) -> list[str]:
     reasons = Counter(
-        (setting_of(row), str(row.get("arm")), str(row["set_aside"]))
+        (setting_of(row), str(row.get("arm")), str(row["dropped"]))
         for row in alignment
-        if "set_aside" in row
+        if "dropped" in row
     )
     return [
-        f"{setting or 'this run'}: {arm} set a reply aside {count} time(s): {reason}"
+        f"{setting or 'this run'}: {arm} dropped a reply {count} time(s): {reason}"
         for (setting, arm, reason), count in reasons.items()
     ]

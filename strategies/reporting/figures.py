@@ -120,17 +120,17 @@ FIGURES = (
         lambda r: sum(group.skipped for _, report in r.reports for group in report.groups),
     ),
     Figure(
-        "fedrot-replies-foreign",
+        "fedrot-replies-other-basis",
         "replies",
-        "that come from another base than the broadcast model",
-        lambda r: r.foreign,
+        "that come from another basis than the broadcast model",
+        lambda r: r.other_basis,
     ),
     Figure("fedrot-replies-accepted", "replies", "in the average", lambda r: r.accepted),
     Figure(
-        "fedrot-replies-set-aside",
+        "fedrot-replies-dropped",
         "replies",
         "that came and have no part in the average",
-        lambda r: len(r.set_aside),
+        lambda r: len(r.dropped),
         always=True,
     ),
     Figure(

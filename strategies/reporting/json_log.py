@@ -27,11 +27,11 @@ class JsonLines(logging.Formatter):
     ==================================  ========  ======================================================
     ``client, weight``                  DEBUG     a reply is good
     ``client, before, after, seconds``  DEBUG     it is aligned; squared distances to the anchor
-    ``client, set_aside``               WARNING   it has no part in the average, and why
+    ``client, dropped``               WARNING   it has no part in the average, and why
     ``client, failed``                  INFO      the client sent an error, or nothing in time
     ``lost``                            WARNING   the round gives no model, and why
     ``metrics``                         INFO      the round's end; the names that start with fedrot-
-    ``stage, client, set_aside``        WARNING   an evaluation is set aside; ``stage`` is "evaluate"
+    ``stage, client, dropped``        WARNING   an evaluation is dropped; ``stage`` is "evaluate"
     ``checkpoint, seconds``             INFO      a checkpoint is written to this folder
     ``checkpoint, damaged``             WARNING   a checkpoint cannot be used, and why; no ``round``
     ``checkpoint, resumed``             INFO      the run goes on after ``round``

@@ -18,7 +18,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.inbox import Reply
 from fedrot.strategies.round.layerwise import fold_by_layer
 from fedrot.strategies.round.merge import Folding
-from fedrot.strategies.round.other_basis import Exchange, Foreign, is_foreign
+from fedrot.strategies.round.other_basis import Exchange, OtherBasis, in_other_basis
 from fedrot.strategies.round.round_report import Round, Update
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
@@ -32,7 +32,7 @@ class Coordinates:
         symmetry: of the broadcast model.
         options: what is aligned.
         anchor: its name, see ``fedrot.align_round``.
-        foreign: what is done with updates from other bases.
+        other_basis: what is done with updates from other bases.
         device: where updates are aligned and averaged.
         statistics: returns those of a reply's statistics that are used.
         exchange: by which clients can be asked to match themselves.
@@ -41,7 +41,7 @@ class Coordinates:
     symmetry: Symmetry
     options: AlignmentOptions
     anchor: str
-    foreign: Foreign
+    other_basis: OtherBasis
     device: torch.device
     statistics: Callable[[Reply], Statistics]
     exchange: Exchange | None
@@ -55,12 +55,12 @@ class Coordinates:
     ) -> Iterator[Update]:
         """Yield the updates in the round's coordinates, their statistics moved with them.
 
-        Those whose statistics cannot follow are set aside.
+        Those whose statistics cannot follow are dropped.
 
         Args:
             running: the mean that they are folded into, see ``align_round``; None if that is none.
         """
-        symmetry, matching, base = self.symmetry, self.foreign, broadcast
+        symmetry, matching, base = self.symmetry, self.other_basis, broadcast
         own = Mean() if running is None and self.anchor == "running" else None
 
         def moved(reply: Reply, result: AlignedUpdate) -> Iterator[Update]:
@@ -71,8 +71,8 @@ class Coordinates:
 
         found: dict[int, AlignedUpdate] = {}
         if isinstance(replies, Sequence) and matching.needs_all:
-            places = [i for i, reply in enumerate(replies) if is_foreign(reply, broadcast, symmetry)]
-            this_round.foreign = len(places)
+            places = [i for i, reply in enumerate(replies) if in_other_basis(reply, broadcast, symmetry)]
+            this_round.other_basis = len(places)
             base = matching.base(replies, places, broadcast)
             if matching.match_at_clients and places and self.exchange is not None:
                 asked = (replies, base, symmetry, self.exchange, this_round)
@@ -89,7 +89,7 @@ class Coordinates:
                 if index in found:
                     continue
                 if not matching.needs_all:
-                    this_round.foreign += is_foreign(reply, broadcast, symmetry)
+                    this_round.other_basis += in_other_basis(reply, broadcast, symmetry)
                 given.append(reply)
                 yield self._there(reply.tensors), reply.weight
                 del reply
@@ -107,7 +107,7 @@ class Coordinates:
         for result in aligned:
             yield from moved(given.popleft(), result)
             del result
-        matching.warn(this_round.foreign, len(this_round.reports))
+        matching.warn(this_round.other_basis, len(this_round.reports))
 
     def _moved(
         self, reply: Reply, result: AlignedUpdate, broadcast: Tensors, this_round: Round
@@ -118,7 +118,7 @@ class Coordinates:
             given = {kind: self._there(by_name) for kind, by_name in self.statistics(reply).items()}
             statistics = result.alignment.transport(given)
         except FedrotError as error:
-            this_round.put_aside(reply.client, str(error))
+            this_round.drop(reply.client, str(error))
             return
         tensors = _without_integers(self._there(result.tensors), broadcast)
         yield Update(reply, tensors, result.weight, statistics)
@@ -126,7 +126,7 @@ class Coordinates:
     @property
     def by_layer(self) -> bool:
         """Whether updates go through another device's memory layer by layer."""
-        alone = self.foreign.options is None and self.anchor in ("global", "running")
+        alone = self.other_basis.options is None and self.anchor in ("global", "running")
         return self.device.type != "cpu" and alone
 
     def fold_by_layer(
@@ -137,26 +137,26 @@ class Coordinates:
         mean, anchor = folding.mean, Anchor(broadcast)
         how = self.symmetry, self.options, self.device
         for reply in replies:
-            this_round.foreign += is_foreign(reply, broadcast, self.symmetry)
+            this_round.other_basis += in_other_basis(reply, broadcast, self.symmetry)
             update, before = _without_integers(reply.tensors, broadcast), mean.weight
             statistics = self.statistics(reply)
             try:
                 report = fold_by_layer(mean, update, reply.weight, anchor, *how, statistics)
             except FedrotError as error:
-                this_round.put_aside(reply.client, str(error))
+                this_round.drop(reply.client, str(error))
                 continue
             this_round.report(reply.client, report)
             folding.note(reply)
             del reply, update
             if self.anchor == "running":
                 anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
-        self.foreign.warn(this_round.foreign, len(this_round.reports))
+        self.other_basis.warn(this_round.other_basis, len(this_round.reports))
 
     def distances(self, replies: Iterable[Reply], broadcast: Tensors) -> Iterator[float]:
         """Yield every update's distance from the broadcast model, in the coordinates of that one."""
         given = ((self._there(reply.tensors), reply.weight) for reply in replies)
-        base, foreign = self._there(broadcast), self.foreign
-        how = (self.symmetry, self.options, "global", foreign.options, foreign.evidence)
+        base, other_basis = self._there(broadcast), self.other_basis
+        how = (self.symmetry, self.options, "global", other_basis.options, other_basis.evidence)
         for result in align_round(given, base, *how):
             yield model_distance(result.tensors, base)
 

@@ -45,13 +45,14 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
     """
     options = options or AlignmentOptions()
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
-    gauges = symmetry.gauges if options.canonical_biases else ()
+    redundant_biases = symmetry.redundant_biases if options.canonical_biases else ()
     layers: dict[object, set[str]] = {}
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
         layers.setdefault(key, set()).update(slot.tensor for slot in group.slots)
     bound = [
-        {g.bias.tensor, *([g.read.tensor, g.taken_up] if g.read is not None else [])} for g in gauges
+        {g.bias.tensor, *([g.read.tensor, g.taken_up] if g.read is not None else [])}
+        for g in redundant_biases
     ]
     joined: list[set[str]] = []
     for names in (*layers.values(), *bound):
@@ -73,7 +74,7 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
             groups=tuple(g for g in groups if g.slots[0].tensor in names),
             shapes={name: symmetry.shapes[name] for name in sorted(names, key=order.__getitem__)},
             tied=(),
-            gauges=tuple(g for g in gauges if g.bias.tensor in names),
+            redundant_biases=tuple(g for g in redundant_biases if g.bias.tensor in names),
         )
         for names in sorted(joined, key=lambda names: min(map(order.__getitem__, names)))
     )
@@ -109,7 +110,7 @@ def align_by_layer(
     # What is only passed through needs no anchor.
     wanted = [
         [(update, name) for name in part.shapes]
-        + [(anchor.tensors, name) for name in part.shapes if part.groups or part.gauges]
+        + [(anchor.tensors, name) for name in part.shapes if part.groups or part.redundant_biases]
         for part in parts
     ]
     copies = brought(wanted, torch.device(device))

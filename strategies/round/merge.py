@@ -102,11 +102,11 @@ class Folding:
     def chosen(self, this_round: Round) -> tuple[Aggregator, list[RecordDict]]:
         """Return the aggregator that took most, and the contents of its replies, without arrays.
 
-        What the others took is set aside, and nothing is kept.
+        What the others took is dropped, and nothing is kept.
         """
         best = self._best
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
         for client, refusal, _ in self._gone + others:
-            this_round.put_aside(client, refusal)
+            this_round.drop(client, refusal)
         self._candidates, self._gone, self.anchor = [], [], Mean()
         return best.aggregator, [content for _, _, content in best.taken]

@@ -18,7 +18,7 @@ from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.client_matching import FOREIGN_OPTIONS, read_answer, request
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS, read_answer, request
 from fedrot.strategies.round.inbox import Reply
 from fedrot.strategies.round.round_report import Round
 from fedrot.symmetry import Symmetry
@@ -38,8 +38,8 @@ class Exchange(NamedTuple):
         return self.grid.send_and_receive(requests, timeout=self.timeout) if requests else ()
 
 
-class Foreign:
-    """How a strategy treats foreign replies; see ``Aligned`` for the arguments.
+class OtherBasis:
+    """How a strategy treats replies in another basis; see ``Aligned`` for the arguments.
 
     Attributes:
         options: what to align in them; None treats them like all others.
@@ -75,36 +75,36 @@ class Foreign:
         with torch.random.fork_rng(devices=[]):
             model = self.model()
         config = settings_of(model.config)
-        parts = FOREIGN_OPTIONS.parts if self.options is None else self.options.parts
+        parts = OTHER_BASIS_OPTIONS.parts if self.options is None else self.options.parts
         try:
             check_function(model, config, symmetry, parts)
         except SymmetryError as error:
             raise SymmetryError(
                 "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
-                f"to align them like all others, or give 'foreign' with fewer parts. {error}"
+                f"to align them like all others, or give 'other_basis' with fewer parts. {error}"
             ) from error
-        self.options = self.options or FOREIGN_OPTIONS
+        self.options = self.options or OTHER_BASIS_OPTIONS
         if reads_text(config):
             self.evidence = probing(self.model, config, symmetry)
         self._prepared = True
 
     def base(
-        self, replies: Sequence[Reply], foreign: Sequence[int], broadcast: Tensors
+        self, replies: Sequence[Reply], other_basis: Sequence[int], broadcast: Tensors
     ) -> Mapping[str, Tensor]:
         """Return whose coordinates the round is in: the broadcast model's, unless few share them.
 
         Args:
             replies: all of the round's.
-            foreign: the places of the foreign ones.
+            other_basis: the places of those in another basis.
         """
         matched = self.options is not None and "residual" in self.options.parts
-        if not matched or 2 * len(foreign) <= len(replies):
+        if not matched or 2 * len(other_basis) <= len(replies):
             return broadcast
-        heaviest = max((replies[index] for index in foreign), key=lambda reply: reply.weight)
+        heaviest = max((replies[index] for index in other_basis), key=lambda reply: reply.weight)
         log(
             INFO,
             "%d of %d replies come from other bases; the anchor is client %d's model.",
-            len(foreign),
+            len(other_basis),
             len(replies),
             heaviest.client,
         )
@@ -121,7 +121,7 @@ class Foreign:
         """Return the updates that their senders matched to the base, by place among the replies."""
         asked, requests = {}, []
         for index, reply in enumerate(replies):
-            if is_foreign(reply, base, symmetry):
+            if in_other_basis(reply, base, symmetry):
                 node = reply.message.metadata.src_node_id
                 asked[node] = index
                 requests.append(request(base, reply.tensors, exchange.config, node))
@@ -141,19 +141,20 @@ class Foreign:
             found[index] = AlignedUpdate(moved, reply.weight, alignment)
         return found
 
-    def warn(self, foreign: int, replies: int) -> None:
-        """Say how many foreign replies were aligned like all others, as nothing else was asked for."""
-        if foreign and self.options is None and self.model is None:
+    def warn(self, other_basis: int, replies: int) -> None:
+        """Say how many replies in another basis were aligned like all others, as nothing else was
+        asked for."""
+        if other_basis and self.options is None and self.model is None:
             log(
                 WARNING,
                 "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp "
                 "load it? If these clients have starts of their own, give the strategy 'model' to match "
                 "them as a whole.",
-                foreign,
+                other_basis,
                 replies,
             )
 
 
-def is_foreign(reply: Reply, base: Tensors, symmetry: Symmetry) -> bool:
-    """Return whether a reply comes from another base."""
+def in_other_basis(reply: Reply, base: Tensors, symmetry: Symmetry) -> bool:
+    """Return whether a reply comes from another basis."""
     return base_cosine(reply.tensors, base, symmetry) < SAME_BASE

@@ -1,4 +1,4 @@
-"""One round of an aligned strategy: what came in, what was set aside, what there is to report."""
+"""One round of an aligned strategy: what came in, what was dropped, what there is to report."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class Round:
     failed: list[tuple[int, str]] = field(default_factory=list)
     start: float = field(default_factory=time.perf_counter)
     reports: list[tuple[int, AlignmentReport]] = field(default_factory=list)
-    set_aside: list[tuple[int, str]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
     accepted: int = 0
     lost: str = ""
-    foreign: int = 0
+    other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
     waiting: float = 0.0
 
-    def put_aside(self, client: int, reason: str) -> None:
+    def drop(self, client: int, reason: str) -> None:
         """Note a reply that has no part in the average."""
         reason = legible(reason)
-        self.set_aside.append((client, reason))
-        fields = {"round": self.number, "client": client, "set_aside": reason}
-        log_fields(WARNING, fields, "Reply of client %d set aside: %s", client, reason)
+        self.dropped.append((client, reason))
+        fields = {"round": self.number, "client": client, "dropped": reason}
+        log_fields(WARNING, fields, "Reply of client %d dropped: %s", client, reason)
 
     def fail(self, client: int, reason: str) -> None:
         """Note a client that answered with an error."""
@@ -134,7 +134,7 @@ class Round:
         return {figure.name: figure.of(self) for figure in FIGURES}
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
-        """End a run in whose first round every reply was set aside for the same reason.
+        """End a run in whose first round every reply was dropped for the same reason.
 
         Such a reason is the program's, not a client's, and holds in every round. Where a client has
         failed or has not answered, or reasons differ, the next round may go better; so it may where a
@@ -146,13 +146,13 @@ class Round:
         Raises:
             FedrotError: with the reason.
         """
-        reasons = {reason for _, reason in self.set_aside}
-        clients = {client for client, _ in self.set_aside}
+        reasons = {reason for _, reason in self.dropped}
+        clients = {client for client, _ in self.dropped}
         if self.number > 1 or len(reasons) != 1 or self.accepted or self.failed:
             return
         if len(clients) > 1 or len(list(nodes())) <= 1:
             raise FedrotError(
-                "Every reply of the first round was set aside for the same reason; fix the ClientApp "
+                "Every reply of the first round was dropped for the same reason; fix the ClientApp "
                 f"and start again. The reason: {reasons.pop()}"
             )
 
@@ -166,7 +166,7 @@ class Round:
             else "off"
         )
         counts = (
-            "{fedrot-replies-accepted} replies accepted, {fedrot-replies-set-aside} set aside, "
+            "{fedrot-replies-accepted} replies accepted, {fedrot-replies-dropped} dropped, "
             "{fedrot-replies-failed} failed, {fedrot-seconds-waiting:.2f} s of waiting, "
             "{fedrot-seconds-aligning:.2f} s of alignment"
         )
@@ -176,7 +176,7 @@ class Round:
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per reply lost, per note."""
         aligned = [{"client": client, **row} for client, report in self.reports for row in report.rows()]
-        aside = [{"client": client, "set_aside": reason} for client, reason in self.set_aside]
+        aside = [{"client": client, "dropped": reason} for client, reason in self.dropped]
         failed = [{"client": client, "failed": reason} for client, reason in self.failed]
         notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
         lost = [{"lost": self.lost}] if self.lost else []

@@ -48,7 +48,7 @@ def to_arrays(
     """Return a model's tensors, under all of their names, as what travels.
 
     Tensors of one shape and layout that share memory (tied embeddings) travel once. Nothing is
-    checked: a value too large for float16 arrives as Inf, and the server sets the reply aside.
+    checked: a value too large for float16 arrives as Inf, and the server drops the reply.
 
     Args:
         tensors: on any device.

@@ -103,16 +103,16 @@ def test_the_model_is_the_mean_of_who_is_left_unscrambled(results: Path) -> None
     assert distance(model, expected(scrambled=True)) > 0.1
 
 
-def test_nan_is_set_aside_by_name(results: Path) -> None:
-    aside = [row for row in rows(results) if "set_aside" in row]
+def test_nan_is_dropped_by_name(results: Path) -> None:
+    aside = [row for row in rows(results) if "dropped" in row]
     assert [(row["round"], row["client"]) for row in aside] == [(1, BROKEN), (2, BROKEN)]
-    assert all("'classifier.weight' holds NaN" in row["set_aside"] for row in aside)
+    assert all("'classifier.weight' holds NaN" in row["dropped"] for row in aside)
 
 
 def test_the_dead_node_is_a_failure_of_its_round(results: Path) -> None:
     metrics = json.loads((results / "metrics.json").read_text())
     counts = [
-        (metrics[str(n)]["fedrot-replies-set-aside"], metrics[str(n)]["fedrot-replies-failed"])
+        (metrics[str(n)]["fedrot-replies-dropped"], metrics[str(n)]["fedrot-replies-failed"])
         for n in range(1, ROUNDS + 1)
     ]
     assert counts == [(1, 0), (1, 1)]

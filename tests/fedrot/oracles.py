@@ -72,7 +72,7 @@ def moved_densely(state: State, moves: tuple[Move, ...]) -> State:
     for move in moves:
         for slot in move.group.slots:
             tensor = out[slot.tensor]
-            assert (slot.stretch.start, slot.stretch.stop) == (0, tensor.shape[slot.axis])
+            assert (slot.slice.start, slot.slice.stop) == (0, tensor.shape[slot.axis])
             out[slot.tensor] = along(dense_on(move, slot, slot.size), tensor, slot.axis)
     return out
 

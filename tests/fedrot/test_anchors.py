@@ -338,7 +338,7 @@ def test_embeddings_of_zeros_are_not_foreign() -> None:
 
 
 @ANCHOR
-def test_foreign_updates_are_aligned_by_their_own_options(anchor: str) -> None:
+def test_other_basis_updates_are_aligned_by_their_own_options(anchor: str) -> None:
     name = "bert-classifier"
     broadcast, symmetry = state_of(name), symmetry_for(name)
     clients = _clients(broadcast, 0.02)
@@ -346,8 +346,8 @@ def test_foreign_updates_are_aligned_by_their_own_options(anchor: str) -> None:
     for i in (1, 3):
         update = fedrot.random_equivalent(clients[i][0], symmetry, i, fedrot.WHOLE_MODEL)
         moved[i] = (update, clients[i][1])
-    expected, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE)
-    found, results = _round(moved, broadcast, symmetry, anchor, foreign=WHOLE)
+    expected, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE)
+    found, results = _round(moved, broadcast, symmetry, anchor, other_basis=WHOLE)
     assert largest_difference(found, expected) <= 1e-6
     assert {g.part for g in results[0].alignment.report.groups} == {"attention", "ffn"}
     assert {g.part for g in results[1].alignment.report.groups} == set(fedrot.WHOLE_MODEL)
@@ -357,12 +357,12 @@ def test_foreign_updates_are_aligned_by_their_own_options(anchor: str) -> None:
 
 
 @ANCHOR
-def test_without_foreign_updates_their_options_do_not_matter(anchor: str) -> None:
+def test_without_other_basis_updates_their_options_do_not_matter(anchor: str) -> None:
     name = "bert-classifier"
     broadcast, symmetry = state_of(name), symmetry_for(name)
     clients = _clients(broadcast)
     expected, _ = _round(clients, broadcast, symmetry, anchor)
-    found, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE, evidence=_unwanted)
+    found, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE, evidence=_unwanted)
     assert largest_difference(found, expected) == 0
 
 
@@ -388,14 +388,14 @@ def test_evidence_is_asked_for_only_where_the_residual_stream_is_matched(anchor:
     clients[2] = (state_of(name, 5), clients[2][1])
     asked: list[float] = []
     evidence = _counted(asked, symmetry)
-    found, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE, evidence=evidence)
+    found, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE, evidence=evidence)
     assert asked
     assert max(asked) < 0.25
     # Empty evidence changes nothing.
-    expected, _ = _round(clients, broadcast, symmetry, anchor, foreign=WHOLE)
+    expected, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE)
     assert largest_difference(found, expected) == 0
     inside = fedrot.AlignmentOptions(parts=("heads", "ffn"))
-    _round(clients, broadcast, symmetry, anchor, foreign=inside, evidence=_unwanted)
+    _round(clients, broadcast, symmetry, anchor, other_basis=inside, evidence=_unwanted)
     asked.clear()
     _round(clients[:2], broadcast, symmetry, anchor, WHOLE, evidence=evidence)
     assert len(asked) >= 2
@@ -412,7 +412,7 @@ def test_evidence_decides_what_weights_leave_open() -> None:
         lambda: build("eager"), config_of(name).to_dict(), symmetry, rows=64, seed=1
     )
     _, (result,) = _round(
-        [(update, 1.0)], broadcast, symmetry, "global", foreign=WHOLE, evidence=evidence
+        [(update, 1.0)], broadcast, symmetry, "global", other_basis=WHOLE, evidence=evidence
     )
     seen = evidence(broadcast, update)
     expected = fedrot.align(update, broadcast, symmetry, WHOLE, seen).apply(update)
@@ -440,17 +440,17 @@ def test_probing_draws_nothing_from_the_caller_s_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0), (2.0, 2.0, 2.0)], ids=["unequal", "equal"])
-@pytest.mark.parametrize("foreign", [True, False])
+@pytest.mark.parametrize("other_basis", [True, False])
 @pytest.mark.parametrize("name", FEW)
 def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
-    name: str, foreign: bool, weights: tuple[float, ...]
+    name: str, other_basis: bool, weights: tuple[float, ...]
 ) -> None:
     broadcast, symmetry = state_of(name), symmetry_for(name)
     clients = [(state_of(name, 40 + i), weights[i]) for i in range(3)]
     means = []
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         given = [clients[i] for i in order]
-        chosen: dict[str, Any] = {"foreign": WHOLE} if foreign else {"options": WHOLE}
+        chosen: dict[str, Any] = {"other_basis": WHOLE} if other_basis else {"options": WHOLE}
         mean, results = _round(given, broadcast, symmetry, "consensus", **chosen)
         means.append(mean)
         for (update, weight), result in zip(given, results, strict=True):
@@ -494,16 +494,16 @@ def test_consensus_starts_with_the_heaviest_and_of_those_with_the_smallest(
 
 
 @pytest.mark.parametrize("anchor", ["first", "running", "medoid", "consensus"])
-def test_clients_that_trained_far_from_one_start_are_not_foreign_to_each_other(anchor: str) -> None:
+def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> None:
     """Their cosine with the broadcast model is above 0.5; that with each other is not."""
     name = "bert-classifier"
     base, symmetry = state_of(name), symmetry_for(name)
     updates = [near(base, 1.2, seed) for seed in (1, 2)]
     assert all(fedrot.base_cosine(update, base, symmetry) > 0.5 for update in updates)
     assert fedrot.base_cosine(*updates, symmetry) < 0.5
-    foreign = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+    other_basis = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
     given = [(update, 1.0) for update in updates]
-    results = list(fedrot.align_round(given, base, symmetry, anchor=anchor, foreign=foreign))
+    results = list(fedrot.align_round(given, base, symmetry, anchor=anchor, other_basis=other_basis))
     assert len(results) == 2
     for result in results:
         assert {row.part for row in result.alignment.report.groups} == {"attention", "ffn"}

@@ -234,8 +234,10 @@ def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool
 
 
 ANCHOR = state(0)
-FOREIGN = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
-MOVES = fedrot.align(FOREIGN, ANCHOR, SYMMETRY, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)).moves
+OTHER_BASIS = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
+MOVES = fedrot.align(
+    OTHER_BASIS, ANCHOR, SYMMETRY, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+).moves
 GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
 
 
@@ -243,10 +245,10 @@ GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
 def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> bool:
     message = Message(RecordDict({ELEMENTS: record}), reply_to=ASKED)
     try:
-        alignment = read_answer(message, FOREIGN, ANCHOR, SYMMETRY)
+        alignment = read_answer(message, OTHER_BASIS, ANCHOR, SYMMETRY)
     except UpdateError:
         return False
     assert isinstance(alignment, Alignment)
-    moved = alignment.apply(FOREIGN)
+    moved = alignment.apply(OTHER_BASIS)
     assert all(bool(tensor.isfinite().all()) for tensor in moved.values())
     return True

@@ -74,5 +74,5 @@ def test_a_model_has_a_symmetry_or_the_error_says_why(drawn: Model) -> bool:
     assert symmetry.shapes == tensors
     for group in symmetry.groups:
         for slot in group.slots:
-            assert 0 <= slot.stretch.start <= slot.stretch.stop <= tensors[slot.tensor][slot.axis]
+            assert 0 <= slot.slice.start <= slot.slice.stop <= tensors[slot.tensor][slot.axis]
     return True

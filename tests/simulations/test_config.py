@@ -209,7 +209,8 @@ def test_arms_are_read_from_their_names() -> None:
     assert (arm.parts, arm.anchor) == (("attention", "heads"), "medoid")
 
 
-#: Arms by their names: parts, anchor, evidence, and whether foreign replies are matched as a whole.
+#: Arms by their names: parts, anchor, evidence, and whether replies in another basis are matched as a
+#: whole.
 ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
     "aligned": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", True),
     "aligned~probe": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", True),
@@ -229,7 +230,7 @@ ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
 @pytest.mark.parametrize("name", ARMS)
 def test_the_grammar_of_arms(name: str) -> None:
     arm = Arm.parse(name)
-    assert (arm.parts, arm.anchor, arm.evidence, arm.foreign) == ARMS[name]
+    assert (arm.parts, arm.anchor, arm.evidence, arm.other_basis) == ARMS[name]
     assert (arm.name, arm.align) == (name, True)
     assert Arm.parse(arm.name) == arm
     config = SimulationConfig.from_flat({"arms": f"plain, {name}"})
@@ -245,7 +246,7 @@ def test_every_anchor_and_every_evidence_can_be_asked_for() -> None:
             assert (arm.anchor, arm.evidence) == (anchor, evidence)
 
 
-#: Arms that merge in another way: aligned or not, parts, anchor, evidence, aggregation, foreign.
+#: Arms that merge in another way: aligned or not, parts, anchor, evidence, aggregation, other_basis.
 MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
     "plain/mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
     "mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
@@ -275,7 +276,7 @@ MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
 @pytest.mark.parametrize("name", MERGING)
 def test_the_grammar_of_arms_that_merge(name: str) -> None:
     arm = Arm.parse(name)
-    found = (arm.align, arm.parts, arm.anchor, arm.evidence, arm.aggregation, arm.foreign)
+    found = (arm.align, arm.parts, arm.anchor, arm.evidence, arm.aggregation, arm.other_basis)
     assert found == MERGING[name]
     assert arm.name == name
     assert arm.ensemble == ("ensemble" in name)

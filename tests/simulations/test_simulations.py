@@ -81,7 +81,7 @@ def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) ->
     }
     # Both come from elsewhere; one of them is the anchor, and the other is moved in every part.
     for arm in arms[2:]:
-        assert rows[arm, "fedrot-replies-foreign"] == 2
+        assert rows[arm, "fedrot-replies-other-basis"] == 2
         assert rows[arm, "fedrot-stream-moved"] > 16
     assert rows["attention+ffn", "fedrot-stream-moved"] == 0
     losses = {arm: central(tmp_path / "run", "different", arm, "loss", 1) for arm in arms}
@@ -108,4 +108,4 @@ def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> 
     sent = {(r["start"], r["arm"]): r["value"] for r in read_rows(run) if "statistics" in r["metric"]}
     for arm in ("plain/regmean", "aligned/regmean", "aligned/fisher"):
         assert sent["same", arm] == sent["scrambled", arm] > 0
-    assert "set aside: " not in (run / "flower.log").read_text()
+    assert "dropped: " not in (run / "flower.log").read_text()

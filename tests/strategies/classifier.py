@@ -1,4 +1,4 @@
-"""The small classifier that rounds with foreign replies are played with."""
+"""The small classifier that rounds with replies in another basis are played with."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_the_server_sets_aside_what_left_unaligned() -> None:
         for clients in (good, [*good, bad])
     ]
     assert largest_difference(results[0].arrays, results[1].arrays) == 0
-    assert results[1].train_metrics_clientapp[1]["fedrot-replies-set-aside"] == 1
+    assert results[1].train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
 
 
 def test_a_message_with_several_models_is_left_alone(warnings: Callable[[], str]) -> None:
@@ -430,7 +430,7 @@ def test_names_must_come_from_somewhere() -> None:
 
 
 def test_under_secure_aggregation_a_broken_update_drops_out(warnings: Callable[[], str]) -> None:
-    """Nobody could set it aside: masked, it would be added to the others."""
+    """Nobody could drop it: masked, it would be added to the others."""
     node = app_of(sends_nameless(without("classifier.bias")), [align_mod(SYMMETRY)])
     with pytest.raises(fedrot.UpdateError, match="tensors without names"):
         node(legacy_instruction(state(), secure=True))

@@ -1,4 +1,4 @@
-"""Foreign replies matched by their senders: elements travel, functions stay."""
+"""OtherBasis replies matched by their senders: elements travel, functions stay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedrot.symmetry.actions import (
     RotarySigns,
     SignedPermutation,
 )
-from fedrot.symmetry.groups import Group, Slot, Stretch, Symmetry
+from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
 from tests.models import VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
@@ -372,7 +372,7 @@ def element_read(kind: Kind, element: Tensor) -> Tensor:
     """Return the element that is read from a client's answer, for a model of one tensor."""
     general = isinstance(kind, HeadLinear)
     own = HeadRotation(kind.heads, kind.dim) if isinstance(kind, HeadLinear) else kind
-    group = Group("g", 0, "attention", own, (Slot("w", 0, Stretch(0, 12)),))
+    group = Group("g", 0, "attention", own, (Slot("w", 0, Slice(0, 12)),))
     model = {"w": torch.randn(12, 2, generator=torch.Generator().manual_seed(5))}
     elements = ArrayRecord({f"g{GENERAL if general else ''}": element.contiguous()})
     asked = request(model, model, ConfigRecord(), 7)
@@ -446,7 +446,7 @@ def test_a_client_without_the_action_fails() -> None:
 
 
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-@pytest.mark.parametrize("most", [True, False], ids=["most-foreign", "one-foreign"])
+@pytest.mark.parametrize("most", [True, False], ids=["most-in-another-basis", "one-in-another-basis"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
     most: bool, learning: fedrot.LearningOptions | None, warnings: Callable[[], str]
 ) -> None:
@@ -459,12 +459,12 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
         asked.append(message)
         return node(message)
 
-    strategy = FedRot(config_of(NAME), foreign=WHOLE, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=WHOLE, match_at_clients=True)
     result, metrics = play(strategy, base, sent, [counted] * 3)
     assert error(result, base) <= (1e-4 if learning is None else 0.2)
     assert warnings() == ""
-    assert metrics["fedrot-replies-foreign"] == (3 if most else 1)
-    # The heaviest is the anchor where most are foreign; nobody else needs to be asked.
+    assert metrics["fedrot-replies-other-basis"] == (3 if most else 1)
+    # The heaviest is the anchor where most are in another basis; nobody else needs to be asked.
     assert {m.metadata.dst_node_id for m in asked} == ({100, 101} if most else {101})
     assert {m.metadata.message_type for m in asked} == {MESSAGE_TYPE}
 
@@ -504,7 +504,7 @@ class Chatty(FakeGrid):
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
     base, update = state(), state(3)
     sent, nodes = [base, update, base], [client()] * 3
-    options: dict[str, Any] = {"anchor": "global", "foreign": WHOLE, "match_at_clients": True}
+    options: dict[str, Any] = {"anchor": "global", "other_basis": WHOLE, "match_at_clients": True}
     expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
     grid = Chatty(dict(enumerate(nodes, start=100)))
     found, metrics = play(FedRot(config_of(NAME), **options), base, sent, grid)
@@ -532,7 +532,7 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
     assert "Client 1 is matched at the server" in warnings()
     assert largest_difference(result, at_server) == 0
     assert error(result, base) <= 1e-4
-    assert metrics["fedrot-replies-set-aside"] == 0
+    assert metrics["fedrot-replies-dropped"] == 0
 
 
 def test_clients_that_never_answer_are_matched_at_the_server() -> None:
@@ -548,7 +548,7 @@ def test_no_answer_ends_the_round(case: str) -> None:
     base = state()
     sent = [base, permuted(base, 1), base]
     node = edited(client(), EXTREME[case])
-    strategy = FedRot(config_of(NAME), anchor="global", foreign=WHOLE, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
     result, _ = play(strategy, base, sent, [node] * 3)
     assert error(result, base) <= 0.1
 
@@ -559,7 +559,7 @@ def test_what_a_client_found_is_what_is_averaged(learning: fedrot.LearningOption
     base, update = state(), state(3)
     node = client(learning)
     found = read_answer(ask(node, base, update), update, base, SYMMETRY).apply(update)
-    strategy = FedRot(config_of(NAME), anchor="global", foreign=WHOLE, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
     result, _ = play(strategy, base, [base, update, base], [node] * 3)
     mean = {k: 22 / 33 * base[k] + 11 / 33 * found[k] for k in base}
     assert difference(tensors_of(result), mean) <= 1e-4
@@ -568,7 +568,7 @@ def test_what_a_client_found_is_what_is_averaged(learning: fedrot.LearningOption
 def test_each_client_is_reported_once() -> None:
     base, update = state(), state(3)
     sent = [base, update, base]
-    strategy = FedRot(config_of(NAME), anchor="global", foreign=WHOLE, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
     _, metrics = play(strategy, base, sent, [client()] * 3)
     alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)
     assert metrics["fedrot-distance-before"] == pytest.approx(alignment.report.before / 3, rel=1e-3)

@@ -38,11 +38,11 @@ def test_replies_from_other_bases_are_matched_in_every_family(name: str, asked: 
     """By weights, and where models read text by activations on random tokens too."""
     model, symmetry = model_of(name).float(), symmetry_for(name)
     base = {key: value.float() for key, value in state_of(name).items()}
-    foreign = fedrot.random_equivalent(base, symmetry, 3, fedrot.WHOLE_MODEL)
+    other_basis = fedrot.random_equivalent(base, symmetry, 3, fedrot.WHOLE_MODEL)
     strategy = FedRot(config_of(name), model=lambda: model, fraction_evaluate=0.0)
-    messages, sent = broadcast(strategy, base), (base, foreign, foreign)
+    messages, sent = broadcast(strategy, base), (base, other_basis, other_basis)
     replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
     arrays, _ = strategy.aggregate_train(1, replies)
     # Most replies have a base of their own: the first of these is the anchor of this round.
-    assert largest_difference(arrays, ArrayRecord(foreign)) <= 1e-4
-    assert (strategy._foreign.evidence is not None) == asked
+    assert largest_difference(arrays, ArrayRecord(other_basis)) <= 1e-4
+    assert (strategy._other_basis.evidence is not None) == asked

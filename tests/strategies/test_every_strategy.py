@@ -255,7 +255,7 @@ def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
         SERVER_SIDE[name].aligned(anchor=anchor)
 
 
-@pytest.mark.parametrize("given", [{"model": lambda: None}, {"foreign": fedrot.AlignmentOptions()}])
+@pytest.mark.parametrize("given", [{"model": lambda: None}, {"other_basis": fedrot.AlignmentOptions()}])
 def test_other_bases_are_refused_with_privacy(given: dict[str, Any]) -> None:
     """The round's coordinates would be those of the heaviest reply."""
     with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
@@ -316,7 +316,7 @@ def test_without_a_good_reply_the_model_stays(name: str) -> None:
     case = CASES[name]
     result = run(case.aligned(), False, (*case.mods, broken))
     assert list(result.arrays) == []
-    assert result.train_metrics_clientapp[ROUNDS]["fedrot-replies-set-aside"] == CLIENTS
+    assert result.train_metrics_clientapp[ROUNDS]["fedrot-replies-dropped"] == CLIENTS
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES)))

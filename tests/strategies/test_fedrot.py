@@ -211,7 +211,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("reason", sorted(BAD))
-def test_a_bad_reply_is_set_aside_with_its_reason_and_the_round_goes_on(
+def test_a_bad_reply_is_dropped_with_its_reason_and_the_round_goes_on(
     reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = model()
@@ -225,12 +225,12 @@ def test_a_bad_reply_is_set_aside_with_its_reason_and_the_round_goes_on(
     result, metrics = strategy.aggregate_train(1, [*good, BAD[reason](messages[3], base)])
     assert largest_difference(expected, result) == 0.0
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 1
+    assert metrics["fedrot-replies-dropped"] == 1
     rows = [json.loads(line) for line in report.read_text().splitlines()]
-    (aside,) = [row for row in rows if "set_aside" in row]
+    (aside,) = [row for row in rows if "dropped" in row]
     assert aside["client"] in (9, -1)
-    assert re.search(reason, aside["set_aside"])
-    assert f"Reply of client {aside['client']} set aside" in caplog.text
+    assert re.search(reason, aside["dropped"])
+    assert f"Reply of client {aside['client']} dropped" in caplog.text
 
 
 #: Metrics beside the number of examples, by how many numbers they are.
@@ -256,8 +256,8 @@ def test_a_reply_may_have_a_hundred_thousand_numbers_of_metrics(
     arrays, metrics = strategy.aggregate_train(1, [flood, reply(messages[1], base, 10, 1)])
     taken = 1 + beside <= 100_000
     assert arrays_of(arrays)["w"].tolist() == [0.5 if taken else 0.0] * 3
-    assert (metrics or {}).get("fedrot-replies-set-aside", 0) == (0 if taken else 1)
-    assert ("Reply of client 0 set aside: The MetricRecord holds more than" in warnings()) != taken
+    assert (metrics or {}).get("fedrot-replies-dropped", 0) == (0 if taken else 1)
+    assert ("Reply of client 0 dropped: The MetricRecord holds more than" in warnings()) != taken
 
 
 def test_failed_clients_leave_the_average_to_the_others() -> None:
@@ -270,7 +270,7 @@ def test_failed_clients_leave_the_average_to_the_others() -> None:
     result, metrics = strategy.aggregate_train(1, [*two, failure(messages[2])])
     assert largest_difference(expected, result) == 0.0
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 0
+    assert metrics["fedrot-replies-dropped"] == 0
     assert metrics["fedrot-replies-failed"] == 1
 
 
@@ -298,7 +298,7 @@ class AlignedMedian(Aligned, FedMedian):
 
 
 @pytest.mark.parametrize("reason", sorted(ODD))
-def test_what_a_strategy_cannot_compare_is_set_aside(reason: str) -> None:
+def test_what_a_strategy_cannot_compare_is_dropped(reason: str) -> None:
     base = model()
     strategy = AlignedMedian(CONFIG, anchor="global")
     messages = broadcast(strategy, base, clients=4)
@@ -307,7 +307,7 @@ def test_what_a_strategy_cannot_compare_is_set_aside(reason: str) -> None:
     result, metrics = strategy.aggregate_train(1, [ODD[reason](messages[3], base), *good])
     assert largest_difference(expected, result) == 0.0
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 1
+    assert metrics["fedrot-replies-dropped"] == 1
 
 
 @pytest.mark.parametrize("loss", [[0.5, 0.4], None])
@@ -330,7 +330,7 @@ def test_metrics_unlike_the_others_are_left_out_but_the_update_is_not(
     assert "The metrics of 1 clients are left out" in caplog.text
 
 
-def test_without_alignment_a_bad_reply_is_set_aside_too() -> None:
+def test_without_alignment_a_bad_reply_is_dropped_too() -> None:
     base = model()
     strategy = FedRot(CONFIG, align=False)
     messages = broadcast(strategy, base)
@@ -340,7 +340,7 @@ def test_without_alignment_a_bad_reply_is_set_aside_too() -> None:
     broken = reply(messages[2], damaged(base, pooler__dense__bias=lambda t: t / 0), 10, 2)
     result, metrics = strategy.aggregate_train(1, [*good, broken])
     assert largest_difference(expected, result) == 0.0
-    assert dict(metrics or {}) == {"fedrot-replies-set-aside": 1}
+    assert dict(metrics or {}) == {"fedrot-replies-dropped": 1}
 
 
 def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
@@ -356,7 +356,7 @@ def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
 
 @pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("sent", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_reply_beyond_the_precision_of_the_round_is_set_aside_alone(
+def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
     sent: torch.dtype, align: bool, tmp_path: Path
 ) -> None:
     base = {name: tensor.half() for name, tensor in model().items()}
@@ -375,10 +375,10 @@ def test_a_reply_beyond_the_precision_of_the_round_is_set_aside_alone(
     assert all(np.isfinite(array).all() for array in arrays_of(result).values())
     assert {array.dtype for array in arrays_of(result).values()} == {np.dtype("float16")}
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 1
-    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    assert metrics["fedrot-replies-dropped"] == 1
+    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
     assert row["client"] == 9
-    assert f"'{name}' holds values beyond torch.float16" in row["set_aside"]
+    assert f"'{name}' holds values beyond torch.float16" in row["dropped"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -394,7 +394,7 @@ def test_no_precision_hides_what_is_not_finite(value: float, sent: torch.dtype) 
     result, metrics = strategy.aggregate_train(1, answers)
     assert largest_difference(result, ArrayRecord(good)) == 0.0
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 1
+    assert metrics["fedrot-replies-dropped"] == 1
 
 
 def test_without_a_good_reply_the_model_stays() -> None:
@@ -402,7 +402,7 @@ def test_without_a_good_reply_the_model_stays() -> None:
     clients = {100: lambda m: no_examples(m, base), 101: lambda m: no_metrics(m, base)}
     result = FedRot(CONFIG, fraction_evaluate=0.0).start(FakeGrid(clients), ArrayRecord(base), 2)
     assert list(result.arrays) == []
-    assert result.train_metrics_clientapp[2]["fedrot-replies-set-aside"] == 2
+    assert result.train_metrics_clientapp[2]["fedrot-replies-dropped"] == 2
 
 
 def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
     ):
         _start(strategy(CONFIG, **given), ArrayRecord(state()), clients)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
-    assert sorted(row["client"] for row in rows if WEIGHT in row.get("set_aside", "")) == [0, 1, 2]
+    assert sorted(row["client"] for row in rows if WEIGHT in row.get("dropped", "")) == [0, 1, 2]
 
 
 GOES_ON: dict[str, tuple[Callable[[Message], Message | None], ...]] = {

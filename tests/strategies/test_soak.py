@@ -237,7 +237,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def reported(path: Path) -> list[tuple[int, int, str]]:
     """Return what the report says went wrong: round, client, reason."""
-    kinds = ("set_aside", "failed")
+    kinds = ("dropped", "failed")
     return [(r["round"], r["client"], r[kind]) for r in rows_of(path) for kind in kinds if kind in r]
 
 
@@ -285,7 +285,7 @@ def check_reports(grid: FaultyGrid, path: Path, warnings: Warnings) -> None:
     assert found - grid.faults == grid.faults - found == Counter()
     assert {plan_reason for _, _, plan_reason in found} == reasons
     silent = sum(n for (_, _, reason), n in found.items() if reason in (SILENT, "crashed"))
-    aside = ("WARNING", "Reply of client %d set aside: %s")
+    aside = ("WARNING", "Reply of client %d dropped: %s")
     assert warnings.found.pop(aside) == found.total() - silent
     assert sum(warnings.found.values()) <= 1, warnings.found  # Flower's on fraction_evaluate.
 

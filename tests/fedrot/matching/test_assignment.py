@@ -18,7 +18,7 @@ import fedrot
 from fedrot.matching import assignment
 from fedrot.matching.stages import Anchor
 from fedrot.symmetry.actions import Permutation
-from fedrot.symmetry.groups import Group, Slot, Stretch
+from fedrot.symmetry.groups import Group, Slice, Slot
 from tests import families
 from tests.fedrot.oracles import Array, seeded
 from tests.models import (
@@ -121,7 +121,7 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
     seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
 ) -> None:
     kind = Permutation(n)
-    slot = Slot("w", 0, Stretch(0, n))
+    slot = Slot("w", 0, Slice(0, n))
     group = Group("ffn", 0, "ffn", kind, (slot,))
     start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
     anchor, generator = Anchor({"w": start}), torch.Generator().manual_seed(seed)
@@ -141,7 +141,7 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
 
 
 def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> None:
-    group = Group("ffn", 0, "ffn", Permutation(64), (Slot("w", 0, Stretch(0, 64)),))
+    group = Group("ffn", 0, "ffn", Permutation(64), (Slot("w", 0, Slice(0, 64)),))
     generator = torch.Generator().manual_seed(0)
     current = torch.randn(64, 256, generator=generator)
     anchor = Anchor({"w": current})
@@ -157,7 +157,7 @@ def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> Non
 
 
 def test_what_was_not_noted_is_measured_anew() -> None:
-    group = Group("ffn", 0, "ffn", Permutation(3), (Slot("w", 0, Stretch(0, 3)),))
+    group = Group("ffn", 0, "ffn", Permutation(3), (Slot("w", 0, Slice(0, 3)),))
     anchor = Anchor({"w": torch.eye(3)})
     before = anchor.separation(group, None)
     moved = anchor.towards_last({"w": 0.1 * torch.eye(3)}, 1.0)

@@ -135,10 +135,10 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(name: str
     assert len(once) >= 2
     for slot in once:
         # Larger than what the queries say, which several of them say together.
-        slot.stretch.write(anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor]))
+        slot.slice.write(anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor]))
     order = torch.arange(queries.kind.n).roll(1).repeat(queries.kind.groups, 1)
     update = {key: t.clone() for key, t in apply_moves(anchor, [Move(queries, order)]).items()}
     for slot in once:
-        slot.stretch.write(update[slot.tensor], slot.axis, -slot.of(update[slot.tensor]))
+        slot.slice.write(update[slot.tensor], slot.axis, -slot.of(update[slot.tensor]))
     found = _elements(name, update, anchor, torch.arange(heads.kind.units), 1.0)
     assert found == {queries.name: queries.kind.inverse(order).tolist()}

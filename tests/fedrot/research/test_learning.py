@@ -13,7 +13,7 @@ from torch import Tensor
 import fedrot
 from fedrot.research.learning import LearningOptions, _head_matrix, _initial, _matrix, _multiplied
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
-from fedrot.symmetry.groups import Group, Slot, Stretch
+from fedrot.symmetry.groups import Group, Slice, Slot
 from fedrot.transport import Move
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
@@ -315,10 +315,10 @@ def _groups() -> dict[str, tuple[Group, Slot, tuple[int, ...]]]:
             for contravariant in (False, True) if kind_name == "linear" else (False,):
                 shape = [4, 4]
                 shape[axis] = 10 if start else 6
-                slot = Slot("w", axis, Stretch(start, stop), contravariant)
+                slot = Slot("w", axis, Slice(start, stop), contravariant)
                 label = f"{kind_name}-{axis}-{start}{'-contra' if contravariant else ''}"
                 found[label] = (Group("g", 0, "attention", kind, (slot,)), slot, tuple(shape))
-        slot = Slot("w", 0, Stretch(0, 6))
+        slot = Slot("w", 0, Slice(0, 6))
         found[f"{kind_name}-bias"] = (Group("g", 0, "attention", kind, (slot,)), slot, (6,))
     return found
 

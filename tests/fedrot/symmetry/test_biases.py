@@ -25,7 +25,7 @@ WITHOUT = {
     ),
 }
 
-#: Members whose value biases alone are a gauge: rotary positions on all of a head, and positions that
+#: Members whose value biases alone are redundant: rotary positions on all of a head, and positions that
 #: attend to content while keys of positions have no bias of their own.
 VALUES_ONLY = {
     *("llama-biased", "qwen3", "modernbert-biased"),
@@ -41,17 +41,17 @@ def test_the_function_stays_and_the_biases_go(name: str) -> None:
     assert largest_difference(state, before) == 0
     expected = outputs(name, state)
     assert (outputs(name, found) - expected).abs().max() <= 1e-9 * expected.abs().max()
-    for gauge in symmetry.gauges:
-        assert not gauge.bias.of(found[gauge.bias.tensor]).any()
-        assert gauge.bias.of(state[gauge.bias.tensor]).any()
+    for redundant in symmetry.redundant_biases:
+        assert not redundant.bias.of(found[redundant.bias.tensor]).any()
+        assert redundant.bias.of(state[redundant.bias.tensor]).any()
     assert largest_difference(fedrot.canonical_biases(found, symmetry), found) == 0
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_gauges_are_where_they_should_be(name: str) -> None:
-    gauges = symmetry_for(name).gauges
-    keys = [gauge for gauge in gauges if gauge.read is None]
-    values = [gauge for gauge in gauges if gauge.read is not None]
+    redundant_biases = symmetry_for(name).redundant_biases
+    keys = [redundant for redundant in redundant_biases if redundant.read is None]
+    values = [redundant for redundant in redundant_biases if redundant.read is not None]
     assert bool(values) == (name not in WITHOUT)
     assert len(keys) == (0 if name in VALUES_ONLY else len(values))
 
@@ -78,7 +78,8 @@ def test_models_that_differ_in_a_gauge_alone_meet() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "gpt-neox", "llama-biased", "deberta"])
 def test_alignment_by_canonical_biases(name: str) -> None:
-    """A client in other coordinates and another gauge meets its anchor; by default it does not."""
+    """A client in other coordinates and another redundant bias meets its anchor; by default it does
+    not."""
     anchor, symmetry = state_of(name), symmetry_for(name)
     start = _other_gauge(name, 4) if name == "bert" else anchor
     update = fedrot.random_equivalent(start, symmetry, 5)
@@ -113,7 +114,7 @@ def test_a_separation_that_was_measured_serves_canonical_biases_too() -> None:
 
 def test_statistics_follow_where_there_is_no_redundant_bias() -> None:
     symmetry, anchor = symmetry_for("llama"), state_of("llama")
-    assert not symmetry.gauges
+    assert not symmetry.redundant_biases
     options = fedrot.AlignmentOptions(canonical_biases=True)
     alignment = fedrot.align(state_of("llama", 1), anchor, symmetry, options)
     fisher = {"fisher": {"model.norm.weight": torch.ones_like(anchor["model.norm.weight"])}}

@@ -173,8 +173,8 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None
     tried = 0
     for group in _groups(name, lambda g: g.layer in (NO_LAYER, 0, 2) and g.kind.units > 1):
         element = _moving(group.kind, 1)
-        for left_out in {(tied[s.tensor], s.axis, s.stretch) for s in group.slots}:
-            places = {s: (tied[s.tensor], s.axis, s.stretch) for s in group.slots}
+        for left_out in {(tied[s.tensor], s.axis, s.slice) for s in group.slots}:
+            places = {s: (tied[s.tensor], s.axis, s.slice) for s in group.slots}
             kept = [slot for slot, place in places.items() if place != left_out]
             slot = next(slot for slot, place in places.items() if place == left_out)
             change = _change(name, Move(_with(group, group.kind, kept), element))
@@ -306,7 +306,7 @@ def test_biases_of_keys_show_where_scores_depend_on_positions_through_them(name:
     for group in _groups(name, lambda g: g.part == "attention"):
         for slot in filter(lambda s: _is_key_bias(name, s), group.slots):
             bias = state[slot.tensor].clone()
-            slot.stretch.write(bias, 0, slot.of(bias) + torch.randn(slot.size, generator=rng).double())
+            slot.slice.write(bias, 0, slot.of(bias) + torch.randn(slot.size, generator=rng).double())
             change = _changed(name, {**state, slot.tensor: bias}, _before(name))
             assert change <= ROUNDING if _unseen(name, group, slot) else change > VISIBLE
             tried += 1

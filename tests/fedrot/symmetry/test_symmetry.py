@@ -68,9 +68,9 @@ def test_groups_act_on_what_they_should(name: str) -> None:
         }
         expected |= {(layer, "ffn", *slot, NEURONS) for slot in ffn}
     inside = [group for group in symmetry.groups if group.layer != NO_LAYER]
-    found = {(g.layer, g.part, s.tensor, s.axis, s.stretch.stop) for g in inside for s in g.slots}
+    found = {(g.layer, g.part, s.tensor, s.axis, s.slice.stop) for g in inside for s in g.slots}
     assert found == expected
-    assert all(slot.stretch.start == 0 for group in symmetry.groups for slot in group.slots)
+    assert all(slot.slice.start == 0 for group in symmetry.groups for slot in group.slots)
     assert len(inside) == 6 * LAYERS
     assert symmetry.layers == LAYERS
     assert symmetry.shapes == {k: tuple(v.shape) for k, v in state.items()}

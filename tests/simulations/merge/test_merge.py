@@ -292,7 +292,7 @@ def test_the_report_has_a_line_per_part(tmp_path: Path) -> None:
     neurons = int(cells[cells.index("ffn") + 3].removesuffix(" of 96"))
     assert 80 < neurons <= 96
     assert "all tensors" in cells
-    assert "another base" not in output
+    assert "another basis" not in output
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_models_from_other_bases_are_pointed_out(parts: str, advice: str, tmp_pa
     a, b = (saved(model_of("bert-classifier", seed), tmp_path / str(seed)) for seed in (0, 1))
     code, output = invoke(a, b, "--parts", parts, "--dry-run")
     assert code == 0, output
-    assert f"'{b}' comes from another base than the anchor" in output
+    assert f"'{b}' comes from another basis than the anchor" in output
     assert advice in output
 
 

@@ -52,7 +52,7 @@ def alignment_rows(setting: str = "main") -> list[dict[str, Any]]:
         for layer in (0, 1)
         for part, share in shares.items()
     ]
-    return [*measured, {**about, "start": "same", "set_aside": "a tensor is not finite"}]
+    return [*measured, {**about, "start": "same", "dropped": "a tensor is not finite"}]
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -113,7 +113,7 @@ def test_a_complete_run(run: Path) -> None:
     assert "+0.101 [+0.099, +0.103] better" in page
     assert "hurtful hurt accuracy against plain: -0.100" in page
     assert "less than 1 % of the squared distance by ffn in layer 0 (0.1 %), 1 (0.1 %)" in page
-    assert "aligned set a reply aside 1 time(s): a tensor is not finite" in page
+    assert "aligned dropped a reply 1 time(s): a tensor is not finite" in page
     assert "2.9.0" in page
     assert "goemotions_ekman" in page
     assert ">71<" in page

@@ -47,7 +47,7 @@ def test_a_line_per_part_and_layer_a_column_per_round(monkeypatch: pytest.Monkey
         # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
         group(2, "ffn", 0, 0.5),
         group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
-        {"round": 2, "client": 1, "set_aside": "NaN"},
+        {"round": 2, "client": 1, "dropped": "NaN"},
     ]
     (ax,) = drawn(monkeypatch, [row for row in rows if "before" in row]).axes[:1]
     assert words(ax.get_yticklabels()) == ["residual", "attention 0", "attention 1", "ffn 0"]
@@ -118,8 +118,8 @@ def test_a_picture_is_drawn_even_of_nothing(share: float, tmp_path: Path) -> Non
 def report(tmp_path: Path) -> Path:
     rows = [
         group(1, "attention", 0, 0.4),
-        {"round": 1, "client": 7, "set_aside": "<NaN> in 'a'"},
-        {"round": 3, "client": 7, "set_aside": "<NaN> in 'a'"},
+        {"round": 1, "client": 7, "dropped": "<NaN> in 'a'"},
+        {"round": 3, "client": 7, "dropped": "<NaN> in 'a'"},
         {"round": 2, "client": 3, "failed": "No answer came in time."},
         {"round": 2, "lost": "0 good replies, 1 needed."},
         {"round": 2, "tensor": "w", "note": "a note"},
@@ -150,7 +150,7 @@ def test_the_page_shows_the_heat_map_and_who_lost_what(report: Path) -> None:
     cells = [[cell.split(">", 1)[1].split("<")[0] for cell in line[1:]] for line in lines]
     reasons = ["&lt;NaN&gt; in &#39;a&#39;", "No answer came in time."]
     assert cells == [
-        ["7", "set aside", "2", "1 to 3", reasons[0]],
+        ["7", "dropped", "2", "1 to 3", reasons[0]],
         ["3", "failed", "1", "2", reasons[1]],
     ]
     assert "Round 2: 0 good replies, 1 needed." in page

@@ -148,7 +148,7 @@ def test_removed_shares_weigh_rows_by_their_distance() -> None:
         {**about, "before": 3.0, "after": 1.0},
         {**about, "before": 1.0, "after": 1.0},
         {**about, "layer": 1, "before": 0.0, "after": 0.0},
-        {"arm": "aligned", "start": "same", "set_aside": "not finite"},
+        {"arm": "aligned", "start": "same", "dropped": "not finite"},
     ]
     assert removed_shares(rows) == {
         ("", "same", "aligned", "ffn", 0): 0.5,

@@ -220,7 +220,7 @@ def test_a_round_s_records_carry_their_fields(lines: Lines, tmp_path: Path) -> N
     aligned = lines.rows("round", "client", "before", "after", "seconds")
     assert [row[:3] for row in aligned] == [("DEBUG", 1, 0), ("DEBUG", 1, 4)]
     assert all(before > 10 * after > 0 < seconds for *_, before, after, seconds in aligned)
-    ((_, _, client_id, reason),) = lines.rows("round", "client", "set_aside")
+    ((_, _, client_id, reason),) = lines.rows("round", "client", "dropped")
     assert (client_id, "NaN" in reason) == (1, True)
     failed = lines.rows("round", "client", "failed")
     assert failed == [("INFO", 1, 102, "crashed"), ("INFO", 1, 103, "No answer came in time.")]
@@ -249,7 +249,7 @@ def test_resuming_and_damaged_checkpoints_are_said_with_fields(lines: Lines, tmp
     ]
 
 
-def test_evaluations_set_aside_and_lost_rounds_are_said_with_fields(lines: Lines) -> None:
+def test_evaluations_dropped_and_lost_rounds_are_said_with_fields(lines: Lines) -> None:
     strategy = FedRot(CONFIG, min_replies=3)
     fake = FakeGrid(dict.fromkeys(range(100, 103), failure))
     messages = list(strategy.configure_evaluate(4, ArrayRecord(state()), ConfigRecord(), fake))
@@ -260,7 +260,7 @@ def test_evaluations_set_aside_and_lost_rounds_are_said_with_fields(lines: Lines
         for message, metrics in zip(messages, contents, strict=True)
     ]
     strategy.aggregate_evaluate(4, evaluations)
-    ((level, number, stage, node, reason),) = lines.rows("round", "stage", "client", "set_aside")
+    ((level, number, stage, node, reason),) = lines.rows("round", "stage", "client", "dropped")
     assert (level, number, stage, node) == ("WARNING", 4, "evaluate", messages[0].metadata.dst_node_id)
     assert "-1" in reason
     strategy.start(fake, ArrayRecord(state()), 1)

@@ -124,14 +124,14 @@ def test_clients_that_agree_are_left_as_they_are() -> None:
     assert apart(result, base) <= 1e-4
 
 
-def test_foreign_replies_bring_statistics_of_the_whole_model() -> None:
+def test_other_basis_replies_bring_statistics_of_the_whole_model() -> None:
     other = state(3)
     clients = [Client(other, 9.0, grams(other)), *[Client(other, 5.0, grams(other, s)) for s in (1, 2)]]
     moved = scrambled(clients, parts=fedrot.WHOLE_MODEL)
     moved[0] = clients[0]
     strategy = FedRot(config_of(NAME), aggregation=RegMean, model=build)
     result, metrics = play(strategy, moved)
-    assert metrics["fedrot-replies-foreign"] == 3
+    assert metrics["fedrot-replies-other-basis"] == 3
     assert apart(result, other) <= 1e-3
 
 
@@ -142,7 +142,7 @@ def test_statistics_in_bfloat16_are_half_the_bytes_and_nearly_the_same() -> None
     headers = 3 * 10 * 128
     sizes = [int(found["fedrot-statistics-bytes"]) - headers for found in (full, half)]
     assert sizes[0] == 2 * sizes[1]
-    assert half["fedrot-replies-set-aside"] == 0
+    assert half["fedrot-replies-dropped"] == 0
     gain = apart(expected, mean(honest()))
     assert largest_difference(result, expected) < 0.1 * gain
 
@@ -161,7 +161,7 @@ def test_few_tokens_in_bfloat16_are_gram_matrices_too() -> None:
     ]
     result, metrics = strategy.aggregate_train(1, replies)
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 0
+    assert metrics["fedrot-replies-dropped"] == 0
     gain = apart(expected, mean(clients))
     assert largest_difference(result, expected) < 0.1 * gain
 
@@ -270,7 +270,7 @@ def test_the_clients_read_what_is_asked_round_by_round() -> None:
     assert asked == [[("gram",), (), (), ("gram",), ()]] * 2
     weights = [result.train_metrics_clientapp[i]["fedrot-statistics-bytes"] for i in range(1, 6)]
     assert [weight > 0 for weight in weights] == [True, False, False, True, False]
-    assert {m["fedrot-replies-set-aside"] for m in result.train_metrics_clientapp.values()} == {0}
+    assert {m["fedrot-replies-dropped"] for m in result.train_metrics_clientapp.values()} == {0}
 
 
 def test_without_needs_nothing_is_asked_for() -> None:
@@ -386,7 +386,7 @@ BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
 
 @pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_statistics_are_set_aside_with_their_client_and_the_round_goes_on(
+def test_bad_statistics_are_dropped_with_their_client_and_the_round_goes_on(
     case: str, place: int, warnings: Callable[[], str]
 ) -> None:
     change, reason = BAD[case]
@@ -400,8 +400,8 @@ def test_bad_statistics_are_set_aside_with_their_client_and_the_round_goes_on(
     message.content[STATISTICS] = record_of(odd.statistics)
     result, metrics = strategy.aggregate_train(1, [*good, message])
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 1
-    assert f"Reply of client {who} set aside" in warnings()
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert f"Reply of client {who} dropped" in warnings()
     assert reason.lower() in warnings().lower()
     assert largest_difference(result, expected) <= 1e-6
 
@@ -414,7 +414,7 @@ def record_of(statistics: Statistics) -> ArrayRecord:
 
 
 @pytest.mark.parametrize("align", [True, False])
-def test_undecodable_statistics_are_set_aside(align: bool, warnings: Callable[[], str]) -> None:
+def test_undecodable_statistics_are_dropped(align: bool, warnings: Callable[[], str]) -> None:
     strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=RegMean)
     messages = ask(strategy, state(), 4)
     clients = honest()
@@ -433,8 +433,8 @@ def test_undecodable_statistics_are_set_aside(align: bool, warnings: Callable[[]
         result, metrics = strategy.aggregate_train(1, [*good, broken])
         assert largest_difference(result, expected) == 0
         assert metrics is not None
-        assert metrics["fedrot-replies-set-aside"] == 1
-        assert "Reply of client 9 set aside" in warnings()
+        assert metrics["fedrot-replies-dropped"] == 1
+        assert "Reply of client 9 dropped" in warnings()
         assert reason in warnings()
 
 
@@ -448,7 +448,7 @@ def test_statistics_in_a_record_of_another_kind_are_none(warnings: Callable[[], 
         odd.content[STATISTICS] = record
         result, _ = strategy.aggregate_train(1, [*good, odd])
         assert largest_difference(result, expected) == 0
-    assert warnings().count("Reply of client 9 set aside") == 2
+    assert warnings().count("Reply of client 9 dropped") == 2
 
 
 def test_matrices_too_large_to_add_up_are_no_end_of_the_round() -> None:
@@ -473,8 +473,8 @@ def test_if_nobody_sends_statistics_nothing_is_averaged(
     arrays, metrics = strategy.aggregate_train(2, replies)
     assert arrays is None
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 3
-    assert all(f"Reply of client {i} set aside" in warnings() for i in range(3))
+    assert metrics["fedrot-replies-dropped"] == 3
+    assert all(f"Reply of client {i} dropped" in warnings() for i in range(3))
     # As the strategy behind does it where every reply failed.
     plain, _ = FedAvg().aggregate_train(1, [failure(message) for message in messages])
     assert plain is None
@@ -494,11 +494,11 @@ def test_if_the_aggregation_takes_nothing_nothing_is_averaged(warnings: Callable
     arrays, metrics = strategy.aggregate_train(2, replies)
     assert warnings().count("I do not like it") == 3
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == 3
+    assert metrics["fedrot-replies-dropped"] == 3
     assert arrays is None
 
 
-def test_the_report_tells_who_was_set_aside_and_what_was_noted(tmp_path: Path) -> None:
+def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     strategy = FedRot(config_of(NAME), aggregation=partial(RegMean, alpha=1.0), report_path=report)
     few = [
@@ -507,7 +507,7 @@ def test_the_report_tells_who_was_set_aside_and_what_was_noted(tmp_path: Path) -
     ]
     play(strategy, [*few, replace(honest()[0], statistics={})])
     rows = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [row["client"] for row in rows if "set_aside" in row] == [3]
+    assert [row["client"] for row in rows if "dropped" in row] == [3]
     notes = {row["tensor"]: row["note"] for row in rows if "note" in row}
     assert "directions of its input were seen by no client" in notes[DOWN]
     assert {row["client"] for row in rows if "client" in row} == {0, 1, 2, 3}
@@ -581,10 +581,10 @@ def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], al
     [
         {},
         {"options": fedrot.AlignmentOptions(parts=("attention",))},
-        {"options": PERMUTATIONS, "foreign": fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)},
+        {"options": PERMUTATIONS, "other_basis": fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)},
         {"options": PERMUTATIONS, "model": build},
     ],
-    ids=["default", "attention", "foreign", "model"],
+    ids=["default", "attention", "other_basis", "model"],
 )
 def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(fedrot.FedrotError, match="cannot follow rotations") as caught:
@@ -599,7 +599,7 @@ def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> No
         {"align": False},
         {"align": False, "model": build},
         {"options": PERMUTATIONS},
-        {"options": PERMUTATIONS, "foreign": fedrot.AlignmentOptions(parts=("residual", "ffn"))},
+        {"options": PERMUTATIONS, "other_basis": fedrot.AlignmentOptions(parts=("residual", "ffn"))},
     ],
 )
 def test_fisher_without_rotations_is_accepted(options: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ OTHERS: dict[str, Callable[..., FedAvg]] = {
     "consensus": lambda **given: FedRot(SYMMETRY, anchor="consensus", **given),
     "medoid": lambda **given: FedRot(SYMMETRY, anchor="medoid", **given),
     "first": lambda **given: FedRot(SYMMETRY, anchor="first", **given),
-    "foreign": lambda **given: FedRot(SYMMETRY, model=build, **given),
+    "other_basis": lambda **given: FedRot(SYMMETRY, model=build, **given),
     "median": lambda **given: AlignedMedian(SYMMETRY, **given),
 }
 
@@ -79,7 +79,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(which: str) -> None:
     clients = [replace(c, statistics={}) for c in scrambled(honest())]
     wanted, found = _both((STREAMED | OTHERS)[which], clients)
     assert apart(found[0], tensors_of(wanted[0])) <= 2e-6
-    for key in ("accepted", "set-aside", "foreign"):
+    for key in ("accepted", "dropped", "other-basis"):
         name = f"fedrot-replies-{key}"
         assert found[1][name] == wanted[1][name]
     for key in ("before", "after"):
@@ -88,7 +88,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(which: str) -> None:
 
 
 @pytest.mark.parametrize(("anchor", "match_at_clients"), [("running", True), ("consensus", False)])
-def test_foreign_replies_are_matched_there_too(anchor: str, match_at_clients: bool) -> None:
+def test_other_basis_replies_are_matched_there_too(anchor: str, match_at_clients: bool) -> None:
     """With activations of the models, which run on the host."""
     clients = [Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)]
     clients[0] = Client(near(state(), 0.02, 5), 2.0, {})
@@ -98,7 +98,7 @@ def test_foreign_replies_are_matched_there_too(anchor: str, match_at_clients: bo
         ),
         clients,
     )
-    assert found[1]["fedrot-replies-foreign"] == wanted[1]["fedrot-replies-foreign"] == 2
+    assert found[1]["fedrot-replies-other-basis"] == wanted[1]["fedrot-replies-other-basis"] == 2
     assert apart(found[0], tensors_of(wanted[0])) <= 1e-5
 
 
@@ -136,12 +136,12 @@ def test_a_round_leaves_nothing_on_the_device(which: str) -> None:
         assert device.held == 0
 
 
-def test_a_reply_that_is_not_finite_is_set_aside_there_too() -> None:
+def test_a_reply_that_is_not_finite_is_dropped_there_too() -> None:
     clients = [replace(c, statistics={}) for c in honest()]
     name = next(n for n, t in clients[1].update.items() if t.is_floating_point())
     clients[1].update[name] = torch.full_like(clients[1].update[name], torch.nan)
     wanted, found = _both(STREAMED["running"], clients)
-    assert found[1]["fedrot-replies-set-aside"] == 1
+    assert found[1]["fedrot-replies-dropped"] == 1
     assert apart(found[0], tensors_of(wanted[0])) <= 2e-6
 
 

@@ -92,8 +92,8 @@ def test_weights_that_no_sum_can_hold_set_their_replies_aside(
     ids = (-9, -8, 8, 9, 1, 2, 3)
     strategy = FedRot(CONFIG, anchor=anchor, aggregation=aggregation)
     arrays, metrics = finished(strategy, answers(strategy, [*odd, *clients], ids))
-    assert metrics["fedrot-replies-set-aside"] == len(WEIGHTS)
-    assert all(f"Reply of client {i} set aside" in warnings() for i in ids[:4])
+    assert metrics["fedrot-replies-dropped"] == len(WEIGHTS)
+    assert all(f"Reply of client {i} dropped" in warnings() for i in ids[:4])
     assert largest_difference(arrays, expected) == 0
 
 
@@ -134,9 +134,9 @@ def test_masks_make_nobody_a_minority(turned: bool, align: bool, warnings: Calla
     others = [marked(diagonal(c), h0=[0]) for c in (one, two)]
     for ids in ((1, 2, 3, -8, -9), (1, 2, 3, 8, 9)):
         arrays, metrics = finished(strategy, answers(strategy, [*good, *others], ids))
-        assert metrics["fedrot-replies-set-aside"] == 2
-        assert all(f"Reply of client {i} set aside" in warnings() for i in ids[3:])
-        assert not any(f"Reply of client {i} set aside" in warnings() for i in ids[:3])
+        assert metrics["fedrot-replies-dropped"] == 2
+        assert all(f"Reply of client {i} dropped" in warnings() for i in ids[3:])
+        assert not any(f"Reply of client {i} dropped" in warnings() for i in ids[:3])
         assert largest_difference(arrays, expected) <= 1e-6
 
 
@@ -154,8 +154,8 @@ def test_what_clients_lack_makes_nobody_a_minority(warnings: Callable[[], str]) 
     for ids in ((1, 2, 3, -8, -9), (1, 2, 3, 8, 9)):
         others = [diagonal(c) for c in (one, two)]
         arrays, metrics = finished(strategy, answers(strategy, [*good, *others], ids))
-        assert metrics["fedrot-replies-set-aside"] == 2
-        assert all(f"Reply of client {i} set aside" in warnings() for i in ids[3:])
+        assert metrics["fedrot-replies-dropped"] == 2
+        assert all(f"Reply of client {i} dropped" in warnings() for i in ids[3:])
         assert largest_difference(arrays, expected) <= 1e-6
 
 
@@ -196,7 +196,7 @@ def test_tensors_are_averaged_by_name_and_not_by_place(build: Callable[[], Any])
     clients = bare(honest())
     for turned in ([turned_around(c) for c in clients], [turned_around(clients[0]), *clients[1:]]):
         (expected, _), (found, metrics) = play(build(), clients), play(build(), turned)
-        assert metrics.get("fedrot-replies-set-aside", 0) == 0
+        assert metrics.get("fedrot-replies-dropped", 0) == 0
         assert largest_difference(found, expected) == 0
         assert apart(found, state()) > 1e-3
         assert list(found) == list(expected) == list(state())
@@ -221,13 +221,13 @@ def test_bfloat16_records_nearly_give_the_float32_result_without_notes() -> None
     strategy = FedRot(CONFIG, align=False, aggregation=Noting)
     expected, _ = play(strategy, honest())
     found, metrics = play(strategy, honest(), dtype=torch.bfloat16)
-    assert metrics.get("fedrot-replies-set-aside", 0) == 0
+    assert metrics.get("fedrot-replies-dropped", 0) == 0
     assert Noting.kept == [{}, {}]
     gain = apart(expected, mean(honest()))
     assert 0 < largest_difference(found, expected) < 0.1 * gain
 
 
-def test_float16_gram_matrices_are_set_aside_by_name(warnings: Callable[[], str]) -> None:
+def test_float16_gram_matrices_are_dropped_by_name(warnings: Callable[[], str]) -> None:
     strategy = FedRot(CONFIG, align=False, aggregation=RegMean)
     expected, _ = play(strategy, honest())
     replies = answers(strategy, [*honest(), honest()[0]])
@@ -236,8 +236,8 @@ def test_float16_gram_matrices_are_set_aside_by_name(warnings: Callable[[], str]
     arrays[key] = Array(arrays[key].numpy().astype(np.float16))
     replies[3].content[STATISTICS] = ArrayRecord(arrays)
     found, metrics = finished(strategy, replies)
-    assert metrics["fedrot-replies-set-aside"] == 1
-    assert "Reply of client 3 set aside" in warnings()
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert "Reply of client 3 dropped" in warnings()
     assert OUTPUT in warnings()
     assert "float16" in warnings()
     assert largest_difference(found, expected) == 0
@@ -272,7 +272,7 @@ def test_fisher_follows_every_permutation_inside_and_outside_of_heads(anchor: st
     strategy = FedRot(CONFIG, anchor=anchor, aggregation=Fisher, options=options)
     expected, _ = play(strategy, clients)
     found, metrics = play(strategy, moved)
-    assert metrics["fedrot-replies-set-aside"] == 0
+    assert metrics["fedrot-replies-dropped"] == 0
     assert min(int(metrics[f"fedrot-{what}"]) for what in ("heads-rotated", "neurons-moved")) > 0  # type: ignore[arg-type]
     assert largest_difference(found, expected) <= 1e-4
     assert apart(expected, mean(clients)) > 1e-3
@@ -288,7 +288,7 @@ def test_a_client_without_a_head_sends_no_fisher_for_it(place: int) -> None:
     clients[place] = replace(lacking, statistics={**lacking.statistics, "fisher": left})
     strategy = FedRot(CONFIG, anchor="global", aggregation=Fisher, options=PERMUTATIONS)
     found, metrics = play(strategy, clients)
-    assert metrics["fedrot-replies-set-aside"] == 0
+    assert metrics["fedrot-replies-dropped"] == 0
     others = [client for i, client in enumerate(clients) if i != place]
     expected = merged(Fisher(0.0), others)
     for name in HEAD:
@@ -307,9 +307,9 @@ def test_refused_replies_have_no_part_in_the_metrics(align: bool, warnings: Call
         replies = answers(strategy, [*clients, odd], ids, loss=[1.0, 2.0, 4.0, 1000.0])
         arrays, metrics = finished(strategy, replies)
         assert arrays is not None
-        assert metrics["fedrot-replies-set-aside"] == 1
+        assert metrics["fedrot-replies-dropped"] == 1
         assert metrics["loss"] == pytest.approx((3 * 1.0 + 10 * 2.0 + 5 * 4.0) / 18)
-    assert "Reply of client 9 set aside" in warnings()
+    assert "Reply of client 9 dropped" in warnings()
 
 
 class Choosy(Mean):
@@ -326,7 +326,7 @@ def test_what_an_aggregation_of_ones_own_refuses_is_not_in_the_metrics(align: bo
     strategy = FedRot(CONFIG, align=align, anchor="global", aggregation=Choosy)
     clients = bare(honest())
     arrays, metrics = finished(strategy, answers(strategy, clients, loss=[1.0, 1000.0, 3.0]))
-    assert metrics["fedrot-replies-set-aside"] == 1
+    assert metrics["fedrot-replies-dropped"] == 1
     assert metrics["loss"] == pytest.approx((3 * 1.0 + 5 * 3.0) / 8)
     plain = FedRot(CONFIG, align=align, anchor="global")
     expected, _ = play(plain, [clients[0], clients[2]])
@@ -346,7 +346,7 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
     replies[:3] = answers(strategy, clients)
     replies[3].content[STATISTICS] = MetricRecord({"loss": 1.0})
     found, metrics = finished(strategy, replies)
-    assert metrics["fedrot-replies-set-aside"] == 1
+    assert metrics["fedrot-replies-dropped"] == 1
     assert largest_difference(found, expected) == 0
     # The only record of metrics, in every reply.
     replies = answers(strategy, bare(clients))
@@ -360,7 +360,7 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
     else:
         found, metrics = finished(strategy, replies)
         assert largest_difference(found, expected) <= 1e-6
-        assert metrics.get("fedrot-replies-set-aside", 0) == 0
+        assert metrics.get("fedrot-replies-dropped", 0) == 0
 
 
 # --- what is refused at once -------------------------------------------------------------------------
@@ -418,8 +418,8 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
     arrays, metrics = finished(strategy, answers(strategy, bare(honest()), loss=[1.0, 1.0, 1.0]))
     assert arrays is None
     assert "not finite" in warnings()
-    assert "set aside" not in warnings()
-    assert metrics.get("fedrot-replies-set-aside", 0) == 0
+    assert "dropped" not in warnings()
+    assert metrics.get("fedrot-replies-dropped", 0) == 0
     assert metrics["loss"] == pytest.approx(1.0)
     assert report.exists()
 

@@ -15,7 +15,7 @@ from transformers import BertForSequenceClassification
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.strategies import FedRot
-from fedrot.strategies.client_matching import FOREIGN_OPTIONS
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from tests.models import (
     BARE,
     State,
@@ -62,23 +62,23 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
     result, metrics = play(FedRot(config_of(NAME), anchor=anchor, model=build), base, sent)
     assert error(result, other) <= 1e-4
-    assert metrics["fedrot-replies-foreign"] == 3
+    assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
     lost, metrics = play(FedRot(config_of(NAME), anchor=anchor), base, sent)
     assert error(lost, other) > 0.1
-    assert metrics["fedrot-replies-foreign"] == 3
+    assert metrics["fedrot-replies-other-basis"] == 3
     assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
     assert "'model'" in warnings()
 
 
 @pytest.mark.parametrize("heaviest", range(3))
 @ANCHOR
-def test_where_most_are_foreign_the_heaviest_reply_is_the_anchor(anchor: str, heaviest: int) -> None:
+def test_where_most_are_other_basis_the_heaviest_reply_is_the_anchor(anchor: str, heaviest: int) -> None:
     base, other = state(), state(3)
     weights = [5.0, 6.0, 7.0]
     weights[heaviest] = 9.0
     sent = [(permuted(other, seed), weights[seed]) for seed in range(3)]
-    strategy = FedRot(config_of(NAME), anchor=anchor, foreign=WHOLE)
+    strategy = FedRot(config_of(NAME), anchor=anchor, other_basis=WHOLE)
     result, metrics = play(strategy, base, sent)
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
     assert metrics["fedrot-stream-moved"] != 0
@@ -92,12 +92,12 @@ def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -
     evidence = fedrot.probing(build, config_of(NAME).to_dict(), symmetry)
     anchor = sent[1][0]
     aligned = [
-        (fedrot.align(u, anchor, symmetry, FOREIGN_OPTIONS, evidence(anchor, u)).apply(u), w)
+        (fedrot.align(u, anchor, symmetry, OTHER_BASIS_OPTIONS, evidence(anchor, u)).apply(u), w)
         for u, w in sent
     ]
     assert difference(tensors_of(result), mean(aligned)) <= 1e-5
     assert difference(aligned[1][0], anchor) <= 1e-6
-    by_weights, _ = play(FedRot(config_of(NAME), anchor="global", foreign=WHOLE), state(), sent)
+    by_weights, _ = play(FedRot(config_of(NAME), anchor="global", other_basis=WHOLE), state(), sent)
     assert largest_difference(result, by_weights) > 1e-3
 
 
@@ -109,11 +109,11 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members
     late = (permuted(honest[-1][0], 1), 90.0)
     honest[-1] = (honest[-1][0], 90.0)
     # The late joiner is the heaviest and comes first.
-    for given, accepted in (({"foreign": WHOLE}, 1e-4), ({"model": build}, 0.05)):
+    for given, accepted in (({"other_basis": WHOLE}, 1e-4), ({"model": build}, 0.05)):
         strategy = FedRot(config_of(NAME), anchor=anchor, **given)
         expected, ordinary = play(strategy, base, honest[::-1])
         result, metrics = play(strategy, base, [late, *honest[-2::-1]])
-        assert (ordinary["fedrot-replies-foreign"], metrics["fedrot-replies-foreign"]) == (0, 1)
+        assert (ordinary["fedrot-replies-other-basis"], metrics["fedrot-replies-other-basis"]) == (0, 1)
         # Probes have a say in the rotations, so with a model these are not the weights' alone.
         assert largest_difference(expected, result) <= accepted
         distances = [squared_distance(tensors_of(r), base) for r in (expected, result)]
@@ -160,8 +160,8 @@ def test_the_model_is_asked_once_and_left_alone() -> None:
     assert built == [1]
 
 
-@pytest.mark.parametrize("foreign", [True, False])
-def test_a_round_draws_nothing_from_the_caller_s_random_numbers(foreign: bool) -> None:
+@pytest.mark.parametrize("other_basis", [True, False])
+def test_a_round_draws_nothing_from_the_caller_s_random_numbers(other_basis: bool) -> None:
     """Though the model is initialised at random: it is built in the first round, or after a resume."""
     drawn = []
 
@@ -172,20 +172,20 @@ def test_a_round_draws_nothing_from_the_caller_s_random_numbers(foreign: bool) -
         return model
 
     base = state()
-    sent = [(permuted(base, i) if foreign else near(base, 0.02, i), 1.0) for i in range(2)]
+    sent = [(permuted(base, i) if other_basis else near(base, 0.02, i), 1.0) for i in range(2)]
     before = torch.random.get_rng_state()
     play(FedRot(config_of(NAME), model=initialised), base, sent)
     assert torch.equal(torch.random.get_rng_state(), before)
     # Once to see what the model is; in two copies to probe it.
-    assert drawn == ([True, True, True] if foreign else [True])
+    assert drawn == ([True, True, True] if other_basis else [True])
 
 
-def test_options_for_foreign_replies_need_no_model(warnings: Callable[[], str]) -> None:
+def test_options_for_other_basis_replies_need_no_model(warnings: Callable[[], str]) -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
-    result, metrics = play(FedRot(config_of(NAME), foreign=WHOLE), base, sent)
+    result, metrics = play(FedRot(config_of(NAME), other_basis=WHOLE), base, sent)
     assert error(result, base) <= 1e-4
-    assert metrics["fedrot-replies-foreign"] == 3
+    assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
 
 
@@ -194,9 +194,9 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
     options = fedrot.AlignmentOptions(parts=("ffn",))
-    strategy = FedRot(config_of(NAME), foreign=options, model=lambda: Peeking(config_of(NAME)))
+    strategy = FedRot(config_of(NAME), other_basis=options, model=lambda: Peeking(config_of(NAME)))
     result, metrics = play(strategy, base, sent)
-    assert strategy._foreign.options is options
+    assert strategy._other_basis.options is options
     assert (metrics["fedrot-stream-moved"], metrics["fedrot-heads-rotated"]) == (0, 0)
     aligned = fedrot.align_round(sent, base, SYMMETRY, options, strategy.anchor)
     assert difference(tensors_of(result), mean([(a.tensors, a.weight) for a in aligned])) <= 1e-5
@@ -206,12 +206,12 @@ def test_a_bare_encoder_goes_on_as_ever() -> None:
     name = "bert-bare"
     base = state_of(name, dtype=torch.float32)
     sent = [(near(base, 0.02, i), 1.0 + i) for i in range(3)]
-    foreign = (state_of(name, 5, torch.float32), 1.0)
+    other_basis = (state_of(name, 5, torch.float32), 1.0)
     config = config_of(name)
-    expected, _ = play(FedRot(config), base, [*sent, foreign])
-    result, metrics = play(FedRot(config, foreign=WHOLE), base, [*sent, foreign])
+    expected, _ = play(FedRot(config), base, [*sent, other_basis])
+    result, metrics = play(FedRot(config, other_basis=WHOLE), base, [*sent, other_basis])
     assert largest_difference(result, expected) == 0
-    assert metrics["fedrot-replies-foreign"] == 0
+    assert metrics["fedrot-replies-other-basis"] == 0
 
 
 @ANCHOR
@@ -225,7 +225,7 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
     result, metrics = play(FedRot(config_of(NAME), anchor=anchor, model=build), base, sent)
     assert largest_difference(expected, result) == 0
     assert timeless(stock) == timeless(metrics)
-    assert metrics["fedrot-replies-foreign"] == 0
+    assert metrics["fedrot-replies-other-basis"] == 0
 
 
 def test_without_alignment_no_model_is_built() -> None:
@@ -238,7 +238,7 @@ def test_without_alignment_no_model_is_built() -> None:
     assert difference(tensors_of(arrays), mean(sent)) <= 1e-6
 
 
-def test_the_inputs_of_a_foreign_round_are_not_changed() -> None:
+def test_the_inputs_of_a_other_basis_round_are_not_changed() -> None:
     base, other = state(), state(3)
     sent = [(permuted(other, seed), 10.0) for seed in range(2)]
     messages = broadcast(strategy := FedRot(config_of(NAME), model=build), base, 2)

@@ -366,7 +366,7 @@ def test_nobody_asked_nothing_fetched() -> None:
 # --- what may not enter ------------------------------------------------------------------------------
 
 
-def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_set_aside() -> None:
+def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_dropped() -> None:
     strategy = FedRot(CONFIG, anchor="global")
     old = FakeGrid(dict.fromkeys(range(100, 105), failure))
     late = list(strategy.configure_train(1, ArrayRecord(state()), ConfigRecord(), old))
@@ -381,7 +381,7 @@ def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_set_aside()
     bad = [again, reply(late[0], sent[0], 1000, 0), reply(late[4], sent[0], 1000, 4)]
     found, metrics = strategy.aggregate_train(2, [*good, *bad])
     assert metrics is not None
-    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-set-aside"]) == (3, 3)
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-dropped"]) == (3, 3)
     assert largest_difference(found, expected) == 0
 
 
@@ -418,7 +418,7 @@ def test_after_a_failed_round_the_next_one_starts_from_the_same_model() -> None:
     assert [m["fedrot-round-failed"] for m in result.train_metrics_clientapp.values()] == [1, 0]
 
 
-def test_an_update_far_beyond_the_others_is_set_aside_in_whatever_coordinates(tmp_path: Path) -> None:
+def test_an_update_far_beyond_the_others_is_dropped_in_whatever_coordinates(tmp_path: Path) -> None:
     sent = updates(5)
     far = {n: state()[n] + 30 * (t - state()[n]) for n, t in updates(5, scramble=False)[4].items()}
     sent[4] = fedrot.random_equivalent(far, SYMMETRY, 9)
@@ -428,10 +428,10 @@ def test_an_update_far_beyond_the_others_is_set_aside_in_whatever_coordinates(tm
         messages = broadcast(strategy, state(), 5)
         found, metrics = strategy.aggregate_train(1, replies(messages, sent))
         assert metrics is not None
-        assert metrics["fedrot-replies-set-aside"] == 1
-        (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+        assert metrics["fedrot-replies-dropped"] == 1
+        (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
         assert row["client"] == 4
-        assert "times the median, above the bound of 3" in row["set_aside"]
+        assert "times the median, above the bound of 3" in row["dropped"]
         without = FedRot(CONFIG, anchor=anchor, deterministic=True)
         messages = broadcast(without, state(), 5)
         expected, _ = without.aggregate_train(1, replies(messages[:4], sent[:4]))
@@ -486,7 +486,7 @@ def test_no_content_raises_out_of_the_strategy() -> None:
         assert metrics["fedrot-replies-accepted"] == (3 if what == "text id" else 2), what
 
 
-def test_who_is_too_far_is_set_aside_whatever_others_sent_beside_it(tmp_path: Path) -> None:
+def test_who_is_too_far_is_dropped_whatever_others_sent_beside_it(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     strategy = FedRot(CONFIG, norm_bound=3.0, report_path=report)
     messages = broadcast(strategy, state(), 5)
@@ -496,14 +496,14 @@ def test_who_is_too_far_is_set_aside_whatever_others_sent_beside_it(tmp_path: Pa
     far = {name: 50 * tensor for name, tensor in updates(5)[3].items()}
     sent[3] = reply(messages[3], far, 10, 3)
     _, _metrics = strategy.aggregate_train(1, sent)
-    rows = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
+    rows = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
     assert [row["client"] for row in rows] == [3, 0]
-    assert "times the median" in rows[0]["set_aside"]
-    assert "cannot follow the rotation" in rows[1]["set_aside"]
+    assert "times the median" in rows[0]["dropped"]
+    assert "cannot follow the rotation" in rows[1]["dropped"]
 
 
 @pytest.mark.parametrize("align", [True, False])
-def test_a_legacy_array_in_the_place_of_a_number_is_set_aside(align: bool) -> None:
+def test_a_legacy_array_in_the_place_of_a_number_is_dropped(align: bool) -> None:
     base = {**state(), "scale": torch.tensor(1.0)}
     strategy = FedRot(CONFIG, align=align)
     messages = broadcast(strategy, base, 3)
@@ -515,7 +515,7 @@ def test_a_legacy_array_in_the_place_of_a_number_is_set_aside(align: bool) -> No
     sent[0].content.array_records["arrays"]["scale"] = Array("", (), "numpy.ndarray", data)
     arrays, metrics = strategy.aggregate_train(1, sent)
     assert tensors_of(arrays)["scale"].shape == ()
-    assert (metrics or {})["fedrot-replies-set-aside"] == 1
+    assert (metrics or {})["fedrot-replies-dropped"] == 1
 
 
 def through_the_wire(message: Message) -> Message:
@@ -548,7 +548,7 @@ def test_one_clients_loss_does_not_decide_q_fedavg(loss: float) -> None:
     sent[0] = reply(messages[0], updates(4)[0], 10, 0, train_loss=loss)
     arrays, metrics = strategy.aggregate_train(1, sent)
     assert all(bool(t.isfinite().all()) for t in tensors_of(arrays).values())
-    assert (metrics or {})["fedrot-replies-set-aside"] == 1
+    assert (metrics or {})["fedrot-replies-dropped"] == 1
 
 
 class Exploding(FedAvg):
@@ -607,7 +607,7 @@ def test_who_was_refused_does_not_move_the_others() -> None:
         heavy = dataclasses.replace(odd(honest(grams)[0], 0), weight=1e9)
         strange = [answer(messages[3], heavy, 9)] * odds
         arrays, metrics = strategy.aggregate_train(1, [good[0], *strange, *good[1:]])
-        assert (metrics or {})["fedrot-replies-set-aside"] == odds
+        assert (metrics or {})["fedrot-replies-dropped"] == odds
         found.append(arrays)
     assert largest_difference(*found) < 1e-6
 
@@ -649,9 +649,9 @@ def test_what_clients_write_cannot_flood_or_forge_the_log(
     name = "\x1b[31m\nWARNING forged" + "x" * 10**6
     sent[0].content.array_records["arrays"][name] = Array(torch.ones(2).numpy())
     strategy.aggregate_train(1, sent)
-    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "set_aside" in r]
-    assert len(row["set_aside"]) <= 500
-    assert row["set_aside"].isprintable()
+    (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
+    assert len(row["dropped"]) <= 500
+    assert row["dropped"].isprintable()
     assert "\nWARNING forged" not in caplog.text
 
 
@@ -696,7 +696,7 @@ def test_odd_clients_at_the_start_do_not_take_over_the_round() -> None:
     everybody = [*strange, *clients]
     sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, everybody, strict=True))]
     arrays, metrics = strategy.aggregate_train(1, sent)
-    assert (metrics or {})["fedrot-replies-set-aside"] == 3
+    assert (metrics or {})["fedrot-replies-dropped"] == 3
     assert max(float(t.abs().max()) for t in tensors_of(arrays).values()) < 100
 
 
@@ -713,7 +713,7 @@ def test_whatever_odd_statistics_come_first_most_clients_decide(odds: int) -> No
     good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=False))]
     found, metrics = strategy.aggregate_train(1, [*strange[:2], *good, *strange[2:]])
     assert metrics is not None
-    assert metrics["fedrot-replies-set-aside"] == odds
+    assert metrics["fedrot-replies-dropped"] == odds
     assert largest_difference(found, expected) == 0
 
 
@@ -756,9 +756,9 @@ def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, 
     assert aggregator.form == ahead
     members = [client for client, form in enumerate(forms) if form == ahead]
     assert [c.config_records["client"]["partition-id"] for c in contents] == members
-    # All others are set aside, those that were pushed out among them; each once.
+    # All others are dropped, those that were pushed out among them; each once.
     others = [client for client, form in enumerate(forms) if form != ahead]
-    assert sorted(client for client, _ in this_round.set_aside) == others
+    assert sorted(client for client, _ in this_round.dropped) == others
     assert float(aggregator.result()["w"][0]) == pytest.approx(sum(members) / len(members))
 
 

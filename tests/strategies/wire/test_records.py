@@ -131,9 +131,9 @@ def test_what_cannot_be_read_is_named() -> None:
     garbage = Array(dtype="float32", shape=(2, 2), stype="numpy.ndarray", data=b"garbage")
     with pytest.raises(UpdateError, match="'gram/w' cannot be decoded"):
         read_statistics(RecordDict({STATISTICS: ArrayRecord({"gram/w": garbage})}))
-    foreign = Array(dtype="float32", shape=(2,), stype="something.else", data=b"")
+    other_basis = Array(dtype="float32", shape=(2,), stype="something.else", data=b"")
     with pytest.raises(UpdateError, match="'gram/w' cannot be decoded"):
-        read_statistics(RecordDict({STATISTICS: ArrayRecord({"gram/w": foreign})}))
+        read_statistics(RecordDict({STATISTICS: ArrayRecord({"gram/w": other_basis})}))
     with pytest.raises(UpdateError, match=r"'gram' have no kind; use statistics_record"):
         read_statistics(RecordDict({STATISTICS: ArrayRecord({"gram": torch.ones(2)})}))
 

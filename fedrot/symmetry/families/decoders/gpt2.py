@@ -1,6 +1,7 @@
 """GPT-2: a pre-norm decoder whose projections are ``Conv1D``, query, key and value side by side.
 
-Left unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm;
+Left unused as in BERT: the rest of ``GL(d_h)``, redundant biases of keys and values, and those of
+LayerNorm;
 before the layers' parts, norms let what reads them hold all gains and biases, and the stream then
 rotate.
 """
@@ -8,11 +9,11 @@ rotate.
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, width = f"h.{layer}.", config["n_embd"]
     query, key, value = (Units(f"{p}attn.c_attn", start=i * width, conv1d=True) for i in range(3))
     return together(
@@ -37,7 +38,7 @@ def _layer(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     layers = range(config["n_layer"])
     # Buffers of earlier versions of transformers.
     masks = [

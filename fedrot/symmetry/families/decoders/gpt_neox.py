@@ -2,19 +2,20 @@
 
 The first units of a head are turned by rotary positions and keep one phase per frequency; the others
 keep a full rotation. Left unused: the rest of ``GL`` (scales per frequency, ``GL`` of what is not
-turned and of values), the value-bias gauge, gauges of pre-norm streams as in GPT-2, and a constant
-that attention and feed-forward of a layer trade. The key bias is a gauge in the units that are not
+turned and of values), redundant biases of values, redundant parameters of pre-norm streams as in
+GPT-2, and a constant
+that attention and feed-forward of a layer trade. The key bias is redundant in the units that are not
 turned, and only there.
 """
 
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names, rotary_units
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, heads = f"layers.{layer}.", config["num_attention_heads"]
     dim, bias = config["hidden_size"] // heads, config.get("attention_bias", True)
     query, key, value = (
@@ -42,7 +43,7 @@ def _layer(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     layers = range(config["num_hidden_layers"])
     # Buffers of earlier versions of transformers.
     buffers = {"bias": (None,) * 4, "masked_bias": (), "rotary_emb.inv_freq": (None,)}

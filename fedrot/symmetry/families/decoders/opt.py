@@ -1,17 +1,17 @@
 """OPT: BERT's groups in a pre-norm decoder (350m: post-norm, with small embeddings in their own space).
 
-Left unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges. Besides: scales of
+Left unused as in BERT: the rest of ``GL(d_h)``, redundant biases of keys and values. Besides: scales of
 ReLU's neurons and, where embeddings are projected, the linear maps between embeddings and stream.
 """
 
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, heads = f"decoder.layers.{layer}.", config["num_attention_heads"]
     bias = config.get("enable_bias", True)
     query, key, value, output = (Units(f"{p}self_attn.{n}_proj", bias) for n in ("q", "k", "v", "out"))
@@ -28,7 +28,7 @@ def _embedded(names: Names) -> str:
     return "embedding" if "decoder.project_in.weight" in names else RESIDUAL
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     embedded = _embedded(names)
     between: Axes = {
         "decoder.project_in.weight": (RESIDUAL, embedded),

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from fedrot.symmetry.families.decoders.llama import ENCODER, NORMS, decoder, heads, heads_of, spaces
 from fedrot.symmetry.family import Config, Family, Names, rotary_units
-from fedrot.symmetry.layers import Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import norm
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, whole, neurons = f"layers.{layer}.", heads_of(config), config["intermediate_size"]
     shape = replace(whole, rotary=rotary_units(config, whole.dim))
     queries = shape.count * shape.dim
@@ -30,7 +30,7 @@ def _layer(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     return decoder(config, names, (_layer(config, i) for i in range(config["num_hidden_layers"])))
 
 

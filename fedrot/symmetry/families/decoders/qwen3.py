@@ -18,17 +18,17 @@ from fedrot.symmetry.families.decoders.llama import (
     spaces,
 )
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Part, together
+from fedrot.symmetry.layers import Block, together
 from fedrot.symmetry.spaces import norm
 
 _MORE_NORMS = {"gemma3_text": ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     bias = config.get("attention_bias", False)
     norms = NORMS + _MORE_NORMS.get(config["model_type"], ())
 
-    def layer(i: int) -> Part:
+    def layer(i: int) -> Block:
         p = f"layers.{i}."
         # One gain per unit of a head, the same for all heads: it stays.
         gains = {f"{p}self_attn.{name}_norm.weight": (None,) for name in "qk"}

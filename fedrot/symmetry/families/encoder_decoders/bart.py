@@ -1,7 +1,8 @@
 """BART: BERT's groups in encoder, decoder and cross attention.
 
 Encoder and decoder share the table of embeddings, so that one permutation moves both streams. Left
-unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm (of
+unused as in BERT: the rest of ``GL(d_h)``, redundant biases of keys and values, and those of
+LayerNorm (of
 the last gains, the encoder's alone: the decoder's is read by the table).
 """
 
@@ -9,11 +10,11 @@ from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _attention(module: str, layer: int, heads: Heads) -> Part:
+def _attention(module: str, layer: int, heads: Heads) -> Block:
     return together(
         attention(
             f"{module}.",
@@ -28,7 +29,7 @@ def _attention(module: str, layer: int, heads: Heads) -> Part:
     )
 
 
-def _stack(config: Config, stack: str, first: int) -> Part:
+def _stack(config: Config, stack: str, first: int) -> Block:
     count = config[f"{stack}_attention_heads"]
     heads = Heads(count, config["d_model"] // count)
     layers = [(f"{stack}.layers.{i}.", first + i) for i in range(config[f"{stack}_layers"])]
@@ -46,7 +47,7 @@ def _stack(config: Config, stack: str, first: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     return together(
         embedding("shared"),
         _stack(config, "encoder", 0),

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, shared_heads, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, shared_heads, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _attention(config: Config, module: str, layer: int, order: str | None = None) -> Part:
+def _attention(config: Config, module: str, layer: int, order: str | None = None) -> Block:
     return attention(
         f"{module}.",
         layer,
@@ -30,7 +30,7 @@ def _attention(config: Config, module: str, layer: int, order: str | None = None
     )
 
 
-def _feed_forward(config: Config, p: str, layer: int, names: Names) -> Part:
+def _feed_forward(config: Config, p: str, layer: int, names: Names) -> Block:
     module = f"{p}.DenseReluDense"
     gated = f"{module}.wi_0.weight" in names
     return feed_forward(
@@ -43,7 +43,7 @@ def _feed_forward(config: Config, p: str, layer: int, names: Names) -> Part:
     )
 
 
-def _stack(config: Config, names: Names, stack: str, layers: int, first: int) -> Part:
+def _stack(config: Config, names: Names, stack: str, layers: int, first: int) -> Block:
     order, cross = f"{stack}.heads", stack == "decoder"
     p = f"{stack}.block."
     blocks = [(f"{p}{i}.layer.", first + i) for i in range(layers)]
@@ -62,14 +62,14 @@ def _stack(config: Config, names: Names, stack: str, layers: int, first: int) ->
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     encoder = config["num_layers"]
     decoder = config.get("num_decoder_layers") or encoder
     alone = not config.get("is_encoder_decoder", True)
     return together(
         embedding("shared"),
         _stack(config, names, "encoder", encoder, 0),
-        Part() if alone else _stack(config, names, "decoder", decoder, encoder),
+        Block() if alone else _stack(config, names, "decoder", decoder, encoder),
     )
 
 

@@ -1,7 +1,7 @@
 """ALBERT: BERT's groups, once for all layers that share their parameters.
 
 Embeddings lie in a space of their own, in fewer dimensions. Left unused as in BERT: the rest of
-``GL(d_h)``, the key- and value-bias gauges, those of LayerNorm, and, as in ELECTRA, gain, bias and
+``GL(d_h)``, redundant biases of keys and values, those of LayerNorm, and, as in ELECTRA, gain, bias and
 rotations of the embeddings' norm, which only a projection reads.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 _EMBEDDED = "embedding"
 
 
-def _layer(config: Config, group: int, inner: int) -> Part:
+def _layer(config: Config, group: int, inner: int) -> Block:
     p, heads = (
         f"encoder.albert_layer_groups.{group}.albert_layers.{inner}.",
         config["num_attention_heads"],
@@ -39,7 +39,7 @@ def _layer(config: Config, group: int, inner: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     return together(
         embedding("embeddings.word_embeddings", _EMBEDDED),
         embedding("embeddings.position_embeddings", _EMBEDDED),

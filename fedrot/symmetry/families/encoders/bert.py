@@ -3,8 +3,9 @@
 The claimed group is ``S_H ⋉ (O(d_h) x O(d_h) x R*^2)^H`` on the heads and ``S_{d_ff}`` on the neurons
 of every layer, ``S_d`` on the residual stream (LayerNorm allows no more), and (signed) permutations
 of the hidden units of the task heads. Left unused on purpose: the rest of ``GL(d_h)`` per head and
-the key-bias and value-bias gauges, because moving along them changes what weight decay and Adam see.
-So are the gauges of LayerNorm: biases (and the last gain) that what reads them could hold, the mean of
+redundant biases of keys and values, because moving along them changes what weight decay and Adam see.
+So are the redundant parameters of LayerNorm: biases (and the last gain) that what reads them could
+hold, the mean of
 the stream, which no norm sees, rows along the inverse gains, constants that embeddings trade, and one
 sign of the whole stream.
 """
@@ -15,11 +16,11 @@ from collections.abc import Mapping
 
 from fedrot.symmetry.actions import Permutation, SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def neurons(config: Config, p: str, layer: int) -> Part:
+def neurons(config: Config, p: str, layer: int) -> Block:
     """Return the feed-forward block under the prefix ``p``, and the norm after it."""
     up, down = Units(f"{p}intermediate.dense"), Units(f"{p}output.dense")
     return together(
@@ -28,7 +29,7 @@ def neurons(config: Config, p: str, layer: int) -> Part:
     )
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, heads = f"encoder.layer.{layer}.", config["num_attention_heads"]
     return together(
         attention(
@@ -50,7 +51,7 @@ def _embedded(names: Names) -> str:
     return "embedding" if "embeddings_project.weight" in names else RESIDUAL
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     embedded = _embedded(names)
     return together(
         embedding("embeddings.word_embeddings", embedded),

@@ -1,7 +1,8 @@
 """CLIP: two pre-norm towers, a causal one for text and one for images, with BERT's groups.
 
 Each tower has a residual stream of its own. Left unused: the rest of ``GL(d_h)``, the key- and
-value-bias gauges, gauges of pre-norm streams as in GPT-2 (the norm that begins the image's holds it,
+redundant biases of values, redundant parameters of pre-norm streams as in GPT-2 (the norm that begins
+the image's holds it,
 but for one direction), and one rotation of the space in which texts and images meet: similarities do not
 change under it, but the embeddings that the model returns would.
 """
@@ -12,17 +13,17 @@ from collections.abc import Mapping
 from functools import partial
 
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import Axes, embedding, linear, merged, norm
 
 _TEXT, _IMAGE = "text", "image"
 
 
-def _layers(config: Config, p: str, space: str, first: int) -> Part:
+def _layers(config: Config, p: str, space: str, first: int) -> Block:
     heads = config["num_attention_heads"]
     dim = config["hidden_size"] // heads
 
-    def layer(i: int) -> Part:
+    def layer(i: int) -> Block:
         q = f"{p}encoder.layers.{i}."
         return together(
             norm(f"{q}layer_norm1", space),
@@ -50,7 +51,7 @@ def _layers(config: Config, p: str, space: str, first: int) -> Part:
     return together(*(layer(i) for i in range(config["num_hidden_layers"])))
 
 
-def _text(config: Config, names: Names, p: str = "", first: int = 0) -> Part:
+def _text(config: Config, names: Names, p: str = "", first: int = 0) -> Block:
     return together(
         embedding(f"{p}embeddings.token_embedding", _TEXT),
         embedding(f"{p}embeddings.position_embedding", _TEXT),
@@ -59,7 +60,7 @@ def _text(config: Config, names: Names, p: str = "", first: int = 0) -> Part:
     )
 
 
-def _image(config: Config, names: Names, p: str = "", first: int = 0) -> Part:
+def _image(config: Config, names: Names, p: str = "", first: int = 0) -> Block:
     return together(
         {
             f"{p}embeddings.class_embedding": (_IMAGE,),
@@ -72,7 +73,7 @@ def _image(config: Config, names: Names, p: str = "", first: int = 0) -> Part:
     )
 
 
-def _both(config: Config, names: Names) -> Part:
+def _both(config: Config, names: Names) -> Block:
     text, image = config["text_config"], config["vision_config"]
     if not any(name.startswith("text_model.") for name in names):
         return _image(image, names, "vision_model.")

@@ -4,16 +4,17 @@ Queries and keys of content and of positions live in the same coordinates of a h
 the content projections together with the positions', which are projections of their own, or (v2 and v3
 with ``share_att_key``) the content's. v1 packs the three projections of each head side by side.
 
-Left unused: the rest of ``GL(d_h)``, the value-bias gauge, those of LayerNorm as in BERT, and, where
+Left unused: the rest of ``GL(d_h)``, redundant biases of values, those of LayerNorm as in BERT, and,
+where
 positions have projections of their own, ``GL(d)`` and one constant of the relative positions, and the
-bias of their keys. The key bias is no gauge where positions attend to content (``p2c``).
+bias of their keys. The key bias is not redundant where positions attend to content (``p2c``).
 """
 
 from __future__ import annotations
 
 from fedrot.symmetry.families.encoders.bert import neurons
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
@@ -24,7 +25,7 @@ def _relative(config: Config, kind: str) -> bool:
     return bool(config.get("relative_attention", False)) and kind in kinds
 
 
-def _packed(config: Config, layer: int) -> Part:
+def _packed(config: Config, layer: int) -> Block:
     p, heads = f"encoder.layer.{layer}.attention.self.", config["num_attention_heads"]
     dim = config["hidden_size"] // heads
     packed, every = f"{p}in_proj", 3 * dim
@@ -41,7 +42,7 @@ def _packed(config: Config, layer: int) -> Part:
     )
 
 
-def _separate(config: Config, layer: int) -> Part:
+def _separate(config: Config, layer: int) -> Block:
     p, heads = f"encoder.layer.{layer}.attention.self.", config["num_attention_heads"]
     own = not config.get("share_att_key", False)
     return attention(
@@ -58,7 +59,7 @@ def _separate(config: Config, layer: int) -> Part:
     )
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p = f"encoder.layer.{layer}."
     return together(
         (_packed if config["model_type"] == "deberta" else _separate)(config, layer),
@@ -71,7 +72,7 @@ def _embedded(names: Names) -> str:
     return "embedding" if "embeddings.embed_proj.weight" in names else RESIDUAL
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     embedded = _embedded(names)
     optional: Axes = merged(
         embedding("embeddings.position_embeddings", embedded),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, heads = f"transformer.layer.{layer}.", config["n_heads"]
     return together(
         attention(
@@ -27,7 +27,7 @@ def _layer(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     return together(
         embedding("embeddings.word_embeddings"),
         embedding("embeddings.position_embeddings"),

@@ -2,18 +2,19 @@
 
 Queries and keys keep one phase per frequency, values a rotation; up and down change order and sign,
 the gate its order. LayerNorm allows the stream one permutation. Left unused: a scale per frequency, the
-rest of ``GL(d_h)`` on values, scales of up and down, the value-bias gauge, gauges of pre-norm streams as
+rest of ``GL(d_h)`` on values, scales of up and down, redundant biases of values, redundant parameters
+of pre-norm streams as
 in GPT-2, and the gain of the embeddings' norm, for which the table can make up.
 """
 
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, width, heads = f"layers.{layer}.", config["hidden_size"], config["num_attention_heads"]
     dim, neurons = width // heads, config["intermediate_size"]
     bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
@@ -29,7 +30,7 @@ def _layer(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     return together(
         embedding("embeddings.tok_embeddings"),
         norm("embeddings.norm"),

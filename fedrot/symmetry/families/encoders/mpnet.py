@@ -1,7 +1,8 @@
 """MPNet: BERT's groups; one relative-position bias per head, which all layers share.
 
 The bias ties the order of the heads of all layers: one head permutation serves the whole encoder. Left
-unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm; one
+unused as in BERT: the rest of ``GL(d_h)``, redundant biases of keys and values, and those of
+LayerNorm; one
 constant of each head's relative-position bias besides.
 """
 
@@ -10,13 +11,13 @@ from __future__ import annotations
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.families.encoders.bert import neurons
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, shared_heads, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, shared_heads, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
 
 _ORDER = "encoder.heads"
 
 
-def _attention(config: Config, layer: int) -> Part:
+def _attention(config: Config, layer: int) -> Block:
     p, heads = f"encoder.layer.{layer}.attention.attn.", config["num_attention_heads"]
     return attention(
         f"encoder.layer.{layer}.",
@@ -30,7 +31,7 @@ def _attention(config: Config, layer: int) -> Part:
     )
 
 
-def _rest(config: Config, layer: int) -> Part:
+def _rest(config: Config, layer: int) -> Block:
     p = f"encoder.layer.{layer}."
     return together(
         norm(f"{p}attention.LayerNorm"),
@@ -38,7 +39,7 @@ def _rest(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     layers = range(config["num_hidden_layers"])
     return together(
         embedding("embeddings.word_embeddings"),

@@ -1,19 +1,20 @@
 """ViT and DeiT: pre-norm encoders of image patches, with BERT's groups.
 
-Left unused as in BERT: the rest of ``GL(d_h)``, the key- and value-bias gauges, and those of LayerNorm;
-gauges of pre-norm streams as in GPT-2.
+Left unused as in BERT: the rest of ``GL(d_h)``, redundant biases of keys and values, and those of
+LayerNorm;
+redundant parameters of pre-norm streams as in GPT-2.
 """
 
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Heads, Part, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Axes, linear, merged, norm
 
 _TOKEN = (None, None, RESIDUAL)
 
 
-def _layer(config: Config, layer: int) -> Part:
+def _layer(config: Config, layer: int) -> Block:
     p, heads = f"layers.{layer}.", config["num_attention_heads"]
     bias = config.get("qkv_bias", True)
     return together(
@@ -34,7 +35,7 @@ def _layer(config: Config, layer: int) -> Part:
     )
 
 
-def _body(config: Config, names: Names) -> Part:
+def _body(config: Config, names: Names) -> Block:
     distilled = {"embeddings.distillation_token": _TOKEN}
     patches = "embeddings.patch_embeddings.projection"
     return together(

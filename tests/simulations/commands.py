@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli.app import app
 
 #: Settings of a run of seconds.
 SMALL: dict[str, Any] = {

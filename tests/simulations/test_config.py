@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.terminal import BAD_INPUT
 from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
 from fedrot.strategies import DEFAULT_ANCHOR

@@ -12,7 +12,7 @@ import transformers
 from typer.testing import CliRunner
 
 import fedrot
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.models import loading
 from fedrot.symmetry import FAMILIES
 from tests.models import EVERY, HEADS, LAYERS, NEURONS, WIDTH, fresh_model

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from fedrot.simulations.barrier.barriers import METHODS
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
 from fedrot.simulations.merge import merging
 from tests.simulations.commands import invoke

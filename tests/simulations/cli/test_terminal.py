@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from fedrot.simulations.barrier.barriers import METHODS
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.terminal import Command
 from fedrot.simulations.cli.terminal import examples as examples_of
 from fedrot.simulations.config import SimulationConfig

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from fedrot.simulations.cli import app
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.terminal import BAD_INPUT
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.strategy_page import write_strategy_report

@@ -23,14 +23,13 @@ from fedrot.strategies.privacy import check_in_front, check_not_behind
 from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import begin_rows, run
-from fedrot.strategies.round.aligner import Aligner, LayerwiseAligner, Plan, Unaligned
+from fedrot.strategies.round.aligner import Plan
 from fedrot.strategies.round.evaluation import readable_evaluations
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.layerwise import checked_device
 from fedrot.strategies.round.merge import (
     Aggregated,
     AggregatorMerge,
-    LayerwiseMerge,
     ListMerge,
     Merge,
     Wrapped,
@@ -38,7 +37,7 @@ from fedrot.strategies.round.merge import (
 from fedrot.strategies.round.other_basis import Exchange, OtherBases
 from fedrot.strategies.round.outbox import plain, with_arrays
 from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.run_round import run_round
+from fedrot.strategies.round.run_round import aligned_merge, run_round
 from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.round.waiting import Waiting
@@ -57,9 +56,9 @@ OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 class Aligned(Strategy):
     """Mixin that aligns every reply before the Flower strategy behind it aggregates.
 
-    ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. Put it in front of
-    differential-privacy wrappers, ``class Private(Aligned, ServerSideFixedClipping): ...``; these take
-    ``anchor="global"`` only.
+    ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. Put it in
+    front of differential-privacy wrappers, ``class Private(Aligned, ServerSideFixedClipping): ...``;
+    these take ``anchor="global"`` only.
 
     Replies are fetched, checked, aligned and added to the mean one at a time, in the order of arrival:
     memory does not grow with the number of clients. All of a round's updates are kept by strategies that
@@ -85,9 +84,9 @@ class Aligned(Strategy):
 
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
-            differential privacy of the strategy behind; the spill folder cannot be written to; TensorBoard is asked
-            for and not installed. In the first round: the symmetry does not fit the model, a privacy
-            wrapper is around this strategy, or every reply is dropped for the same reason.
+            differential privacy of the strategy behind; the spill folder cannot be written to;
+            TensorBoard is asked for and not installed. In the first round: the symmetry does not fit the
+            model, a privacy wrapper is around this strategy, or every reply is dropped for the same reason.
     """
 
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
@@ -301,7 +300,11 @@ class Aligned(Strategy):
     def _collected(self, replies: Iterable[Message], this_round: Round, store: Store) -> Merge:
         """Return what has taken the updates of a round; everything else of the round is released."""
         broadcast = from_arrays(self._broadcast, writable=self.execution.deterministic)
-        merge, aligner = self._merge_and_aligner(broadcast, this_round, store)
+        exchange = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
+        plan = self.plan if self.align else None
+        merge, aligner = aligned_merge(
+            self.merge(this_round, store), plan, broadcast, this_round, exchange
+        )
         run_round(
             replies,
             self._inbox(broadcast, this_round),
@@ -312,19 +315,6 @@ class Aligned(Strategy):
             on_update=self.on_update,
         )
         return merge
-
-    def _merge_and_aligner(
-        self, broadcast: Tensors, this_round: Round, store: Store
-    ) -> tuple[Merge, Unaligned]:
-        merge = self.merge(this_round, store)
-        if not self.align:
-            return merge, Unaligned(broadcast)
-        plan, mean = self.plan, merge.mean if isinstance(merge, AggregatorMerge) else None
-        if plan.by_layer and mean is not None:
-            layerwise = LayerwiseAligner(plan, broadcast, this_round, mean)
-            return LayerwiseMerge(this_round, mean, layerwise), layerwise
-        exchange = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
-        return merge, Aligner(plan, broadcast, this_round, mean, exchange)
 
     @property
     def plan(self) -> Plan:

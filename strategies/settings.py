@@ -116,7 +116,7 @@ class Execution:
 class Checkpointing:
     """Checkpoints of the run, see docs/checkpoints.md.
 
-    Example: ``FedRot(config, checkpointing=Checkpointing("run/checkpoints", resume="run/checkpoints"))``.
+    Example: ``FedRot(config, checkpointing=Checkpointing("checkpoints", resume="checkpoints"))``.
 
     Attributes:
         folder: receives a checkpoint after every round; None writes none.

@@ -1,4 +1,4 @@
-"""Replies from another basis than the broadcast model: the round's coordinates, and matching at clients."""
+"""Replies from another basis: the round's coordinates, and matching at the clients."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class OtherBases:
         except SymmetryError as error:
             raise SymmetryError(
                 "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
-                f"to align them like all others, or give OtherBasis(options=...) with fewer parts. {error}"
+                f"to align them like all others, or give 'options' with fewer parts. {error}"
             ) from error
         self.options = self.options or OTHER_BASIS_OPTIONS
         if reads_text(config):

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 
 from flwr.app import Message
 
-from fedrot.strategies.round.aligner import Unaligned
+from fedrot.strategies.round.aligner import Aligner, LayerwiseAligner, Plan, Unaligned
 from fedrot.strategies.round.inbox import Inbox
-from fedrot.strategies.round.merge import Merge
+from fedrot.strategies.round.merge import AggregatorMerge, LayerwiseMerge, Merge
+from fedrot.strategies.round.other_basis import Exchange
+from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Waiting, beyond
+from fedrot.tensors import Tensors
 
 
 def run_round(
@@ -59,6 +62,27 @@ def run_round(
             waiting.remove(far)
         _exhaust(take(waiting[place], place) for place in aligner.prepare(waiting))
     aligner.close()
+
+
+def aligned_merge(
+    merge: Merge, plan: Plan | None, broadcast: Tensors, this_round: Round, exchange: Exchange | None
+) -> tuple[Merge, Unaligned]:
+    """Return a round's merge with the aligner in front of it; a GPU does both at once, layer by layer.
+
+    Args:
+        merge: of the strategy.
+        plan: what is aligned; None aligns nothing.
+        broadcast: the broadcast model.
+        this_round: receives reports and dropped updates.
+        exchange: see ``Aligner``.
+    """
+    if plan is None:
+        return merge, Unaligned(broadcast)
+    mean = merge.mean if isinstance(merge, AggregatorMerge) else None
+    if plan.by_layer and mean is not None:
+        layerwise = LayerwiseAligner(plan, broadcast, this_round, mean)
+        return LayerwiseMerge(this_round, mean, layerwise), layerwise
+    return merge, Aligner(plan, broadcast, this_round, mean, exchange)
 
 
 def _exhaust(items: Iterable[object]) -> None:

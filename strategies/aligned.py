@@ -85,8 +85,9 @@ class Aligned(Strategy):
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
             differential privacy of the strategy behind; the spill folder cannot be written to;
-            TensorBoard is asked for and not installed. In the first round: the symmetry does not fit the
-            model, a privacy wrapper is around this strategy, or every reply is dropped for the same reason.
+            TensorBoard is asked for and not installed. In the first round: the symmetry does not fit
+            the model, a privacy wrapper is around this strategy, or every reply is dropped for the
+            same reason.
     """
 
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.

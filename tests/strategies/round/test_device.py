@@ -13,7 +13,6 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
 from fedrot.strategies import Aligned, Execution, FedRot, OtherBasis, Robustness
-from fedrot.strategies.settings import Execution
 from tests.fedrot.pretend import Pretend
 from tests.models import near
 from tests.strategies.aggregating import (
@@ -45,8 +44,8 @@ WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 STREAMED: dict[str, Callable[..., FedAvg]] = {
     "running": lambda **given: FedRot(SYMMETRY, **given),
     "global": lambda **given: FedRot(SYMMETRY, anchor="global", **given),
-    "deterministic": lambda execution=Execution(), **given: FedRot(
-        SYMMETRY, execution=replace(execution, deterministic=True), **given
+    "deterministic": lambda execution=None, **given: FedRot(
+        SYMMETRY, execution=replace(execution or Execution(), deterministic=True), **given
     ),
     "norm bound": lambda **given: FedRot(SYMMETRY, robustness=Robustness(norm_bound=20.0), **given),
     "whole": lambda **given: FedRot(SYMMETRY, options=WHOLE, **given),

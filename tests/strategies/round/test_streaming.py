@@ -11,6 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,8 +110,8 @@ STREAMING: dict[str, Callable[..., Any]] = {
     "FedYogi": behind(FedYogi),
 }
 HOLDING: dict[str, Callable[..., Any]] = {
-    "deterministic": lambda *a, execution=Execution(), **k: FedRot(
-        *a, execution=replace(execution, deterministic=True), **k
+    "deterministic": lambda *a, execution=None, **k: FedRot(
+        *a, execution=replace(execution or Execution(), deterministic=True), **k
     ),
     "norm bound": lambda *a, **k: FedRot(*a, robustness=Robustness(norm_bound=5.0), **k),
     "consensus": lambda *a, **k: FedRot(*a, anchor="consensus", **k),

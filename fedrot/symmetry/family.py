@@ -15,7 +15,7 @@ from fedrot.symmetry.task_heads import PLAIN
 Config = Mapping[str, Any]
 Names = Collection[str]
 
-#: A function that describes the layer under a prefix (``encoder.layer.3.``). If it returns several blocks,
+#: Describes the layer under a prefix (``encoder.layer.3.``). If a function returns several blocks,
 #: the groups of all first blocks come before those of all second blocks.
 Layer = Callable[[Config, Names, str], Block | tuple[Block, ...]]
 

@@ -5,7 +5,7 @@ A family lists the names of its modules and calls these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fedrot.symmetry.actions import (
@@ -18,18 +18,20 @@ from fedrot.symmetry.actions import (
     RotarySigns,
     SignedPermutation,
 )
+from fedrot.symmetry.expert_actions import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
 from fedrot.symmetry.spaces import RESIDUAL, Axes, merged
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model: the groups inside it, the spaces on its tensors' axes, and its redundant
-    biases."""
+    """A part of a model: the groups inside it, the spaces on its tensors' axes, its redundant biases,
+    and the parts that cannot be moved there, with the reason."""
 
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def together(*parts: Block | Axes) -> Block:
@@ -37,7 +39,8 @@ def together(*parts: Block | Axes) -> Block:
     whole = [part if isinstance(part, Block) else Block(axes=part) for part in parts]
     groups = tuple(group for part in whole for group in part.groups)
     redundant_biases = tuple(redundant for part in whole for redundant in part.redundant_biases)
-    return Block(groups, merged(*(part.axes for part in whole)), redundant_biases)
+    refused = {name: reason for part in whole for name, reason in part.refused.items()}
+    return Block(groups, merged(*(part.axes for part in whole)), redundant_biases, refused)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Units:
         start: of the first unit among the module's outputs.
         every: fused projections that keep the units of each head side by side have a head's units in
             every stretch of so many outputs, ``start`` after its beginning.
+        heads: how many heads each of these stretches holds, of which whole heads alone are moved.
         conv1d: whether the weight is ``[in, out]``, as GPT-2's.
     """
 
@@ -58,6 +62,7 @@ class Units:
     bias: bool | str = True
     start: int = 0
     every: int = 0
+    heads: int = 1
     conv1d: bool = False
 
     @property
@@ -81,7 +86,8 @@ class Units:
         blocks = (dim, low, high) if high - low < dim else ()
         stretch = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:
-            stretch = Slice(0, heads * self.every, self.every, self.start + low, self.start + high)
+            end = self.start + (self.heads - 1) * dim + high
+            stretch = Slice(0, heads // self.heads * self.every, self.every, self.start + low, end)
         weight = Slot(self.weight, 1 if self.conv1d else 0, stretch, contravariant, unsigned)
         if isinstance(self.bias, str):
             own = Slice(0, heads * dim, *blocks)
@@ -116,6 +122,8 @@ class Heads:
             many as query heads.
         rotary: units of each head that rotary positions turn, the first ones.
         normed: whether queries and keys pass a norm with gains before they are turned.
+        interleaved: whether a rotary frequency turns neighbours, units ``2 f`` and ``2 f + 1``.
+        alibi: whether each head has a slope of its own, so that heads keep their order.
     """
 
     count: int
@@ -123,6 +131,11 @@ class Heads:
     keys: int = 0
     rotary: int = 0
     normed: bool = False
+    interleaved: bool = False
+    alibi: bool = False
+
+
+_ALIBI = "its heads have different slopes of ALiBi, so that they keep their order."
 
 
 def attention(
@@ -170,16 +183,17 @@ def attention(
     query_key = inside(0, heads.dim)
     read = output.read(heads.count * heads.dim)
     value_output = (*value.written(kv, heads.dim), read)
-    own = order or f"{name}heads"
+    own = "" if heads.alibi else order or f"{name}heads"
     groups = []
-    if order is None:
+    if order is None and own:
         groups.append(Group(own, layer, "heads", HeadPermutation(kv), query_key + value_output))
-    if kv < heads.count:
+    if kv < heads.count and own:
         kind = QueryPermutation(kv, heads.count // kv)
         slots = tuple(s for u in query_side for s in u.written(heads.count, heads.dim))
         groups.append(Group(f"{name}queries", layer, "heads", kind, (*slots, read), own))
     if heads.rotary:
-        turned = RotarySigns(kv, heads.rotary) if heads.normed else RotaryPhases(kv, heads.rotary)
+        rotary = RotarySigns if heads.normed else RotaryPhases
+        turned = rotary(kv, heads.rotary, heads.interleaved)
         groups.append(Group(f"{name}qk", layer, "attention", turned, inside(0, heads.rotary), own))
     if heads.rotary < heads.dim and not heads.normed:
         kind_ = HeadRotation(kv, heads.dim - heads.rotary)
@@ -209,6 +223,7 @@ def attention(
             output.between(space, None),
         ),
         tuple(redundant_biases),
+        {} if own else {"heads": _ALIBI},
     )
 
 
@@ -250,3 +265,42 @@ def feed_forward(
     group = Group(f"{name}ffn", layer, "ffn", kind, (*units, down.read(neurons)))
     read = [unit.between(None, space) for unit in (up, gate) if unit is not None]
     return Block((group,), merged(*read, down.between(space, None)))
+
+
+def mixture(
+    name: str, layer: int, experts: int, neurons: int, router: str, gate_up: str, down: str
+) -> Block:
+    """Return a mixture of gated experts (Shazeer et al. 2017; Jiang et al. 2024).
+
+    Experts change their order together with the router's rows; the neurons of each change their order and
+    sign among themselves.
+
+    Args:
+        name: begins the names of the groups.
+        layer: of the groups.
+        experts: how many there are.
+        neurons: of each expert.
+        router: the weight ``[experts, in]``.
+        gate_up: the parameter ``[experts, 2 * neurons, in]``, rows of the gate first.
+        down: the parameter ``[experts, out, neurons]``.
+    """
+    every, inner, second = Slice(0, experts), Slice(0, neurons), Slice(neurons, 2 * neurons)
+    order = Group(
+        f"{name}experts",
+        layer,
+        "ffn",
+        ExpertPermutation(experts),
+        tuple(Slot(tensor, 0, every) for tensor in (router, gate_up, down)),
+    )
+    units = (
+        Slot(gate_up, 1, inner, unsigned=True, experts=True),
+        Slot(gate_up, 1, second, experts=True),
+        Slot(down, 2, inner, contravariant=True, experts=True),
+    )
+    inside = Group(f"{name}ffn", layer, "ffn", ExpertNeurons(experts, neurons), units, order.name)
+    axes = {
+        router: (None, RESIDUAL),
+        gate_up: (None, None, RESIDUAL),
+        down: (None, RESIDUAL, None),
+    }
+    return Block((order, inside), axes)

@@ -303,6 +303,10 @@ MEMBERS: dict[str, Member] = {
 }
 
 
+#: Members whose heads have slopes of their own.
+ALIBI = ("falcon-rw", "bloom", "bloom-classifier")
+
+
 @cache
 def _model(name: str, attention: str) -> Any:
     return randomise(MEMBERS[name].build(attention).double()).eval()

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedrot.matching import assignment
 from fedrot.matching.pairs import Pair, squared_distance
 from fedrot.matching.stages import Match, Problem, by_sign
-from fedrot.symmetry.expert_actions import ExpertNeurons
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.mixture import ExpertNeurons
 
 
 @dataclass(frozen=True)

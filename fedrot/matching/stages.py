@@ -39,8 +39,8 @@ from fedrot.symmetry.actions import (
     Rescale,
     SignedPermutation,
 )
-from fedrot.symmetry.expert_actions import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.tensors import Tensors, check_finite
 from fedrot.transport import Move, apply_moves
 

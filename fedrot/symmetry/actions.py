@@ -258,8 +258,8 @@ class HeadLinear(HeadRotation):
 class _Rotary:
     """The rotary frequencies of ``heads`` key heads of ``dim`` units.
 
-    Each frequency turns two coordinates: ``f`` and ``f + dim / 2``, or, where ``interleaved``, ``2 f`` and
-    ``2 f + 1``. Query heads that share a key head share its element.
+    Each frequency turns two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and ``2 f + 1`` where
+    they are ``interleaved``. Query heads that share a key head share its element.
     """
 
     heads: int

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.family import Family
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot, Symmetry
 from fedrot.symmetry.layers import Block
-from fedrot.symmetry.spaces import Axes, merged, read_to_the_end, space_of, spaces_of
+from fedrot.symmetry.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
@@ -65,7 +64,7 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
         if name.startswith(tuple(f"{stack}." for stack in family.stacks)):
             raise SymmetryError(_unplaced(names[name], family, families))
     missing = [name for name in body.axes if name not in names and not name.endswith(".bias")]
-    across, refused = _across_layers(body.axes, heads, names, shapes, family.spaces(settings))
+    across, refused = _across_layers(body.axes, heads, names, shapes, family.spaces)
     refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
 
@@ -92,7 +91,7 @@ def _described(
     family: Family, settings: Mapping[str, Any], names: Collection[str]
 ) -> tuple[Block, Axes]:
     try:
-        return family.body(settings, names), family.heads(settings, names)
+        return family.describe(settings, names)
     except KeyError as missing:
         raise SymmetryError(
             f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
@@ -112,7 +111,7 @@ def _across_layers(
     heads: Axes,
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-    spaces: Mapping[str, type[Permutation]],
+    spaces: Mapping[str, Space],
 ) -> tuple[list[Group], dict[str, str]]:
     """Return a group for every space whose coordinates end inside the model, and what is refused."""
     present = {name: axes for name, axes in merged(body, heads).items() if name in names}
@@ -144,7 +143,7 @@ def _across_layers(
             space,
             NO_LAYER,
             "residual" if space in streams else "output",
-            spaces.get(space, Permutation)(found[0].size),
+            spaces.get(space, Space()).kind(found[0].size),
             tuple(found),
         )
         for space, found in slots.items()
@@ -212,7 +211,7 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     return names
 
 
-def _without_prefix(names: Mapping[str, str], prefix: str, encoder: tuple[str, ...]) -> dict[str, str]:
+def _without_prefix(names: Mapping[str, str], prefix: str, encoder: Collection[str]) -> dict[str, str]:
     """Return the real names by the family's own: ``bert.`` goes, and what stands before it.
 
     A module beside the encoder that is called like one of the encoder's keeps its own name.

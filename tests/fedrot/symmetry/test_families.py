@@ -7,7 +7,7 @@ import torch
 
 import fedrot
 from fedrot.symmetry.actions import HeadRotation, RotaryPhases
-from fedrot.symmetry.expert_actions import ExpertNeurons, ExpertPermutation
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance

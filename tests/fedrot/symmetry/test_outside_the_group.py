@@ -21,8 +21,8 @@ from fedrot.symmetry.actions import (
     RotarySigns,
     SignedPermutation,
 )
-from fedrot.symmetry.expert_actions import ExpertNeurons
 from fedrot.symmetry.groups import NO_LAYER, Group, Slot
+from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded

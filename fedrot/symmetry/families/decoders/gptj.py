@@ -1,37 +1,28 @@
-"""GPT-J: rotary positions that turn neighbouring units, and one norm for attention and feed-forward."""
+"""GPT-J: rotary positions that turn neighbouring units; attention and feed-forward read one norm."""
 
 from __future__ import annotations
 
-from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
+from dataclasses import replace
+
+from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import embedding, norm
 
 
-def _layer(config: Config, layer: int) -> Block:
-    p, width, count = f"h.{layer}.", config["n_embd"], config["n_head"]
-    dim = width // count
-    heads = Heads(count, dim, rotary=config.get("rotary_dim") or dim, interleaved=True)
-    query, key, value, output = (Units(f"{p}attn.{name}_proj", False) for name in ("q", "k", "v", "out"))
-    up, down = Units(f"{p}mlp.fc_in"), Units(f"{p}mlp.fc_out")
+def _layer(config: Config, names: Names, p: str) -> Block:
+    whole, modules = Heads.of(config, "n_head", "n_embd"), ("q_proj", "k_proj", "v_proj", "out_proj")
+    heads = replace(whole, rotary=config.get("rotary_dim") or whole.dim, interleaved=True)
+    neurons = config.get("n_inner") or 4 * config["n_embd"]
     return together(
         norm(f"{p}ln_1"),
-        attention(p, layer, heads, query, key, value, output),
-        feed_forward(p, layer, config.get("n_inner") or 4 * width, up, down),
+        attention(p, heads, Projections.separate(f"{p}attn.", modules, bias=False)),
+        feed_forward(p, neurons, Units(f"{p}mlp.fc_in"), Units(f"{p}mlp.fc_out")),
     )
 
 
-def _body(config: Config, names: Names) -> Block:
-    layers = range(config["n_layer"])
-    return together(embedding("wte"), *(_layer(config, layer) for layer in layers), norm("ln_f"))
-
-
-def _heads(config: Config, names: Names) -> Axes:
-    return merged(
-        linear("lm_head", None, RESIDUAL),
-        linear("score", None, RESIDUAL),
-        linear("classifier", None, RESIDUAL),
-        linear("qa_outputs", None, RESIDUAL),
-    )
-
-
-FAMILY = Family("gptj", ("gptj",), ("h",), _body, _heads, ("wte", "h", "ln_f"))
+FAMILY = Family(
+    name="gptj",
+    model_types=("gptj",),
+    body=(embedding("wte"), Stack("h", "n_layer", _layer), norm("ln_f")),
+    buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
+)

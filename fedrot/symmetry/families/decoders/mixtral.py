@@ -1,23 +1,44 @@
-"""Mixtral: LLaMA's attention, and a mixture of experts that change order with the router's rows."""
+"""Mixtral: LLaMA with a mixture of experts, which change their order with the router's rows.
+
+Before version 5, transformers stored each expert as three modules. There the experts keep their order.
+"""
 
 from __future__ import annotations
 
-from fedrot.symmetry.families.decoders.llama import ENCODER, NORMS, attended, decoder, heads, spaces
-from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Block, mixture, together
-from fedrot.symmetry.spaces import norm
+from dataclasses import replace
+
+from fedrot.symmetry.families.decoders.llama import FAMILY as LLAMA
+from fedrot.symmetry.families.decoders.llama import NORMS, heads_of, projections
+from fedrot.symmetry.family import Config, Names, Stack
+from fedrot.symmetry.layers import Block, Units, attention, feed_forward, together
+from fedrot.symmetry.mixture import mixture
+from fedrot.symmetry.spaces import RESIDUAL, embedding, norm
 
 
-def _body(config: Config, names: Names) -> Block:
-    def layer(i: int) -> Block:
-        p, count, neurons = f"layers.{i}.", config["num_local_experts"], config["intermediate_size"]
-        experts = (f"{p}mlp.{n}" for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"))
-        norms = (norm(f"{p}{name}") for name in NORMS)
-        return together(
-            attended(config, p, i, False), mixture(p, i, count, neurons, *experts), *norms
-        )
+def _experts(config: Config, names: Names, p: str) -> Block:
+    count, neurons = config["num_local_experts"], config["intermediate_size"]
+    old = f"{p}block_sparse_moe."
+    if f"{old}gate.weight" not in names:
+        tensors = (f"{p}mlp.{n}" for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"))
+        return mixture(p, count, neurons, *tensors)
+    found = []
+    for i in range(count):
+        up, down, gate = (Units(f"{old}experts.{i}.w{n}", False) for n in (3, 2, 1))
+        found.append(feed_forward(f"{p}{i}.", neurons, up, down, gate))
+    return together({f"{old}gate.weight": (None, RESIDUAL)}, *found)
 
-    return decoder(config, names, map(layer, range(config["num_hidden_layers"])))
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    return together(
+        attention(p, heads_of(config), projections(p, False, False)),
+        _experts(config, names, p),
+        *(norm(f"{p}{name}") for name in NORMS),
+    )
 
 
-FAMILY = Family("mixtral", ("mixtral",), ("layers",), _body, heads, ENCODER, spaces)
+FAMILY = replace(
+    LLAMA,
+    name="mixtral",
+    model_types=("mixtral",),
+    body=(embedding("embed_tokens"), Stack("layers", "num_hidden_layers", _layer), norm("norm")),
+)

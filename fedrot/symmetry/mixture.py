@@ -1,4 +1,4 @@
-"""Actions on a mixture of experts: the order of the experts, and the neurons of each expert."""
+"""A mixture of experts: the actions on the experts' order and on their neurons, and its block."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import Permutation
+from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
+from fedrot.symmetry.layers import Block
+from fedrot.symmetry.spaces import RESIDUAL
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,31 @@ class ExpertNeurons:
         right = element.dtype == torch.int64 and tuple(element.shape) == (self.experts, self.n)
         ordered = element.abs().sort(dim=1).values.cpu() if right else element
         return right and bool((ordered == torch.arange(1, self.n + 1)).all())
+
+
+def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, down: str) -> Block:
+    """Return a mixture of gated experts (Jiang et al. 2024) whose weights are stored as one tensor.
+
+    Experts change their order together with the router's rows. The neurons of each expert change their
+    order and their sign among themselves.
+
+    Args:
+        name: begins the names of the groups.
+        experts: how many there are.
+        neurons: of each expert.
+        router: the tensor ``[experts, in]``.
+        gate_up: the tensor ``[experts, 2 * neurons, in]``, rows of the gate first.
+        down: the tensor ``[experts, out, neurons]``.
+    """
+    whole = tuple(Slot(tensor, 0, Slice(0, experts)) for tensor in (router, gate_up, down))
+    first, second = Slice(0, neurons), Slice(neurons, 2 * neurons)
+    units = (
+        Slot(gate_up, 1, first, unsigned=True, experts=True),
+        Slot(gate_up, 1, second, experts=True),
+        Slot(down, 2, first, contravariant=True, experts=True),
+    )
+    order = Group(f"{name}experts", NO_LAYER, "ffn", ExpertPermutation(experts), whole)
+    kind = ExpertNeurons(experts, neurons)
+    inside = Group(f"{name}ffn", NO_LAYER, "ffn", kind, units, within=order.name)
+    read, written = (None, None, RESIDUAL), (None, RESIDUAL, None)
+    return Block((order, inside), {router: (None, RESIDUAL), gate_up: read, down: written})

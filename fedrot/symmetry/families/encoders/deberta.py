@@ -62,7 +62,7 @@ FAMILY = Family(
     model_types=("deberta", "deberta-v2"),
     body=(
         embedding(_WORDS, "embedding"),
-        norm("embeddings.LayerNorm", "embedding"),
+        norm("embeddings.LayerNorm"),
         When(
             lambda config, names: config.get("relative_attention", False),
             (embedding("encoder.rel_embeddings"),),

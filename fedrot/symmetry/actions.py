@@ -255,29 +255,49 @@ class HeadLinear(HeadRotation):
 
 
 @dataclass(frozen=True)
-class RotaryPhases:
-    """One angle for each of the ``dim / 2`` rotary frequencies of ``heads`` key heads.
+class _Rotary:
+    """The rotary frequencies of ``heads`` key heads of ``dim`` units.
 
-    All that rotary positions leave of a head's rotation on queries and keys. Coordinate ``f`` turns with
-    coordinate ``f + dim / 2``, as in transformers; an element is ``[heads, dim / 2]`` in radians. Query
-    heads that share a key head share its angles.
-
-    Source: Su et al. 2021 (RoFormer), Eq. 34: what commutes with every rotary matrix.
+    Each frequency turns two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and ``2 f + 1`` where
+    they are ``interleaved``. Query heads that share a key head share its element.
     """
 
     heads: int
     dim: int
+    interleaved: bool = False
 
     @property
     def units(self) -> int:
         return self.heads
 
+    def pairs(self, rows: Tensor) -> Tensor:
+        """Return the coordinates of ``[size, ...]``, ``[heads, shared, 2, dim / 2, rest]``."""
+        rest = rows[0].numel()
+        if self.interleaved:
+            return rows.reshape(self.heads, -1, self.dim // 2, 2, rest).transpose(2, 3)
+        return rows.reshape(self.heads, -1, 2, self.dim // 2, rest)
+
+    def joined(self, pairs: Tensor, shape: torch.Size) -> Tensor:
+        """Return coordinates from ``pairs`` as rows of this shape again."""
+        return (pairs.transpose(2, 3) if self.interleaved else pairs).reshape(shape)
+
+
+@dataclass(frozen=True)
+class RotaryPhases(_Rotary):
+    """One angle for each of the ``dim / 2`` rotary frequencies of ``heads`` key heads.
+
+    All that rotary positions leave of a head's rotation on queries and keys. An element is
+    ``[heads, dim / 2]`` in radians.
+
+    Source: Su et al. 2021 (RoFormer), Eq. 34: what commutes with every rotary matrix.
+    """
+
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         leading = x.movedim(axis, 0)
-        first, second = leading.reshape(self.heads, -1, 2, self.dim // 2, leading[0].numel()).unbind(2)
+        first, second = self.pairs(leading).unbind(2)
         cos, sin = (part.to(x)[:, None, :, None] for part in (element.cos(), element.sin()))
         turned = torch.stack([cos * first - sin * second, sin * first + cos * second], 2)
-        return turned.reshape(leading.shape).movedim(0, axis)
+        return self.joined(turned, leading.shape).movedim(0, axis)
 
     def inverse(self, element: Tensor) -> Tensor:
         return -element
@@ -308,23 +328,16 @@ class RotaryPhases:
 
 
 @dataclass(frozen=True)
-class RotarySigns:
+class RotarySigns(_Rotary):
     """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]`` of 1 and -1.
 
-    What a norm with gains on queries and keys leaves of ``RotaryPhases``; layout and sharing as there.
+    What a norm with gains on queries and keys leaves of ``RotaryPhases``.
     """
-
-    heads: int
-    dim: int
-
-    @property
-    def units(self) -> int:
-        return self.heads
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         leading = x.movedim(axis, 0)
-        pairs = leading.reshape(self.heads, -1, 2, self.dim // 2, leading[0].numel())
-        return (pairs * element.to(x)[:, None, None, :, None]).reshape(leading.shape).movedim(0, axis)
+        pairs = self.pairs(leading) * element.to(x)[:, None, None, :, None]
+        return self.joined(pairs, leading.shape).movedim(0, axis)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element

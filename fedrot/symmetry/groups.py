@@ -72,6 +72,7 @@ class Slot:
     """A slice of one axis of one tensor, on the co- or contravariant side of a group.
 
     ``unsigned``: signs have no effect there (the gain of an RMSNorm, the gate of a gated feed-forward).
+    ``experts``: axis 0 numbers experts, each of which has units of its own on ``axis``.
     """
 
     tensor: str
@@ -79,6 +80,7 @@ class Slot:
     slice: Slice
     contravariant: bool = False
     unsigned: bool = False
+    experts: bool = False
 
     @property
     def size(self) -> int:
@@ -90,8 +92,14 @@ class Slot:
         return self.slice.of(tensor, self.axis)
 
     def rows(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this slice as a matrix ``[size, rest]`` of ``dtype``, as a view if possible."""
-        leading = self.of(tensor).to(dtype).movedim(self.axis, 0)
+        """Return this slice as a matrix ``[size, rest]`` of ``dtype``, as a view if possible.
+
+        With ``experts`` it is ``[experts * size, rest]``.
+        """
+        found = self.of(tensor).to(dtype)
+        if self.experts:
+            return found.movedim(self.axis, 1).flatten(0, 1).flatten(1)
+        leading = found.movedim(self.axis, 0)
         return leading.unsqueeze(1) if leading.ndim == 1 else leading.flatten(1)
 
 

@@ -27,11 +27,15 @@ from fedrot.symmetry.spaces import RESIDUAL, Axes, merged
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a model: its groups, the spaces on its tensors' axes, and its redundant biases."""
+    """A piece of a model: its groups, the spaces on its tensors' axes, and its redundant biases.
+
+    ``refused`` holds the parts that cannot be moved because of this block, with the reason.
+    """
 
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def together(*blocks: Block | Axes) -> Block:
@@ -41,6 +45,7 @@ def together(*blocks: Block | Axes) -> Block:
         tuple(group for block in found for group in block.groups),
         merged(*(block.axes for block in found)),
         tuple(redundant for block in found for redundant in block.redundant_biases),
+        {part: reason for block in found for part, reason in block.refused.items()},
     )
 
 
@@ -54,6 +59,7 @@ class Units:
         start: the first of the units among the module's outputs.
         every: 0 if the units are consecutive. Fused projections that keep the units of each head
             together have a stride: head ``h`` begins at output ``start + h * every``.
+        together: how many heads lie side by side at each stride; then only whole heads can be moved.
         conv1d: whether the weight is ``[in, out]``, as GPT-2's.
     """
 
@@ -62,6 +68,7 @@ class Units:
     start: int = 0
     every: int = 0
     conv1d: bool = False
+    together: int = 1
 
     @property
     def weight(self) -> str:
@@ -91,7 +98,8 @@ class Units:
         blocks = (dim, low, high) if high - low < dim else ()
         rows = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:
-            rows = Slice(0, heads * self.every, self.every, self.start + low, self.start + high)
+            end = self.start + (self.together - 1) * dim + high
+            rows = Slice(0, heads // self.together * self.every, self.every, self.start + low, end)
         slots = [Slot(self.weight, 1 if self.conv1d else 0, rows, contravariant, unsigned)]
         if self.bias:
             own = Slice(0, heads * dim, *blocks) if isinstance(self.bias, str) else rows
@@ -119,6 +127,10 @@ class Heads:
             many as query heads.
         rotary: units of each head that rotary positions turn, the first ones.
         normed: whether queries and keys pass a norm with gains before they are turned.
+        interleaved: whether a rotary frequency turns units ``2 f`` and ``2 f + 1`` (GPT-J), in place of
+            ``f`` and ``f + rotary / 2``.
+        ordered: whether the heads differ by more than their weights, as slopes of ALiBi do: they keep
+            their order.
     """
 
     count: int
@@ -126,6 +138,8 @@ class Heads:
     keys: int = 0
     rotary: int = 0
     normed: bool = False
+    interleaved: bool = False
+    ordered: bool = False
 
     @classmethod
     def of(
@@ -178,16 +192,21 @@ class Projections:
 
         Args:
             output: its own module; the weight of ``module`` is laid out as its.
-            by_head: whether the module keeps query, key and value of each head together (GPT-NeoX); if
-                not, all queries come first, then all keys, then all values.
+            by_head: whether the module keeps the queries of a key head together with their key and
+                value (GPT-NeoX, Falcon); if not, all queries come first, then all keys, then all
+                values.
         """
-        sizes = [heads.count, heads.keys or heads.count]
-        starts = [0, sizes[0] * heads.dim, sum(sizes) * heads.dim]
-        if by_head:
-            starts = [0, heads.dim, 2 * heads.dim]
-        every = 3 * heads.dim if by_head else 0
+        keys = heads.keys or heads.count
+        shared = heads.count // keys
+        queries, others = (shared, 1) if by_head else (heads.count, keys)
+        starts = [0, queries * heads.dim, (queries + others) * heads.dim]
+        every = (shared + 2) * heads.dim if by_head else 0
         query, key, value = (Units(module, bias, start, every, output.conv1d) for start in starts)
-        return cls(query, key, value, output)
+        return cls(replace(query, together=shared if by_head else 1), key, value, output)
+
+
+#: Why heads with ALiBi are not permuted.
+_ORDERED = "its heads keep their order, because the position biases (ALiBi) have a slope per head."
 
 
 def attention(
@@ -224,20 +243,21 @@ def attention(
 
     query_key, read = matched(0, dim), p.output.read(heads.count * dim)
     value_output = (*p.value.written(kv, dim), read)
-    own = order or f"{name}heads"
+    own = "" if heads.ordered else order or f"{name}heads"
     groups = []
 
     def add(suffix: str, part: str, kind: Kind, slots: tuple[Slot, ...]) -> None:
         groups.append(Group(f"{name}{suffix}", NO_LAYER, part, kind, slots, own))
 
-    if not order:
+    if not order and not heads.ordered:
         groups.append(Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output))
-    if kv < heads.count:
+    if kv < heads.count and not heads.ordered:
         slots = tuple(s for u in query_side for s in u.written(heads.count, dim))
         add("queries", "heads", QueryPermutation(kv, heads.count // kv), (*slots, read))
     if heads.rotary:
         turned = RotarySigns if heads.normed else RotaryPhases
-        add("qk", "attention", turned(kv, heads.rotary), matched(0, heads.rotary))
+        kind: Kind = turned(kv, heads.rotary, heads.interleaved)
+        add("qk", "attention", kind, matched(0, heads.rotary))
     if heads.rotary < dim and not heads.normed:
         kind = HeadRotation(kv, dim - heads.rotary)
         add("qk.still" if heads.rotary else "qk", "attention", kind, matched(heads.rotary, dim))
@@ -253,6 +273,7 @@ def attention(
             p.output.between(space, None),
         ),
         _redundant_biases(heads, p),
+        {"heads": _ORDERED} if heads.ordered else {},
     )
 
 
@@ -278,7 +299,7 @@ def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
         bias: the relative-position bias ``[buckets, heads]`` that all blocks add.
     """
     inside = [g for block in blocks for g in block.groups if g.part == "attention" and g.within == name]
-    if not inside:
+    if not (name and inside):
         return together(*blocks)
     heads = inside[0].kind.units
     slots = (*(slot for group in inside for slot in group.slots), Slot(bias, 1, Slice(0, heads)))

@@ -65,6 +65,7 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
             raise SymmetryError(_unplaced(names[name], family, families))
     missing = [name for name in body.axes if name not in names and not name.endswith(".bias")]
     across, refused = _across_layers(body.axes, heads, names, shapes, family.spaces)
+    refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
 
     groups = tuple(group for group in across if group.part not in refused) + tuple(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedrot.matching.pairs import Pair
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 
 Kind = RotaryPhases | RotarySigns
 

@@ -17,11 +17,10 @@ from fedrot.symmetry.actions import (
     Permutation,
     QueryPermutation,
     Rescale,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.spaces import RESIDUAL, Axes, merged
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedrot.symmetry.actions import Permutation
+from fedrot.symmetry.actions import Kind, Permutation
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.layers import Block
 from fedrot.symmetry.spaces import RESIDUAL
@@ -17,14 +18,18 @@ from fedrot.symmetry.spaces import RESIDUAL
 class ExpertPermutation(Permutation):
     """The orders of ``n`` experts. The router's rows move with them."""
 
+    stage: ClassVar[str] = "experts"
+
 
 @dataclass(frozen=True)
-class ExpertNeurons:
+class ExpertNeurons(Kind):
     """The orders and signs of the ``n`` gated neurons inside each of ``experts`` experts.
 
     An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for expert ``i``.
     It acts on tensors whose axis 0 numbers the experts.
     """
+
+    stage: ClassVar[str] = "expert neurons"
 
     experts: int
     n: int
@@ -55,9 +60,6 @@ class ExpertNeurons:
 
     def moved(self, element: Tensor) -> Tensor:
         return (element.cpu() != torch.arange(1, self.n + 1)).flatten()
-
-    def angle(self, element: Tensor) -> float:
-        return 0.0
 
     def contains(self, element: Tensor) -> bool:
         right = element.dtype == torch.int64 and tuple(element.shape) == (self.experts, self.n)

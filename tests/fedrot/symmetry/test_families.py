@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.symmetry.actions import HeadRotation, RotaryPhases
+from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
+from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance

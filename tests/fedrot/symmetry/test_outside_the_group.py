@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import (
-    INSIDE_HEADS,
     HeadPermutation,
     HeadRotation,
+    InsideHeads,
     Kind,
     Permutation,
     QueryPermutation,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import NO_LAYER, Group, Slot
 from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
@@ -121,7 +120,7 @@ def _side(group: Group, contravariant: bool) -> Group:
 
 def _heads(group: Group) -> tuple[int, int]:
     """Return how many heads a group inside heads has, and their units."""
-    assert isinstance(group.kind, INSIDE_HEADS)
+    assert isinstance(group.kind, InsideHeads)
     return group.kind.heads, group.kind.dim
 
 

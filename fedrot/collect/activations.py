@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
-from fedrot.symmetry.actions import INSIDE_HEADS, HeadRotation
+from fedrot.symmetry.actions import HeadRotation, InsideHeads
 from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
 from fedrot.tensors import check_update
 from fedrot.transport import Move
@@ -144,7 +144,7 @@ def _sites(group: Group, model: nn.Module) -> list[_Site]:
 def _units(group: Group) -> int:
     """Return how many units a group acts on."""
     kind = group.kind
-    return kind.heads * kind.dim if isinstance(kind, INSIDE_HEADS) else kind.units
+    return kind.heads * kind.dim if isinstance(kind, InsideHeads) else kind.units
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch import Tensor
 from fedrot.matching.pairs import distance_once
 from fedrot.matching.stages import COUPLED, STAGES, Match, Problem, stage_of
 from fedrot.report import GroupReport, as_bits
-from fedrot.symmetry.actions import HeadPermutation
 from fedrot.symmetry.groups import Group, Slot
 from fedrot.transport import Move
 
@@ -166,13 +165,18 @@ class _Descent:
             shape = self.problem.symmetry.shapes[slot.tensor]
             mask = slot.slice.mask(shape[slot.axis])
             seen = self._seen.setdefault((slot.tensor, slot.axis), torch.zeros_like(mask))
-            if bool((seen & mask).any()):
+            if bool((seen & mask).any()) or self._covered(slot):
                 continue
             new.append(slot)
             seen |= mask
         if len(new) == len(group.slots) or not new:
             return before if new else 0.0
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
+
+    def _covered(self, slot: Slot) -> bool:
+        """Whether all entries of a slot's tensor were seen on another axis."""
+        seen = (mask for (name, _), mask in self._seen.items() if name == slot.tensor)
+        return any(bool(mask.all()) for mask in seen)
 
     def solution(self, before: float, after: float) -> Solution:
         """Return what was found, with the distances before and after."""
@@ -193,10 +197,9 @@ def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
     total: dict[str, Move] = {}
     for move in moves:
         name, kind = move.group.name, move.group.kind
-        if isinstance(kind, HeadPermutation):
-            for other in [m for m in total.values() if m.group.within == name]:
-                carried = kind.act(move.element, other.element, 0)
-                total[other.group.name] = replace(other, element=carried)
+        for other in [m for m in total.values() if m.group.within == name]:
+            carried = kind.act(move.element, other.element, 0)
+            total[other.group.name] = replace(other, element=carried)
         earlier = total.get(name)
         element = move.element if earlier is None else kind.compose(move.element, earlier.element)
         total[name] = replace(move, element=element)

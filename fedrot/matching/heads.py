@@ -18,13 +18,8 @@ from fedrot.matching import procrustes, rotary
 from fedrot.matching.assignment import best_assignment
 from fedrot.matching.pairs import Pair
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import (
-    HeadPermutation,
-    HeadRotation,
-    QueryPermutation,
-    RotaryPhases,
-    RotarySigns,
-)
+from fedrot.symmetry.actions import HeadPermutation, HeadRotation, QueryPermutation
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 
 
 @dataclass(frozen=True)

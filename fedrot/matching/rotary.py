@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedrot.matching.pairs import Pair
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 
 Kind = RotaryPhases | RotarySigns
 
@@ -23,9 +23,7 @@ def similarity(kind: Kind, blocks: Sequence[Pair]) -> Tensor:
     """Return ``s_f`` as complex128 ``[heads, dim / 2]``, in one pass over the blocks."""
     found = []
     for pair in blocks:
-        (a0, a1), (c0, c1) = (
-            x.reshape(kind.heads, -1, 2, kind.dim // 2, x.shape[1]).unbind(2) for x in pair
-        )
+        (a0, a1), (c0, c1) = (kind.pairs(x).unbind(2) for x in pair)
         real, imaginary = (a0 * c0).add_(a1 * c1), (a1 * c0).sub_(a0 * c1)
         found.append(torch.complex(real.sum((1, 3)).double(), imaginary.sum((1, 3)).double()))
     total = torch.stack(found).sum(0)
@@ -35,11 +33,9 @@ def similarity(kind: Kind, blocks: Sequence[Pair]) -> Tensor:
 
 def of_cross(kind: Kind, cross: Tensor) -> Tensor:
     """Return ``s_f`` of cross matrices ``A C^T``, ``[..., dim, dim]`` to complex ``[..., dim / 2]``."""
-    half = kind.dim // 2
-    direct, upper, lower = (
-        torch.diagonal(cross, offset=offset, dim1=-2, dim2=-1) for offset in (0, half, -half)
-    )
-    return torch.complex(direct[..., :half] + direct[..., half:], lower - upper)
+    first, second = kind.pairs(torch.arange(kind.heads * kind.dim))[0, 0, :, :, 0]
+    upper, lower = cross[..., first, second], cross[..., second, first]
+    return torch.complex(cross[..., first, first] + cross[..., second, second], lower - upper)
 
 
 def best(kind: Kind, s: Tensor, options: AlignmentOptions, precise: bool = True) -> Tensor:

@@ -40,6 +40,7 @@ from fedrot.symmetry.actions import (
     SignedPermutation,
 )
 from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.tensors import Tensors, check_finite
 from fedrot.transport import Move, apply_moves
 
@@ -194,7 +195,7 @@ def _product(blocks: Sequence[Pair]) -> Tensor:
 
 def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
     """Return what belongs to slots whose signs stay, and to those whose signs the group may change."""
-    signed = isinstance(group.kind, SignedPermutation)
+    signed = isinstance(group.kind, SignedPermutation | ExpertNeurons)
     sides: tuple[list[T], list[T]] = ([], [])
     for slot, block in zip(group.slots, blocks, strict=True):
         sides[signed and not slot.unsigned].append(block)
@@ -406,6 +407,18 @@ def match_neurons(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
     return matches
 
 
+def _match_experts(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+    from fedrot.matching.experts import match_experts
+
+    return match_experts(groups, problem)
+
+
+def _match_expert_neurons(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+    from fedrot.matching.experts import match_expert_neurons
+
+    return match_expert_neurons(groups, problem)
+
+
 #: The matcher of each stage, in the order in which they run.
 STAGES: dict[str, Matcher] = {
     "residual": match_units,
@@ -414,10 +427,17 @@ STAGES: dict[str, Matcher] = {
     "queries": match_queries,
     "attention": match_inside_heads,
     "rescale": match_scales,
+    "experts": _match_experts,
+    "expert neurons": _match_expert_neurons,
     "ffn": match_neurons,
 }
 
 
 def stage_of(group: Group) -> str:
     """Return the stage in which a group is matched."""
-    return "queries" if isinstance(group.kind, QueryPermutation) else group.part
+    own = {
+        QueryPermutation: "queries",
+        ExpertPermutation: "experts",
+        ExpertNeurons: "expert neurons",
+    }
+    return own.get(type(group.kind), group.part)

@@ -8,9 +8,9 @@ from torch import Tensor
 from fedrot.aggregation.fisher_mean import Fisher
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.regmean import RegMean
-from fedrot.aggregation.statistic_kinds import Statistics, check_statistics
 from fedrot.research.optimal_transport import OptimalTransport
 from fedrot.research.soup import GreedySoup
+from fedrot.statistic_kinds import Statistics, check_statistics
 
 
 class Aggregator(Protocol):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import (
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.statistic_kinds import (
     FISHER,
     TRAINED,
     Statistics,
@@ -16,7 +17,6 @@ from fedrot.aggregation.statistic_kinds import (
     along_rows,
     untrained,
 )
-from fedrot.errors import FedrotError, UpdateError
 
 
 class Fisher:

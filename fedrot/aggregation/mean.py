@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors, along_rows, check_statistics
 from fedrot.errors import UpdateError
+from fedrot.statistic_kinds import TRAINED, Statistics, Tensors, along_rows, check_statistics
 from fedrot.tensors import check_update, check_weight, compute_dtype
 
 

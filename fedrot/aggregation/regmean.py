@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors, untrained
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors, untrained
 
 
 class RegMean:

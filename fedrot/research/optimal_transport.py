@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.pairs import pairs
 from fedrot.matching.stages import by_sign
 from fedrot.precision import full_float32
+from fedrot.statistic_kinds import TRAINED, Statistics, Tensors
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Symmetry
 from fedrot.tensors import compute_dtype

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import Statistics, Tensors
 from fedrot.errors import UpdateError
+from fedrot.statistic_kinds import Statistics, Tensors
 
 
 class GreedySoup:

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from fedrot._io import replacing
-from fedrot.aggregation.statistic_kinds import FISHER, GRAMS
+from fedrot.statistic_kinds import FISHER, GRAMS
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
-from fedrot.aggregation.statistic_kinds import INPUT_AXIS
 from fedrot.precision import Float64
+from fedrot.statistic_kinds import INPUT_AXIS
 from fedrot.symmetry.actions import HeadRotation, RotaryPhases
 from fedrot.symmetry.groups import Group
 from fedrot.transport import Move

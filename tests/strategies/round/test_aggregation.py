@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, GreedySoup, Mean, OptimalTransport, RegMean
-from fedrot.aggregation.statistic_kinds import TRAINED
+from fedrot.statistic_kinds import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
 from tests.models import DIM, HEADS, WIDTH, State, config_of, near

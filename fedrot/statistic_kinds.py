@@ -6,7 +6,7 @@ The kinds of fedrot are registered in ``fedrot.collect.kinds``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -140,6 +140,29 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
     if kind.numbers and not bool((value.abs() <= _LARGEST).all()):
         return f"hold NaN, Inf or values above {_LARGEST:g}. Check the client's model and data"
     return None
+
+
+def check_alike(
+    what: str, given: Set[str], lacking: Set[str], known: Set[str], lacked: Set[str]
+) -> None:
+    """Check that an update brings statistics of the same tensors as the updates before it.
+
+    Args:
+        what: the statistics in the error.
+        given: tensors with statistics in this update.
+        lacking: tensors that this client has not trained; they need no statistics.
+        known: tensors with statistics in earlier updates; empty for the first update.
+        lacked: tensors that some earlier client has not trained.
+
+    Raises:
+        UpdateError: naming the first tensor that is missing or extra.
+    """
+    odd = sorted((known - given - lacking) | (given - known - lacked))
+    if known and odd:
+        raise UpdateError(
+            f"The {what} of '{odd[0]}' is missing or extra, compared with the first update. Collect "
+            "statistics alike at every client."
+        )
 
 
 @full_float32()

@@ -108,7 +108,7 @@ def marked(client: Client, **rows: Iterable[int]) -> Client:
 
 
 def diagonal(client: Client) -> Client:
-    return replace(client, statistics=fedrot.compressed(client.statistics, "diagonal"))
+    return replace(client, statistics=fedrot.collect.gram.compressed(client.statistics, "diagonal"))
 
 
 def reversed_statistics(client: Client) -> Client:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier import barriers
+from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.merge import merging
 
 Values = Mapping[str, Any]
@@ -32,7 +32,7 @@ class Effect:
 
 def _looks_at_data(values: Values) -> bool:
     names = [name.strip() for name in (values["methods"] or "").split(",") if name.strip()]
-    methods = [barriers.METHODS.get(name) for name in names or barriers.METHODS]
+    methods = [METHODS.get(name) for name in names or METHODS]
     return any(method is None or method.looks_at_data for method in methods)
 
 

@@ -14,7 +14,7 @@ from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram, completed, compressed
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.research.interpolation import Barrier, interpolate, loss_barrier

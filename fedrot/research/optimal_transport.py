@@ -11,8 +11,7 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.pairs import pairs
-from fedrot.matching.stages import by_sign
+from fedrot.matching.pairs import by_sign, pairs
 from fedrot.precision import full_float32
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Symmetry

@@ -10,7 +10,7 @@ import torch
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from tests.models import (
     BARE,
     EVERY,

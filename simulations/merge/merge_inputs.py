@@ -38,7 +38,7 @@ class Input:
     """A model on disk, its weight, and how it comes to the anchor's coordinates.
 
     Attributes:
-        cosine: of its embeddings with the anchor's, see ``fedrot.base_cosine``.
+        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
         seconds: wall time of the matching, activations included.
     """
 

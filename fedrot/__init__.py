@@ -11,10 +11,11 @@ from fedrot.anchors import align_round
 from fedrot.check import check_function
 from fedrot.collect.activations import Activations, collect_activations
 from fedrot.collect.fisher import collect_fisher
-from fedrot.collect.gram import collect_gram, completed
+from fedrot.collect.gram import collect_gram
 from fedrot.collect.random_inputs import random_inputs
+from fedrot.collect.trained import completed
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.activations import evaluating
+from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import FedrotError
 from fedrot.statistic_kinds import FISHER

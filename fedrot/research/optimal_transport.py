@@ -10,8 +10,7 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.pairs import pairs
-from fedrot.matching.stages import by_sign
+from fedrot.matching.pairs import by_sign, pairs
 from fedrot.precision import full_float32
 from fedrot.statistic_kinds import TRAINED, Statistics
 from fedrot.symmetry.actions import Permutation

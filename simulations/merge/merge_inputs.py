@@ -16,7 +16,7 @@ from fedrot.collect.activations import Activations, collect_activations
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import squared_distance
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.merge.merge_report import InputReport

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
-from fedrot.anchors import SAME_BASE
+from fedrot.anchors import SAME_BASIS
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import Batches, Input, aligned, batches_of, reported
@@ -218,7 +218,7 @@ def _remarks(
     """Yield what the user should know about the inputs."""
     labels = getattr(checkpoints[0].config, "id2label", None)
     for checkpoint, report in zip(checkpoints, reports, strict=True):
-        if report.cosine < SAME_BASE:
+        if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
                 f"'{report.name}' comes from another basis than the anchor (cosine of their embeddings: "

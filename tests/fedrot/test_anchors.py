@@ -12,7 +12,7 @@ import fedrot
 from fedrot.aggregation import Mean
 from fedrot.anchors import AlignedUpdate, base_cosine
 from fedrot.collect.activations import probing
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from tests.models import (
     BARE,
     EVERY,

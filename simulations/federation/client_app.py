@@ -186,7 +186,7 @@ def _train(
         model.load_state_dict(own.state_dict())
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
-    if task.config.head == "different" and job.round == 1:
+    if task.config.task_head == "different" and job.round == 1:
         _draw_head(model, build_model(task.config, task.data, seed=job.stream))
     rows, _ = task.client_rows(job.seed, job.client)
     epochs = task.config.epochs(job.round)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fedrot._io import replacing
+from fedrot._io import replacing, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import (
     BarrierLine,
@@ -24,7 +24,6 @@ from fedrot.simulations.barrier.barrier_lines import (
     measure,
     training_batches,
     write_rows,
-    write_whole,
 )
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig, read_grid
@@ -289,11 +288,8 @@ def _record(grid: Grid, out: Path, command: str) -> None:
     methods = {**held.get("methods", {}), **{name: METHODS[name].description for name in grid.methods}}
     commands = [*held.get("commands", []), command]
     out.mkdir(parents=True, exist_ok=True)
-    for name, value in (
-        ("config.json", {"commands": commands, "methods": methods, "cells": cells}),
-        ("versions.json", versions()),
-    ):
-        write_whole(out / name, json.dumps(value, indent=2) + "\n")
+    write_json(out / "config.json", {"commands": commands, "methods": methods, "cells": cells})
+    write_json(out / "versions.json", versions())
 
 
 def _collect(out: Path) -> list[BarrierLine]:
@@ -318,8 +314,8 @@ def write_summary(out: Path, lines: Sequence[BarrierLine]) -> Path:
     for cell in dict.fromkeys(line.cell for line in lines):
         plot(out / "plots" / f"{stem(cell)}.png", [line for line in lines if line.cell == cell])
     models = sorted((out / "models").glob("[!.]*.safetensors"))
-    write_whole(out / "models.jsonl", "".join(f"{text}\n" for text in _trainings(models)))
-    write_whole(out / "summary.md", markdown(summarise(lines)))
+    write_text(out / "models.jsonl", "".join(f"{text}\n" for text in _trainings(models)))
+    write_text(out / "summary.md", markdown(summarise(lines)))
     return out / "summary.md"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedrot._io import replacing
+from fedrot._io import json_line, write_text
 from fedrot.matching.pairs import squared_distance
 from fedrot.research import interpolation
 from fedrot.research.interpolation import Barrier, loss_barrier
@@ -130,20 +129,7 @@ def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> 
     return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
     """Write the rows of lines as JSON lines, whole or not at all; what is not finite becomes null."""
     rows = (row for line in lines for row in line.rows())
-    write_whole(path, "".join(f"{json.dumps(_finite(row), allow_nan=False)}\n" for row in rows))
-
-
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+    write_text(path, "".join(map(json_line, rows)))

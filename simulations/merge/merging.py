@@ -17,13 +17,20 @@ from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.merge.merge_inputs import Batches, Input, Tensors, aligned, batches_of, reported
+from fedrot.simulations.merge.merge_inputs import (
+    Batches,
+    Input,
+    aligned,
+    batches_of,
+    check_mergeable,
+    reported,
+)
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
-from fedrot.simulations.models.loading import find_model
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
-from fedrot.simulations.models.saved_model import Checkpoint, check_alike, open_checkpoint
+from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
+from fedrot.tensors import Tensors
 
 #: (a model to load tensors into, a model's own tensors, its alignment, batches) to its statistics.
 Collect = Callable[[nn.Module, Tensors, Alignment, Batches], Statistics]
@@ -132,9 +139,9 @@ def merge(
     if settings.dtype is not None and settings.dtype not in DTYPES:
         raise FedrotError(f"Unknown dtype '{settings.dtype}'; choose from {', '.join(DTYPES)}.")
     names, weights = _anchor_first(list(map(str, models)), weights, settings.anchor)
-    first, *others = saved = [open_checkpoint(find_model(n), settings.config, n) for n in names]
+    first, *others = saved = [open_saved_model(name, settings.config) for name in names]
     for other in others:
-        check_alike(first, other)
+        check_mergeable(first, other)
     batches, note = batches_of(first, settings, method.rows) if settings.data else ([], "")
     inputs = aligned(saved, weights, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
@@ -173,7 +180,8 @@ def _anchor_first(
     if len(weights) != len(models) or not all(0 < weight < float("inf") for weight in weights):
         shown = ", ".join(f"{weight:g}" for weight in weights)
         raise FedrotError(
-            f"The weights are {shown} for {len(models)} models; each model needs one, positive and finite."
+            f"The weights are {shown} for {len(models)} models; each model needs one, positive and "
+            "finite."
         )
     resolved = [Path(name).resolve() for name in models]
     wanted = resolved[0] if anchor is None else Path(anchor).resolve()
@@ -190,16 +198,17 @@ def _merged(
     inputs: Sequence[Input], method: MergeMethod, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Fold the inputs, tensor by tensor where the method allows it; return what it notes, too."""
-    first = inputs[0].checkpoint
+    first = inputs[0].saved
     collect, model = method.collect, first.build() if method.collect else None
-    pieces = [first.names] if method.together else [(name,) for name in first.names]
+    names = first.tensors.names
+    pieces = [names] if method.together else [(name,) for name in names]
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
     for names in pieces:
         aggregator = method.aggregator(alpha, inputs[0].alignment.symmetry)
         for one in inputs:
             statistics = None
-            with about(one.checkpoint.path):
+            with about(one.saved.path):
                 if collect and model:
                     found = collect(model, one.own(), one.alignment, batches)
                     # Tied tensors are merged once, under their first name.
@@ -215,11 +224,11 @@ def _merged(
 
 
 def _written(
-    merged: Mapping[str, Tensor], anchor: Checkpoint, dtype: torch.dtype | None
+    merged: Mapping[str, Tensor], anchor: SavedModel, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Return the tensors in the dtype that is asked for, or in the anchor's."""
     found = {}
-    for name, like in anchor.read(merged).items():
+    for name, like in anchor.tensors.read(merged).items():
         floating = like.is_floating_point()
         found[name] = merged[name].to((dtype or like.dtype) if floating else like.dtype)
         if floating and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
@@ -231,11 +240,11 @@ def _written(
 
 
 def _remarks(
-    checkpoints: Sequence[Checkpoint], reports: Sequence[InputReport], options: AlignmentOptions
+    models: Sequence[SavedModel], reports: Sequence[InputReport], options: AlignmentOptions
 ) -> Iterator[str]:
-    """Yield what the user should know about the inputs."""
-    labels = getattr(checkpoints[0].config, "id2label", None)
-    for checkpoint, report in zip(checkpoints, reports, strict=True):
+    """Yield what the user should know about the inputs, in sentences."""
+    labels = getattr(models[0].config, "id2label", None)
+    for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASE:
             matched = "residual" in options.parts
             yield (
@@ -243,10 +252,10 @@ def _remarks(
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )
-        if getattr(checkpoint.config, "id2label", None) != labels:
+        if getattr(model.config, "id2label", None) != labels:
             yield f"'{report.name}' names its labels differently than the anchor."
-        if checkpoint.unknown:
+        if model.tensors.unknown:
             yield (
-                f"'{report.name}' also stores what a {checkpoint.model_class.__name__} does not have, "
-                f"which is left out: {', '.join(checkpoint.unknown)}"
+                f"'{report.name}' also stores what a {model.model_class.__name__} does not have, "
+                f"which is left out: {', '.join(model.tensors.unknown)}"
             )

@@ -1,9 +1,8 @@
-"""The files of a saved model: which tensors they hold, and how they are written whole or not at all."""
+"""Files of a saved model: their names, the tensors in them, and how they are written."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedrot._io import replacing
 from fedrot.errors import FedrotError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -52,7 +52,7 @@ _MERGE_ADAPTERS = "Merge the adapters into the model (peft: merge_and_unload) an
 _DEQUANTISE = "Give the model before quantisation, or dequantize() it with transformers and save it."
 
 #: Tensors that are not a model's own, by name, and what to do about them.
-_OTHER_BASIS = (
+_NOT_PLAIN = (
     (re.compile(r"(^|\.)(lora_[A-Za-z_]+|ia3_l)(\.|$)"), "an adapter", _MERGE_ADAPTERS),
     (
         re.compile(r"\.(qweight|qzeros|SCB|absmax|quant_map|weight_packed|quant_state\..+)$"),
@@ -113,7 +113,7 @@ def stored_tensors(path: Path) -> dict[str, tuple[Path, str]]:
     """
     found: dict[str, tuple[Path, str]] = {}
     for name, file in _files(path).items():
-        for pattern, what, advice in _OTHER_BASIS:
+        for pattern, what, advice in _NOT_PLAIN:
             if pattern.search(name):
                 raise FedrotError(f"'{file}' holds '{name}', a tensor of {what}. {advice}")
         clean = _WRAPPERS.sub("", name)
@@ -201,7 +201,9 @@ def write_model(
         OSError: there is something already, or it cannot be written.
     """
     refuse_filled(out)
-    with _whole(out) as target:
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as target:
         if out.suffix == SUFFIX:
             _save(tensors, target)
             return
@@ -231,18 +233,3 @@ def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"'{file}' cannot be written: {error}") from error
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """Give a path beside ``out`` that takes its place once everything is written."""
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        yield staging
-        staging.replace(out)
-    finally:
-        if staging.is_dir():
-            shutil.rmtree(staging, ignore_errors=True)
-        staging.unlink(missing_ok=True)

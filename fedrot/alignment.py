@@ -17,10 +17,11 @@ from fedrot.matching.stages import Anchor, Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport, as_bits
+from fedrot.statistic_kinds import transport_statistics
 from fedrot.symmetry.biases import canonical_biases
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
-from fedrot.transport import Move, apply_moves, transport_statistics
+from fedrot.transport import Move, apply_moves
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, along_rows
 from fedrot.collect.activations import evaluating, input_axis, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, along_rows
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import check_update
@@ -52,7 +52,7 @@ def collect_gram(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    max_batches: int = 100,
+    max_batches: int | None = 100,
     form: GramForm = "full",
     symmetry: Symmetry | None = None,
 ) -> dict[str, dict[str, Tensor]]:
@@ -67,7 +67,7 @@ def collect_gram(
         model: any ``torch`` model of ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
             without gradients, and left as it was.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
-        max_batches: batches read at most; Jin et al., Table 6, find no gain beyond 100.
+        max_batches: batches read at most, None for all; Jin et al., Table 6, find no gain beyond 100.
         form: what is kept, see ``compressed``.
         symmetry: needed for the form ``heads``.
 

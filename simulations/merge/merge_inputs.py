@@ -38,7 +38,7 @@ class Input:
     """A saved model, its weight, and its alignment to the anchor.
 
     Attributes:
-        cosine: of its embeddings with the anchor's, see ``fedrot.base_cosine``.
+        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
         seconds: wall time of the matching, activations included.
     """
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMean, Statistics
+from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, Statistics
 from fedrot.alignment import Alignment
 from fedrot.anchors import SAME_BASE
 from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
+from fedrot.research import OptimalTransport
 from fedrot.simulations.merge.merge_inputs import (
     Batches,
     Input,

@@ -32,7 +32,7 @@ Evaluate = Callable[[State], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class BarrierLine:
-    """What one method left between two models.
+    """The line between two models, one of which a method has matched to the other.
 
     Attributes:
         cell, pair: which models.
@@ -59,7 +59,7 @@ _LINE = ("cell", "pair", "method", "seconds", "before", "after")
 
 
 def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
-    """Return the lines whose rows these are, in the order of their first rows; null is NaN."""
+    """Return the lines from their rows, in the order of their first rows; null is NaN."""
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         clean = {name: math.nan if value is None else value for name, value in row.items()}
@@ -71,6 +71,17 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
         barrier = Barrier(tuple(row["position"] for row in own), tuple(metrics))
         lines.append(BarrierLine(**{name: own[0][name] for name in _LINE}, barrier=barrier))
     return lines
+
+
+def ordered(lines: Iterable[BarrierLine]) -> list[BarrierLine]:
+    """Return the lines in the order of ``METHODS``, those of one method as they come."""
+    places = {name: place for place, name in enumerate(METHODS)}
+    return sorted(lines, key=lambda line: places.get(line.method, len(places)))
+
+
+def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
+    """Write the rows as JSON lines, whole or not at all; numbers that are not finite become null."""
+    write_text(path, "".join(json_line(row) for line in lines for row in line.rows()))
 
 
 def measure(
@@ -88,10 +99,10 @@ def measure(
     """Match two models by a method of ``METHODS`` and evaluate the line between them.
 
     The anchor is at position 0, the matched client at 1. Metrics are those of ``task`` on all its
-    held-out rows.
+    held-out rows. Neither model is changed.
 
     Raises:
-        FedrotError: the method is unknown, the models cannot be aligned, or too few points.
+        FedrotError: the method is unknown, the models cannot be aligned, or there are too few points.
     """
     (name,) = check_methods([name])
     method = METHODS[name]
@@ -127,9 +138,3 @@ def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> 
     from fedrot.simulations.tasks.training import step_batches
 
     return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))
-
-
-def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
-    """Write the rows of lines as JSON lines, whole or not at all; what is not finite becomes null."""
-    rows = (row for line in lines for row in line.rows())
-    write_text(path, "".join(map(json_line, rows)))

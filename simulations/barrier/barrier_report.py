@@ -1,4 +1,4 @@
-"""Tables and pictures of loss barriers: every method beside the vanilla line."""
+"""Summaries, tables and plots of loss barriers; every method is compared with the vanilla line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrot.simulations.barrier.barrier_lines import BarrierLine
-from fedrot.simulations.barrier.barrier_methods import METHODS, VANILLA
+from fedrot.simulations.barrier.barrier_lines import BarrierLine, ordered
+from fedrot.simulations.barrier.barrier_methods import VANILLA
 from fedrot.simulations.report.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
 from fedrot.simulations.report.tables import number_style
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LOSS = "loss"
-MIDDLE = 0.5
-#: Methods beside each other in a picture, and the picture's width in inches: 1,600 pixels.
+#: Panels beside each other in a plot, and the plot's largest width in inches: 1,600 pixels.
 MOST_ACROSS, WIDTH = 6, 13.2
 
 
 @dataclass(frozen=True)
 class BarrierSummary:
-    """A method's lines in one cell: means over pairs with 95 % t intervals.
+    """The lines of one method in one cell: means over pairs with 95 % t intervals.
 
     Attributes:
         above: the largest loss less that of the worse end.
-        share: the barrier over that of the vanilla line between the same two models.
-        headline: the task's first metric; ``middle`` is its value at the middle of the line, ``ends``
-            are those of the anchor and of the other model.
+        share: the barrier over that of the vanilla line between the same two models; NaN without one.
+        headline: the name of the task's first metric.
+        middle: the headline metric at the middle of the line.
+        ends: the headline metric of the anchor and of the other model.
         distance: squared distance after matching over that before.
     """
 
@@ -57,23 +57,20 @@ def headline_of(lines: Sequence[BarrierLine]) -> str:
     return next(iter(lines[0].barrier.rows[0]))
 
 
-def by_cell(lines: Iterable[BarrierLine]) -> dict[str, dict[str, dict[str, BarrierLine]]]:
+def by_cell(lines: Sequence[BarrierLine]) -> dict[str, dict[str, dict[str, BarrierLine]]]:
     """Return cell -> method -> pair -> line; cells as they come, methods in the order of METHODS."""
-    found: dict[str, dict[str, dict[str, BarrierLine]]] = {}
-    order = {name: index for index, name in enumerate(METHODS)}
-    for line in sorted(lines, key=lambda line: order.get(line.method, len(order))):
-        found.setdefault(line.cell, {}).setdefault(line.method, {})[line.pair] = line
+    found: dict[str, dict[str, dict[str, BarrierLine]]] = {line.cell: {} for line in lines}
+    for line in ordered(lines):
+        found[line.cell].setdefault(line.method, {})[line.pair] = line
     return found
 
 
 def summarise(lines: Sequence[BarrierLine]) -> list[BarrierSummary]:
-    """Summarise every cell and method; a share is NaN where the vanilla barrier is missing or 0."""
-    cells = dict.fromkeys(line.cell for line in lines)
-    grouped = by_cell(lines)
+    """Summarise every method of every cell."""
     return [
-        _summary(list(own.values()), grouped[cell].get(VANILLA, {}))
-        for cell in cells
-        for own in grouped[cell].values()
+        _summary(list(pairs.values()), methods.get(VANILLA, {}))
+        for methods in by_cell(lines).values()
+        for pairs in methods.values()
     ]
 
 
@@ -83,25 +80,25 @@ def _summary(lines: Sequence[BarrierLine], vanilla: Mapping[str, BarrierLine]) -
     def over(value: Callable[[BarrierLine], float]) -> Paired:
         return paired_difference([value(line) for line in lines])
 
+    def headline_at(position: float) -> Paired:
+        return over(lambda line: line.barrier.at(position)[headline])
+
     def share(line: BarrierLine) -> float:
         other = vanilla.get(line.pair)
         return _ratio(line.barrier.barrier, other.barrier.barrier if other else math.nan)
 
     return BarrierSummary(
-        lines[0].cell,
-        lines[0].method,
-        len(lines),
-        over(lambda line: line.barrier.barrier),
-        over(lambda line: line.barrier.above_ends),
-        over(share),
-        headline,
-        over(lambda line: line.barrier.at(MIDDLE)[headline]),
-        (
-            over(lambda line: line.barrier.at(0)[headline]),
-            over(lambda line: line.barrier.at(1)[headline]),
-        ),
-        over(lambda line: _ratio(line.after, line.before)),
-        over(lambda line: line.seconds),
+        cell=lines[0].cell,
+        method=lines[0].method,
+        pairs=len(lines),
+        barrier=over(lambda line: line.barrier.barrier),
+        above=over(lambda line: line.barrier.above_ends),
+        share=over(share),
+        headline=headline,
+        middle=headline_at(0.5),
+        ends=(headline_at(0), headline_at(1)),
+        distance=over(lambda line: _ratio(line.after, line.before)),
+        seconds=over(lambda line: line.seconds),
     )
 
 
@@ -109,8 +106,8 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else math.nan
 
 
-#: What identifies a summary, and what it says: column titles, and how they are read. A terminal shows
-#: the name of the headline metric in place of the word.
+#: Columns of the tables: titles, and functions from a summary to the text of a cell. The terminal shows
+#: the name of the headline metric in place of the word "headline".
 _NAMES: dict[str, Callable[[BarrierSummary], str]] = {
     "cell": lambda s: s.cell,
     "headline": lambda s: s.headline.replace("_", " "),
@@ -127,7 +124,7 @@ _VALUES: dict[str, Callable[[BarrierSummary], str]] = {
     "seconds": lambda s: _shown(s.seconds, interval=False),
 }
 
-#: Columns that a terminal has no room for.
+#: Columns that do not fit into a terminal.
 _MARKDOWN_ONLY = ("above the worse end", "distance left")
 
 

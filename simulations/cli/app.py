@@ -269,8 +269,9 @@ def barriers(
     """Train pairs of small models and measure their barriers under every method of a grid."""
 
     def run() -> None:
-        from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
+        from fedrot.simulations.barrier.barrier_grid import Grid
         from fedrot.simulations.barrier.barrier_report import summarise, tables
+        from fedrot.simulations.barrier.grid_run import run_grid
 
         described = Grid.read(grid, data_dir)
         if only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,17 +108,19 @@ def measure(
     (name,) = check_methods([name])
     method = METHODS[name]
     ours = {k: v.clone() for k, v in anchor.state_dict().items()}
+    start = time.perf_counter()
     matched = match(method, anchor, client, symmetry, batches)
+    seconds = time.perf_counter() - start
     path: interpolation.Path = interpolation.interpolate
     if method.repair is not None:
-        path = method.repair(anchor, with_state(client, matched.state), symmetry, batches)
-    barrier = loss_barrier(evaluator(task, anchor), ours, matched.state, points, path=path)
+        path = method.repair(anchor, with_state(client, matched), symmetry, batches)
+    barrier = loss_barrier(evaluator(task, anchor), ours, matched, points, path=path)
     names = [n for n, _ in anchor.named_parameters()]
     before, after = (
         squared_distance([(ours[n], theirs[n]) for n in names])
-        for theirs in (client.state_dict(), matched.state)
+        for theirs in (client.state_dict(), matched)
     )
-    return BarrierLine(cell, pair, name, matched.seconds, before, after, barrier)
+    return BarrierLine(cell, pair, name, seconds, before, after, barrier)
 
 
 def evaluator(task: Task, model: nn.Module) -> Evaluate:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,14 +128,13 @@ _MARKDOWN_ONLY = ("above the worse end", "distance left")
 
 
 def _shown(value: Paired, interval: bool = True) -> str:
-    """``0.412 [0.301, 0.523]``, without the interval if there is none, ``-`` if nothing is known."""
+    """``0.412 [0.301, 0.523]``, without the interval if there is none, ``-`` for NaN."""
     if not math.isfinite(value.mean):
         return "-"
     bounds = (value.ci_low, value.ci_high) if interval and math.isfinite(value.ci_low) else ()
     style = number_style(value.mean, *bounds)
-    return f"{value.mean:{style}}" + (
-        f" [{', '.join(f'{b:{style}}' for b in bounds)}]" if bounds else ""
-    )
+    shown = f" [{', '.join(f'{bound:{style}}' for bound in bounds)}]" if bounds else ""
+    return f"{value.mean:{style}}{shown}"
 
 
 def markdown(summaries: Sequence[BarrierSummary]) -> str:
@@ -148,21 +146,20 @@ def markdown(summaries: Sequence[BarrierSummary]) -> str:
 
 
 def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
-    """Return the summaries as tables for the terminal, one per cell, with its headline metric's name."""
+    """Return a table for the terminal per cell."""
     from rich.table import Table
     from rich.text import Text
 
     found = []
+    columns = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
     for cell in dict.fromkeys(summary.cell for summary in summaries):
         own = [summary for summary in summaries if summary.cell == cell]
-        pairs = max(summary.pairs for summary in own)
-        headline = _NAMES["headline"](own[0])
+        pairs, headline = max(summary.pairs for summary in own), _NAMES["headline"](own[0])
         table = Table(
             title=f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
             caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
         )
-        shown = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
-        for title in shown:
+        for title in columns:
             table.add_column(
                 title.replace("headline", headline),
                 justify="left" if title == "method" else "right",
@@ -170,7 +167,7 @@ def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
             )
         for summary in own:
             # Plain text: brackets in names and intervals are no markup.
-            table.add_row(*(Text(read(summary)) for read in shown.values()))
+            table.add_row(*(Text(read(summary)) for read in columns.values()))
         found.append(table)
     return found
 
@@ -181,8 +178,7 @@ def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     Methods stand in rows of at most ``MOST_ACROSS``, each row with a row of panels per metric. Thin
     lines are pairs, thick ones their means. All panels of a metric share their axis.
     """
-    methods = next(iter(by_cell(lines).values()))
-    vanilla = methods.get(VANILLA, {})
+    (methods,) = by_cell(lines).values()
     shown = [name for name in methods if name != VANILLA] or [VANILLA]
     metrics = list(dict.fromkeys((LOSS, headline_of(lines))))
     bands = math.ceil(len(shown) / MOST_ACROSS)
@@ -199,7 +195,7 @@ def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
                 ax.set_axis_off()
                 continue
             name = band[column]
-            _draw(ax, vanilla.values(), metric, "0.45", VANILLA)
+            _draw(ax, methods.get(VANILLA, {}).values(), metric, "0.45", VANILLA)
             if name != VANILLA:
                 _draw(ax, methods[name].values(), metric, PALETTE[0], "as the panel says")
             if metric is metrics[0]:
@@ -214,15 +210,10 @@ def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     return save_figure(figure, path)
 
 
-def _draw(ax: Axes, lines: Iterable[BarrierLine], metric: str, colour: str, name: str) -> None:
+def _draw(ax: Axes, lines: Collection[BarrierLine], metric: str, colour: str, name: str) -> None:
     curves = [[row[metric] for row in line.barrier.rows] for line in lines]
     positions = [line.barrier.positions for line in lines]
     for where, curve in zip(positions, curves, strict=True):
         ax.plot(where, curve, color=colour, lw=0.7, alpha=0.4)
     if curves:
         ax.plot(positions[0], np.mean(curves, axis=0), color=colour, lw=1.8, label=name)
-
-
-def stem(name: str) -> str:
-    """Return a name as a file's name."""
-    return re.sub(r"[^\w+-]+", "-", name) or "line"

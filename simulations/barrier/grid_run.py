@@ -186,10 +186,10 @@ def _collect(out: Path) -> list[BarrierLine]:
 
 def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
     """Write ``models.jsonl``, ``summary.md`` and a plot per cell."""
-    from fedrot.simulations.barrier.barrier_report import by_cell, markdown, plot, stem, summarise
+    from fedrot.simulations.barrier.barrier_report import by_cell, markdown, plot, summarise
 
     for cell in by_cell(lines):
-        plot(out / "plots" / f"{stem(cell)}.png", [line for line in lines if line.cell == cell])
+        plot(out / "plots" / f"{cell}.png", [line for line in lines if line.cell == cell])
     models = sorted((out / "models").glob("[!.]*.safetensors"))
     write_text(out / "models.jsonl", "".join(f"{_training(file)}\n" for file in models))
     write_text(out / "summary.md", markdown(summarise(lines)))

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.model_files import SAVE_AGAIN, opened, stored_tensors
-
-#: A file, and the name of a tensor in it.
-Place = tuple[Path, str]
+from fedrot.simulations.models.model_files import SAVE_AGAIN, Place, opened, stored_tensors
 
 
 @dataclass(frozen=True)

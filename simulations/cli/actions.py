@@ -49,7 +49,7 @@ def report_folder(folder: Path, markdown: Path | None) -> None:
     present(folder, console)
     if markdown is not None:
         from fedrot.simulations.federation.run_folder import read_rows
-        from fedrot.simulations.report.page import markdown_table
+        from fedrot.simulations.report.tables import markdown_table
 
         markdown.write_text(markdown_table(read_rows(folder)), encoding="utf-8")
 

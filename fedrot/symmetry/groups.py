@@ -159,7 +159,7 @@ class Symmetry:
         """
         for part in parts:
             if part in self.refused:
-                raise SymmetryError(f"Block '{part}' cannot be moved: {self.refused[part]}")
+                raise SymmetryError(f"Part '{part}' cannot be moved: {self.refused[part]}")
         return tuple(
             group
             for group in self.groups

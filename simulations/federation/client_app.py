@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
-from fedrot.aggregation.statistic_kinds import FISHER, GRAMS
 from fedrot.options import AlignmentOptions
 from fedrot.research.learning import LearningOptions
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.statistic_kinds import collector
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
@@ -216,17 +216,13 @@ def _copy_task_head(source: Any, target: nn.Module) -> None:
 
 def _statistics(job: Job, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     """Return the statistics of an update on the client's own training rows."""
-    collectors: dict[str, Callable[[Any, Any], dict[str, State]]] = {
-        GRAMS[1]: fedrot.collect_gram,
-        FISHER: fedrot.collect_fisher,
-    }
 
     def compute() -> Result:
         model = _empty_model(job.config_json)
         model.load_state_dict(state)
         found: dict[str, State] = {}
         for kind in kinds:
-            found |= collectors[kind](model, job.batches(len(job.rows), STATISTICS_BATCH))
+            found |= collector(kind)(model, job.batches(len(job.rows), STATISTICS_BATCH))
         return statistics_record(found).to_torch_state_dict(), {}
 
     return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])

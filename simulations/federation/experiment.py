@@ -142,7 +142,7 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         "last-round": config.rounds,
         "cache": str(scratch) if shared_cache else "",
         "learn": cell.arm.evidence == "learned",
-        "align": "+".join(cell.arm.parts) if _aligns_at_clients(cell.arm) else "",
+        "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
     }
     try:
         result = strategy.start(
@@ -165,11 +165,6 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         cell.record("alignment", server_round, dict(metrics))
 
 
-def _aligns_at_clients(arm: Arm) -> bool:
-    """A Fisher diagonal cannot follow rotations: clients align before they compute it."""
-    return arm.align and arm.aggregation == "fisher"
-
-
 class ArmStrategy(FedRot):
     """FedRot for one cell: samples the same clients in every arm, and writes the cell's rows.
 
@@ -181,7 +176,7 @@ class ArmStrategy(FedRot):
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
         task, arm = cell.task, cell.arm
         config = task.config
-        at_server = arm.align and not _aligns_at_clients(arm)
+        at_server = arm.align and not arm.aligns_at_clients
         probes = arm.evidence == "probe"
         other_basis = OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts)
         super().__init__(

@@ -302,7 +302,7 @@ def _same(one: State, other: State, tolerance: float = 1e-9) -> None:
 
 
 def _compressed(name: str, grams: State, form: Any) -> State:
-    return fedrot.compressed({"gram": grams}, form, symmetry_for(name))["gram"]
+    return fedrot.collect.gram.compressed({"gram": grams}, form, symmetry_for(name))["gram"]
 
 
 @pytest.mark.parametrize("parts", PARTS, ids="-".join)

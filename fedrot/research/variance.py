@@ -8,15 +8,14 @@ what the clients' units have on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedrot.alignment import Alignment
-from fedrot.collect.activations import evaluating, without_padding
+from fedrot.collect.hooks import watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import FedrotError
 from fedrot.symmetry.groups import Symmetry
@@ -138,13 +137,13 @@ def _measured(
     sums: dict[str, list[Tensor]] = {}
     mask: Tensor | None = None
 
-    def seen(name: str, out: Tensor) -> None:
-        rows = without_padding(out, mask).double()
+    def seen(name: str, given: Tensor, output: Tensor) -> None:
+        rows = without_padding(output, mask).double()
         parts = [rows.sum(0), rows.square().sum(0)]
         count[name] = count.get(name, 0) + len(rows)
         sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)] if name in sums else parts
 
-    with torch.no_grad(), evaluating(model), _watched(model, sites, seen):
+    with watched(model, sites, seen):
         for batch in batches:
             mask = batch.get("attention_mask")
             model(**forward_inputs(model, batch))
@@ -153,18 +152,3 @@ def _measured(
     mean = {name: first / count[name] for name, (first, _) in sums.items()}
     variance = {name: second / count[name] - mean[name] ** 2 for name, (_, second) in sums.items()}
     return UnitStatistics(mean, {name: v.clamp_min(0).sqrt() for name, v in variance.items()})
-
-
-@contextmanager
-def _watched(
-    model: nn.Module, sites: Sequence[str], seen: Callable[[str, Tensor], None]
-) -> Iterator[None]:
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda _m, _a, out, name=name: seen(name, out))
-        for name in sites
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

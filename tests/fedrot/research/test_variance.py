@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.research import (
+    UnitStatistics,
+    average_statistics,
+    interpolate,
+    repair,
+    unit_statistics,
+    variance_ratio,
+)
 from tests import families
 from tests.models import (
     EVERYTHING,
@@ -35,14 +43,14 @@ def _batches(name: str) -> list[dict[str, Tensor]]:
     return [batch, {key: value.flip(0) for key, value in batch.items()}]
 
 
-def _statistics(name: str, tensors: dict[str, Tensor]) -> fedrot.UnitStatistics:
-    return fedrot.unit_statistics(_model(name, tensors), _batches(name), symmetry_for(name))
+def _statistics(name: str, tensors: dict[str, Tensor]) -> UnitStatistics:
+    return unit_statistics(_model(name, tensors), _batches(name), symmetry_for(name))
 
 
 def test_statistics_are_those_of_the_hidden_states_without_padding() -> None:
     model = _model("bert-classifier", state_of("bert-classifier"))
     batches = _batches("bert-classifier")
-    found = fedrot.unit_statistics(model, batches, symmetry_for("bert-classifier"))
+    found = unit_statistics(model, batches, symmetry_for("bert-classifier"))
     rows = []
     for batch in batches:
         with torch.no_grad():
@@ -76,7 +84,7 @@ def test_statistics_move_like_the_model(name: str) -> None:
 def test_a_model_with_the_right_statistics_stays_as_it_is(name: str) -> None:
     state = state_of(name)
     model = _model(name, state)
-    repaired = fedrot.repair(model, _statistics(name, state), _batches(name), symmetry_for(name))
+    repaired = repair(model, _statistics(name, state), _batches(name), symmetry_for(name))
     torch.testing.assert_close(logits(name, repaired), logits(name, state))
 
 
@@ -84,17 +92,17 @@ def test_a_collapsed_average_gets_its_statistics_back() -> None:
     name = "bert-classifier"
     symmetry, batches = symmetry_for(name), _batches(name)
     ends = [state_of(name, seed) for seed in (0, 1)]
-    target = fedrot.average_statistics([_statistics(name, end) for end in ends], [1.0, 3.0])
-    merged = _model(name, fedrot.interpolate(ends[0], ends[1], 0.75))
+    target = average_statistics([_statistics(name, end) for end in ends], [1.0, 3.0])
+    merged = _model(name, interpolate(ends[0], ends[1], 0.75))
     before = copy.deepcopy(merged.state_dict())
-    collapsed = fedrot.variance_ratio(fedrot.unit_statistics(merged, batches, symmetry), target)
+    collapsed = variance_ratio(unit_statistics(merged, batches, symmetry), target)
     assert min(collapsed.values()) < 0.8
-    repaired = _model(name, fedrot.repair(merged, target, batches, symmetry))
-    found = fedrot.unit_statistics(repaired, batches, symmetry)
+    repaired = _model(name, repair(merged, target, batches, symmetry))
+    found = unit_statistics(repaired, batches, symmetry)
     for module, mean in target.mean.items():
         torch.testing.assert_close(found.mean[module], mean)
         torch.testing.assert_close(found.std[module], target.std[module])
-    ratios = fedrot.variance_ratio(found, target)
+    ratios = variance_ratio(found, target)
     assert all(ratio == pytest.approx(1) for ratio in ratios.values())
     for key, value in merged.state_dict().items():
         assert torch.equal(value, before[key]), "the merged model itself stays as it is"
@@ -109,7 +117,7 @@ def test_constant_units_are_shifted_but_not_blown_up() -> None:
         "bert.encoder.layer.0.intermediate.dense.weight"
     ].clone()
     dead["bert.encoder.layer.0.intermediate.dense.weight"][0] = 0
-    repaired = fedrot.repair(_model(name, dead), target, _batches(name), symmetry_for(name))
+    repaired = repair(_model(name, dead), target, _batches(name), symmetry_for(name))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in repaired.values())
     assert float(repaired["bert.encoder.layer.0.intermediate.dense.weight"][0].abs().max()) == 0
 
@@ -117,7 +125,7 @@ def test_constant_units_are_shifted_but_not_blown_up() -> None:
 def test_no_batches_are_an_error() -> None:
     name = "bert-classifier"
     with pytest.raises(fedrot.FedrotError, match="at least one batch"):
-        fedrot.unit_statistics(_model(name, state_of(name)), [], symmetry_for(name))
+        unit_statistics(_model(name, state_of(name)), [], symmetry_for(name))
 
 
 def test_models_whose_units_cannot_be_rescaled_alone_stay_as_they_are() -> None:
@@ -125,7 +133,7 @@ def test_models_whose_units_cannot_be_rescaled_alone_stay_as_they_are() -> None:
     name = "llama"
     model, symmetry = families.model_of(name), families.symmetry_for(name)
     batches = [families.inputs(name)]
-    target = fedrot.unit_statistics(model, batches, symmetry)
+    target = unit_statistics(model, batches, symmetry)
     assert target.mean == {}
-    repaired = fedrot.repair(model, target, batches, symmetry)
+    repaired = repair(model, target, batches, symmetry)
     assert largest_difference(repaired, families.state_of(name)) == 0

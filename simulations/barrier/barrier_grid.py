@@ -27,8 +27,9 @@ from fedrot.simulations.barrier.barrier_lines import (
     write_whole,
 )
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
-from fedrot.simulations.config import SimulationConfig, read_grid
+from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows, versions
+from fedrot.simulations.grids import read_grid
 
 Sharing = Literal["same", "thirds", "disjoint"]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
+from fedrot.anchors import SAME_BASIS
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedrot.symmetry.groups import NO_LAYER
 from fedrot.symmetry.layers import Block, shared_heads, together
 from fedrot.symmetry.spaces import Axes, Space, merged, on_residual
 from fedrot.symmetry.task_heads import PLAIN
@@ -14,8 +15,8 @@ from fedrot.symmetry.task_heads import PLAIN
 Config = Mapping[str, Any]
 Names = Collection[str]
 
-#: Returns the block of the layer under a prefix (``encoder.layer.3.``). Several blocks put the groups in
-#: order: the first blocks of all layers, then the second ones.
+#: Describes the layer under a prefix (``encoder.layer.3.``). If a function returns several blocks,
+#: the groups of all first blocks come before those of all second blocks.
 Layer = Callable[[Config, Names, str], Block | tuple[Block, ...]]
 
 #: Buffers that some versions of transformers store, by the end of their names, with their axes.
@@ -43,37 +44,29 @@ class Stack:
     order: str = ""
     head_bias: str = ""
 
-    def blocks(self, config: Config, names: Names) -> list[tuple[Block, ...]]:
-        """Return the blocks of every layer."""
+    def describe(self, config: Config, names: Names, first: int) -> Block:
+        """Return all layers, numbered from ``first``, as one block."""
         config = config[self.section] if self.section else config
-        inner: list[tuple[Block, ...]] = []
-        for prefix, layer in self._layers(config):
+        layers = []
+        for number, (prefix, layer) in enumerate(self._layers(config), first):
             found = layer(config, names, prefix)
-            inner.append(found if isinstance(found, tuple) else (found,))
-        return inner
+            blocks = found if isinstance(found, tuple) else (found,)
+            layers.append([_numbered(block, number) for block in blocks])
+        alike = zip(*layers, strict=True)
+        return together(*(shared_heads(self.order, self.head_bias, blocks) for blocks in alike))
 
     def _layers(self, config: Config) -> Iterator[tuple[str, Layer]]:
         count = config[self.count] if isinstance(self.count, str) else self.count(config)
         for number in range(count):
             prefix = f"{self.name}.{number}."
             if isinstance(self.layer, Stack):
-                for rest, layer in self.layer._layers(config):
-                    yield prefix + rest, layer
+                yield from ((prefix + rest, layer) for rest, layer in self.layer._layers(config))
             else:
                 yield prefix, self.layer
 
-    def join(self, layers: list[tuple[Block, ...]], first: int) -> Block:
-        """Return the blocks as one, with the layers numbered from ``first``."""
-        numbered = [
-            [
-                replace(block, groups=tuple(replace(g, layer=number) for g in block.groups))
-                for block in blocks
-            ]
-            for number, blocks in enumerate(layers, first)
-        ]
-        return together(
-            *(shared_heads(self.order, self.head_bias, same) for same in zip(*numbered, strict=True))
-        )
+
+def _numbered(block: Block, number: int) -> Block:
+    return replace(block, groups=tuple(replace(group, layer=number) for group in block.groups))
 
 
 @dataclass(frozen=True)
@@ -122,46 +115,43 @@ class Family:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """The names of its stacks."""
-        return tuple(item.name for item in _flat(self.body) if isinstance(item, Stack))
+        """The names of the stacks."""
+        return tuple(item.name for item in _chosen(self.body) if isinstance(item, Stack))
 
     @property
     def encoder(self) -> frozenset[str]:
         """The modules of the encoder, beside which task heads stand."""
-        found = {*self.inside}
-        for item in _flat(self.body):
-            places = [item.name] if isinstance(item, Stack) else item
-            found.update(place.partition(".")[0] for place in places)
-        return frozenset(found)
+        places = [[item.name] if isinstance(item, Stack) else list(item) for item in _chosen(self.body)]
+        return frozenset(
+            {place.partition(".")[0] for names in places for place in names} | {*self.inside}
+        )
 
     def describe(self, config: Config, names: Names) -> tuple[Block, Axes]:
         """Return the body of one model, and the axes of its task heads and buffers."""
-        blocks: list[Block | Axes] = []
-        first = 0
-        for item in _flat(self.body, lambda item: item.holds(config, names)):
-            if isinstance(item, Stack):
-                layers = item.blocks(config, names)
-                blocks.append(item.join(layers, first))
-                first += len(layers)
-            else:
-                blocks.append(item)
-        found = _flat(self.task_heads, lambda item: item.holds(config, names))
-        heads = merged(*(item for item in found if not isinstance(item, Stack)))
+
+        def holds(item: When) -> bool:
+            return item.holds(config, names)
+
+        body, layers = Block(), 0
+        for item in _chosen(self.body, holds):
+            block = item.describe(config, names, layers) if isinstance(item, Stack) else item
+            body = together(body, block)
+            layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
+        heads = [item for item in _chosen(self.task_heads, holds) if not isinstance(item, Stack)]
         buffers = {
             name: (None,) * axes
             for name in names
             for end, axes in self.buffers.items()
             if f".{name}".endswith(f".{end}")
         }
-        body = together(*blocks)
-        merged_spaces = [name for name, space in self.spaces.items() if not space.exists(names)]
+        absent = [name for name, space in self.spaces.items() if not space.exists(names)]
         return (
-            replace(body, axes=on_residual(body.axes, merged_spaces)),
-            on_residual({**heads, **buffers}, merged_spaces),
+            replace(body, axes=on_residual(body.axes, absent)),
+            on_residual(merged(*heads, buffers), absent),
         )
 
 
-def _flat(
+def _chosen(
     items: Sequence[Item], holds: Callable[[When], bool] = lambda item: True
 ) -> Iterator[Axes | Stack]:
     for item in items:
@@ -184,4 +174,4 @@ def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
     for key in ("partial_rotary_factor", "rotary_pct"):
         share = config.get(key) if share is None else share
     units = int(dim * (default if share is None else share))
-    return units + units % 2  # an odd one turns with a partner
+    return units + units % 2  # an odd unit turns with the next one

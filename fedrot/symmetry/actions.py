@@ -9,7 +9,7 @@ sides move alike, because ``R^{-T} = R``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,14 @@ LARGEST_SCALE = 1e3
 
 
 class Kind(Protocol):
-    """What alignment, transport and the property tests need to know about a group."""
+    """What alignment, transport and the property tests need to know about a group.
+
+    Attributes:
+        stage: when its groups are matched, one of ``fedrot.matching.stages.STAGES``; empty for the
+            stage named like the group's part.
+    """
+
+    stage: ClassVar[str]
 
     @property
     def units(self) -> int:
@@ -56,6 +63,8 @@ class Kind(Protocol):
 @dataclass(frozen=True)
 class Permutation:
     """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i`` was ``e[i]``."""
+
+    stage: ClassVar[str] = ""
 
     n: int
 
@@ -129,6 +138,8 @@ class SignedPermutation(Permutation):
 class HeadPermutation(Permutation):
     """The orders of ``n`` attention heads, or groups of heads: whole blocks trade places."""
 
+    stage: ClassVar[str] = "heads"
+
 
 @dataclass(frozen=True)
 class QueryPermutation:
@@ -136,6 +147,8 @@ class QueryPermutation:
 
     Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g, i]``.
     """
+
+    stage: ClassVar[str] = "queries"
 
     groups: int
     n: int
@@ -179,6 +192,8 @@ class HeadRotation:
 
     Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
     """
+
+    stage: ClassVar[str] = "attention"
 
     heads: int
     dim: int
@@ -261,6 +276,8 @@ class _Rotary:
     Each frequency turns two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and ``2 f + 1`` where
     they are ``interleaved``. Query heads that share a key head share its element.
     """
+
+    stage: ClassVar[str] = "attention"
 
     heads: int
     dim: int
@@ -368,6 +385,8 @@ class Rescale:
 
     Source: Zhang et al. 2025, Eq. 11.
     """
+
+    stage: ClassVar[str] = "rescale"
 
     heads: int
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fedrot.symmetry.spaces import RESIDUAL
 class ExpertPermutation(Permutation):
     """The orders of ``n`` experts. The router's rows move with them."""
 
+    stage: ClassVar[str] = "experts"
+
 
 @dataclass(frozen=True)
 class ExpertNeurons:
@@ -25,6 +28,8 @@ class ExpertNeurons:
     An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for expert ``i``.
     It acts on tensors whose axis 0 numbers the experts.
     """
+
+    stage: ClassVar[str] = "ffn"
 
     experts: int
     n: int

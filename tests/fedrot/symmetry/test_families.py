@@ -52,7 +52,7 @@ def test_heads_with_slopes_of_their_own_keep_their_order_and_say_so(name: str) -
     symmetry = symmetry_for(name)
     assert not [group for group in symmetry.groups if group.part == "heads"]
     with pytest.raises(
-        fedrot.SymmetryError, match=r"'heads' cannot be moved: .* order, .* slope per head"
+        fedrot.SymmetryError, match=r"heads.* order, .* slope per head"
     ):
         fedrot.random_equivalent(state_of(name), symmetry, 3, fedrot.WHOLE_MODEL)
 

@@ -12,9 +12,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.aggregation.statistic_kinds import FISHER, TRAINED, Statistics
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
+from fedrot.statistic_kinds import FISHER, TRAINED, Statistics
 from fedrot.strategies.aligned import Aggregated, Aligned
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.privacy import check_not_behind

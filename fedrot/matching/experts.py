@@ -6,6 +6,7 @@ of their neurons in the best order, which is an assignment of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fedrot.matching import assignment
-from fedrot.matching.pairs import Pair, squared_distance
-from fedrot.matching.stages import Match, Problem, by_sign
+from fedrot.matching.pairs import Pair, by_sign, squared_distance
+from fedrot.matching.problem import Match, Problem
+from fedrot.matching.stages import solves
 from fedrot.symmetry.groups import Group
-from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class _Pool:
         return float((plain + signed).diagonal().double().sum()) + gain / 2
 
 
-def match_experts(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+@solves(ExpertPermutation)
+def match_experts(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """Assign experts by what their router rows and their neurons, once in order, have in common."""
     return [_match(group, problem) for group in groups]
 
@@ -104,7 +107,8 @@ def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
             scores[i, j], exact[i, j] = pool.worth(i, j), True
 
 
-def match_expert_neurons(groups: tuple[Group, ...], problem: Problem) -> list[Match]:
+@solves(ExpertNeurons)
+def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """Assign the neurons inside each expert, unless distances alone show that they are in place."""
     matches = []
     for group in groups:

@@ -25,7 +25,7 @@ from fedrot.report import AlignmentReport
 from fedrot.research import interpolation
 from fedrot.research.interpolation import Barrier, loss_barrier
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.research.repair import average_statistics, repair, unit_statistics
+from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.simulations.tasks.task import Task
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.tensors import Tensors

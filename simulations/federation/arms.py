@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, GreedySoup, OptimalTransport, RegMean
+from fedrot.aggregation import Aggregator, Fisher, RegMean
+from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.config import Arm
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task

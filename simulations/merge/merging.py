@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMean, Statistics
+from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, Statistics
 from fedrot.alignment import Alignment
-from fedrot.anchors import SAME_BASE
+from fedrot.anchors import SAME_BASIS
 from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
+from fedrot.research import OptimalTransport
 from fedrot.simulations.merge.merge_inputs import Batches, Input, Tensors, aligned, batches_of, reported
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.models.loading import find_model
@@ -258,7 +259,7 @@ def _remarks(
     """Yield what the user should know about the inputs."""
     labels = getattr(checkpoints[0].config, "id2label", None)
     for checkpoint, report in zip(checkpoints, reports, strict=True):
-        if report.cosine < SAME_BASE:
+        if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
                 f"'{report.name}' comes from another basis than the anchor (cosine of their embeddings: "

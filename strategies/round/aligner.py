@@ -13,7 +13,7 @@ from fedrot.aggregation import Mean, Statistics
 from fedrot.anchors import AlignedUpdate, align_round
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import model_distance
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.inbox import Reply
 from fedrot.strategies.round.layerwise import fold_by_layer

@@ -12,8 +12,8 @@ import torch
 from flwr.app import Message, Metadata, RecordDict
 from torch import Tensor
 
-from fedrot.aggregation.statistic_kinds import Statistics, brings, check_statistics
 from fedrot.errors import UpdateError
+from fedrot.statistic_kinds import Statistics, brings, check_statistics
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import model_records, read_statistics
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT, check_finite, check_update

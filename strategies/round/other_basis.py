@@ -12,7 +12,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
-from fedrot.anchors import SAME_BASE, AlignedUpdate, Evidence, base_cosine
+from fedrot.anchors import SAME_BASIS, AlignedUpdate, Evidence, base_cosine
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
@@ -157,4 +157,4 @@ class OtherBasis:
 
 def in_other_basis(reply: Reply, base: Tensors, symmetry: Symmetry) -> bool:
     """Return whether a reply comes from another basis."""
-    return base_cosine(reply.tensors, base, symmetry) < SAME_BASE
+    return base_cosine(reply.tensors, base, symmetry) < SAME_BASIS

@@ -16,7 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.aggregation import Fisher, GreedySoup, OptimalTransport, RegMean
+from fedrot.aggregation import Fisher, RegMean
+from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.federation.arms import (

@@ -14,6 +14,7 @@ from transformers import BertForSequenceClassification
 
 import fedrot
 from fedrot.aggregation import Mean
+from fedrot.anchors import ANCHORS
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from tests.models import (
@@ -28,7 +29,7 @@ from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
 from tests.strategies.fakes import broadcast, largest_difference, reply, tensors_of, timeless
 
-ANCHOR = pytest.mark.parametrize("anchor", sorted(fedrot.ANCHORS))
+ANCHOR = pytest.mark.parametrize("anchor", sorted(ANCHORS))
 
 Sent = Sequence[tuple[State, float]]
 
@@ -89,7 +90,7 @@ def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -
     sent = [(state(seed), weight) for seed, weight in ((3, 5.0), (4, 9.0), (5, 7.0))]
     result, _ = play(FedRot(config_of(NAME), anchor="global", model=build), state(), sent)
     symmetry = SYMMETRY
-    evidence = fedrot.probing(build, config_of(NAME).to_dict(), symmetry)
+    evidence = fedrot.collect.activations.probing(build, config_of(NAME).to_dict(), symmetry)
     anchor = sent[1][0]
     aligned = [
         (fedrot.align(u, anchor, symmetry, OTHER_BASIS_OPTIONS, evidence(anchor, u)).apply(u), w)

@@ -185,7 +185,7 @@ def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path)
 # --- order -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("anchor", sorted(fedrot.ANCHORS))
+@pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: str) -> None:
     strategy = FedRot(CONFIG, anchor=anchor, deterministic=True)
     messages = broadcast(strategy, state(), COUNT)

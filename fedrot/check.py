@@ -65,6 +65,8 @@ def output_change(
     """
     settings = settings_of(config)
     model = copy.deepcopy(model).double().eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # transformers' default for experts has no float64
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -52,11 +52,6 @@ class Inside:
     factor: float = 1.0
     extra: Tensor | None = None
 
-    @property
-    def precise(self) -> bool:
-        """Whether the blocks are float64."""
-        return self.blocks[0][1].dtype == torch.float64
-
     def own(self) -> Sequence[Pair]:
         """Return the blocks of key heads."""
         return [pair for pair in self.blocks if len(pair[0]) == self.kind.heads * self.kind.dim]
@@ -67,13 +62,11 @@ class Inside:
 
     def ordered(self, order: HeadPermutation | QueryPermutation, element: Tensor) -> Inside:
         """Return the group after heads of the client have been moved."""
-        queries, own = isinstance(order, QueryPermutation), self.kind.heads * self.kind.dim
-        blocks = [
-            (a, c if queries and len(c) == own else order.act(element, c, 0)) for a, c in self.blocks
-        ]
-        extra = self.extra
-        if extra is not None and not queries:
-            extra = order.act(element, extra, 1)
+        if isinstance(order, QueryPermutation):
+            blocks = [(a, order.act(element, c, 0)) for a, c in self.shared()]
+            return replace(self, blocks=[*self.own(), *blocks])
+        blocks = [(a, order.act(element, c, 0)) for a, c in self.blocks]
+        extra = None if self.extra is None else order.act(element, self.extra, 1)
         return replace(self, blocks=blocks, extra=extra)
 
     def worth(self, options: AlignmentOptions) -> float:
@@ -85,6 +78,11 @@ class Inside:
             own = diagonal_blocks(self.extra, self.kind.dim)
             evidence = evidence + self.solver.of_cross(self.kind, own)
         return float(self.solver.worth(self.kind, evidence, options).sum())
+
+    def best(self, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+        """Return the best elements for evidence that was computed from the blocks."""
+        precise = self.blocks[0][1].dtype == torch.float64
+        return self.solver.best(self.kind, evidence, options, precise)
 
     def every_pair(self) -> Tensor:
         """Return the evidence of every pair of key heads, ``[heads (anchor), heads (client), ...]``."""
@@ -196,7 +194,7 @@ def _gain(
 
     The gain is the further decrease of the squared distance; 0 if within rounding.
     """
-    elements = [(g, g.solver.best(g.kind, g.own_pair(), problem.options, g.precise)) for g in after]
+    elements = [(g, g.best(g.own_pair(), problem.options)) for g in after]
     scores = [_summed(g.of_queries(e[i], i, i) for g, e in elements) for i in range(order.groups)]
     queries, _ = _assigned(torch.stack(scores))
     worth = sum(g.ordered(order, queries).worth(problem.options) for g in after)
@@ -219,11 +217,8 @@ def head_scores(
 ) -> Tensor:
     """Return the score of every pair of key heads, float64 ``[heads (anchor), heads (client)]``.
 
-    Args:
-        inside: the groups inside the heads that will be matched afterwards.
-        alone: blocks that no such group moves.
-        heads: the number of key heads.
-        options: of the groups inside.
+    ``inside`` are the groups inside the heads that will be matched afterwards, ``alone`` the blocks
+    that none of them moves.
     """
     scores = torch.zeros(heads, heads, dtype=torch.float64)
     for a, c in alone:
@@ -233,7 +228,7 @@ def head_scores(
     for group in inside:
         evidence = group.every_pair()
         if group.shared() and group.factor:
-            elements[group] = group.solver.best(group.kind, evidence, options, group.precise)
+            elements[group] = group.best(evidence, options)
             worth = group.solver.value(group.kind, elements[group], evidence)
         else:
             worth = group.solver.worth(group.kind, evidence, options)

@@ -115,7 +115,7 @@ def compressed(
         statistics: with full Gram matrices ``[n, n]``.
         form: ``full`` keeps the matrices. ``heads`` keeps one block per head, ``[heads, d, d]``, where
             the input is the heads' outputs, and diagonals ``[n]`` elsewhere; it can follow every
-            rotation and permutation. ``diagonal`` keeps diagonals ``[n]``, which cannot follow rotations.
+            rotation and permutation. ``diagonal`` keeps diagonals, which cannot follow rotations.
         symmetry: needed for ``heads``.
 
     Raises:

@@ -61,7 +61,7 @@ class Inside:
         return [pair for pair in self.blocks if len(pair[0]) > self.kind.heads * self.kind.dim]
 
     def ordered(self, order: HeadPermutation | QueryPermutation, element: Tensor) -> Inside:
-        """Return the group after heads of the client have been moved."""
+        """Return the evidence once an order has moved heads of the client."""
         if isinstance(order, QueryPermutation):
             blocks = [(a, order.act(element, c, 0)) for a, c in self.shared()]
             return replace(self, blocks=[*self.own(), *blocks])
@@ -86,21 +86,17 @@ class Inside:
 
     def every_pair(self) -> Tensor:
         """Return the evidence of every pair of key heads, ``[heads (anchor), heads (client), ...]``."""
-        cross = torch.zeros((), dtype=torch.float64)
-        for a, c in self.own():
-            product = self.factor * _by_head((a @ c.mT).double(), self.kind.heads)
-            cross = cross.to(product.device) + product
+        heads = self.kind.heads
+        cross = _summed(self.factor * _by_head((a @ c.mT).double(), heads) for a, c in self.own())
         if self.extra is not None:
-            cross = cross + _by_head(self.extra, self.kind.heads)
+            cross = cross + _by_head(self.extra, heads)
         return self.solver.of_cross(self.kind, cross)
 
     def own_pair(self) -> Tensor:
         """Return the evidence of key heads in their places, ``[heads, ...]``."""
-        cross = torch.zeros((), dtype=torch.float64)
-        for pair in self.own():
-            a, c = (x.unflatten(0, (self.kind.heads, self.kind.dim)) for x in pair)
-            product = self.factor * torch.bmm(a, c.mT).double()
-            cross = cross.to(product.device) + product
+        shape = (self.kind.heads, self.kind.dim)
+        sides = ((a.unflatten(0, shape), c.unflatten(0, shape)) for a, c in self.own())
+        cross = _summed(self.factor * torch.bmm(a, c.mT).double() for a, c in sides)
         if self.extra is not None:
             cross = cross + diagonal_blocks(self.extra, self.kind.dim)
         return self.solver.of_cross(self.kind, cross)
@@ -205,11 +201,9 @@ def _gain(
 
 def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
     """Assign queries by the inner products of their blocks, where nothing follows inside the heads."""
-    scores = torch.zeros(kind.groups, kind.n, kind.n, dtype=torch.float64)
-    for pair in blocks:
-        ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in pair)
-        scores = scores.to(ours.device) + ours @ theirs.mT
-    return _assigned(scores)
+    shape = (kind.groups, kind.n, -1)
+    sides = ((a.double().reshape(shape), c.double().reshape(shape)) for a, c in blocks)
+    return _assigned(_summed(a @ c.mT for a, c in sides))
 
 
 def head_scores(
@@ -220,10 +214,8 @@ def head_scores(
     ``inside`` are the groups inside the heads that will be matched afterwards, ``alone`` the blocks
     that none of them moves.
     """
-    scores = torch.zeros(heads, heads, dtype=torch.float64)
-    for a, c in alone:
-        traces = torch.diagonal(_by_head((a @ c.mT).double(), heads), dim1=-2, dim2=-1).sum(-1)
-        scores = scores.to(traces.device) + traces
+    products = (_by_head((a @ c.mT).double(), heads) for a, c in alone)
+    scores = _summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
     elements = {}
     for group in inside:
         evidence = group.every_pair()
@@ -232,7 +224,7 @@ def head_scores(
             worth = group.solver.value(group.kind, elements[group], evidence)
         else:
             worth = group.solver.worth(group.kind, evidence, options)
-        scores = scores.to(worth.device) + worth
+        scores = scores + worth
     if elements:
         every = [
             _summed(g.of_queries(e[i, j], i, j) for g, e in elements.items())

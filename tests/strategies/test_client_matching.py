@@ -25,11 +25,10 @@ from fedrot.symmetry.actions import (
     Permutation,
     QueryPermutation,
     Rescale,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.models import VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state

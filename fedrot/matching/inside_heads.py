@@ -23,9 +23,9 @@ MINIMUM_GAIN = 1e-12
 class HeadSolver(ABC):
     """A solver for groups inside heads: all heads of all layers in one batch.
 
-    The methods work on the evidence ``M`` for each head: everything about two heads that the best
-    element depends on. ``<R, M>`` is the similarity once the element ``R`` has moved the client's head.
-    Leading axes (layers, pairs of heads) are batches.
+    The methods work on the evidence ``M`` of a pair of heads, which determines the best element.
+    ``<R, M>`` is the similarity of the heads once the element ``R`` has moved the client's. Leading axes
+    (layers, pairs of heads) are batches.
     """
 
     @abstractmethod

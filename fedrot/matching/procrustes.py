@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import torch
@@ -22,44 +23,33 @@ NEWTON_SCHULZ_STEPS = 24
 
 
 class Procrustes(HeadSolver):
-    """The rotation ``R`` of each head that maximises ``<R, M>``, ``M = sum over slots of A C^T``."""
+    """Rotations: the evidence is ``M = sum over slots of A C^T``, float64 ``[heads, dim, dim]``."""
 
     def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
-        """Return ``M`` as float64 ``[heads, dim, dim]``."""
-        total: Tensor | None = None
-        for pair in blocks:
-            a, c = (_by_key_head(action, x) for x in pair)
-            product = torch.bmm(a, c.mT)
-            total = product if total is None else total.add_(product)
-        if total is None:
-            raise ValueError("a rotation group needs at least one slot")
+        sides = ([_by_key_head(action, x) for x in pair] for pair in blocks)
+        total = reduce(Tensor.add_, (torch.bmm(a, c.mT) for a, c in sides))
         # Directions of M below its rounding error say nothing about the rotation: they do not turn.
         m = total.double()
         noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
         return m + noise[:, None, None] * _eye(m)
 
     def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
-        """Return the cross matrices themselves."""
         return cross
 
     def best(
         self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions, precise: bool = True
     ) -> Tensor:
-        """Return the best rotations, or orders of the units, ``[..., dim, dim]``."""
         if options.within_heads == "permutation":
             return best_orders(evidence)
         return polar(evidence, options.ridge, precise=precise)
 
     def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
-        """Return ``<R, M>``, ``[..., dim, dim]`` to ``[...]``."""
         return (element * evidence).sum((-1, -2))
 
     def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
-        """Return the traces."""
         return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
 
     def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
-        """Return ``<R, M>`` of the best rotations: the sums of singular values."""
         if options.within_heads == "rotation" and options.ridge == 0:
             return torch.linalg.svdvals(evidence).sum(-1)
         return super().worth(action, evidence, options)

@@ -2,7 +2,8 @@
 
 With the two coordinates of a frequency as real and imaginary part, the evidence is
 ``s_f = sum a_f conj(c_f)`` over queries, keys and their biases. The best phase is the angle of ``s_f``,
-the best sign that of its real part.
+the best sign that of its real part; a frequency with ``s_f = 0`` does not move. ``ridge`` times a
+head's largest ``|s_f|`` is added to ``s_f``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ Rotary = RotaryPhases | RotarySigns
 
 
 class RotarySolver(HeadSolver):
-    """The phase or sign of each frequency that maximises ``Re sum e^(i phase) conj(s_f)``."""
+    """Phases and signs: the evidence is ``s_f``, complex128 ``[heads, dim / 2]``."""
 
     def similarity(self, action: Rotary, blocks: Sequence[Pair]) -> Tensor:
-        """Return ``s_f`` as complex128 ``[heads, dim / 2]``."""
         found = []
         for pair in blocks:
             (a0, a1), (c0, c1) = (action.pairs(x).unbind(2) for x in pair)
@@ -37,7 +37,6 @@ class RotarySolver(HeadSolver):
         return total + eps * torch.linalg.vector_norm(total, dim=1)[:, None]
 
     def of_cross(self, action: Rotary, cross: Tensor) -> Tensor:
-        """Return ``s_f`` as complex ``[..., dim / 2]``."""
         first, second = action.pairs(torch.arange(action.heads * action.dim))[0, 0, :, :, 0]
         upper, lower = cross[..., first, second], cross[..., second, first]
         return torch.complex(cross[..., first, first] + cross[..., second, second], lower - upper)
@@ -45,13 +44,8 @@ class RotarySolver(HeadSolver):
     def best(
         self, action: Rotary, evidence: Tensor, options: AlignmentOptions, precise: bool = True
     ) -> Tensor:
-        """Return the best elements ``[..., dim / 2]``; a frequency with ``s_f = 0`` does not move.
-
-        ``ridge`` times a head's largest ``|s_f|`` is added to ``s_f``. With
-        ``within_heads="permutation"`` nothing moves: orders of a head's units are no symmetry under
-        rotary positions.
-        """
         phases = isinstance(action, RotaryPhases)
+        # Orders of a head's units are no symmetry under rotary positions: nothing moves.
         if options.within_heads == "permutation":
             return torch.zeros_like(evidence.real) if phases else torch.ones_like(evidence.real).long()
         if options.ridge > 0:
@@ -59,13 +53,11 @@ class RotarySolver(HeadSolver):
         return evidence.angle() if phases else torch.where(evidence.real < 0, -1, 1)
 
     def value(self, action: Rotary, element: Tensor, evidence: Tensor) -> Tensor:
-        """Return ``<R, M>``, summed over the frequencies, ``[..., dim / 2]`` to ``[...]``."""
         if isinstance(action, RotarySigns):
             return (element * evidence.real).sum(-1)
         return (element.cos() * evidence.real + element.sin() * evidence.imag).sum(-1)
 
     def still(self, action: Rotary, evidence: Tensor) -> Tensor:
-        """Return the sums of the real parts."""
         return evidence.real.sum(-1)
 
 

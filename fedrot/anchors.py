@@ -18,7 +18,7 @@ from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import Symmetry, check_symmetry

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedrot.aggregation import aggregations, entry_named
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.data.partition import parse_partition
@@ -53,9 +54,12 @@ MOST_SEEDS = 10_000
 #: the clients by activations on their data, or learned there.
 EVIDENCE = ("probe", "weights", "clients", "learned")
 
-#: How an arm merges aligned updates. An ensemble merges nothing: it is the clients' models together,
-#: their logits averaged, or their probabilities.
-AGGREGATIONS = ("mean", "regmean", "fisher", "ot", "greedy", "ensemble", "ensemble-probabilities")
+#: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
+#: their probabilities.
+ENSEMBLES = ("ensemble", "ensemble-probabilities")
+
+#: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
+AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
 
 #: The arm of one model that is trained on all clients' data, an upper bound.
 JOINED = "joined"
@@ -92,11 +96,6 @@ class Arm(BaseModel):
         move, slash, aggregation = full.partition("/")
         rest, _, evidence = move.partition("~")
         what, _, anchor = rest.partition("@")
-        if move not in ("plain", what) and aggregation == "fisher":
-            raise ValueError(
-                f"arm '{text}': for Fisher information clients align to the broadcast model; an anchor "
-                "and evidence play no part"
-            )
         anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
         aggregation = aggregation if slash else AGGREGATIONS[0]
         for name, value, known in (
@@ -106,9 +105,14 @@ class Arm(BaseModel):
         ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
+        if move not in ("plain", what) and _aligns_at_clients(aggregation):
+            raise ValueError(
+                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
+                "statistics cannot follow rotations; leave out the anchor and the evidence"
+            )
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
-        if aggregation.startswith("ensemble"):
+        if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
@@ -132,7 +136,20 @@ class Arm(BaseModel):
     @property
     def ensemble(self) -> bool:
         """Whether the arm evaluates the clients' models together."""
-        return self.aggregation.startswith("ensemble")
+        return self.aggregation in ENSEMBLES
+
+    @property
+    def aligns_at_clients(self) -> bool:
+        """Whether clients align before they compute statistics, which cannot follow rotations."""
+        return self.align and _aligns_at_clients(self.aggregation)
+
+    def takes(self, argument: str) -> bool:
+        """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
+        return not self.ensemble and argument in entry_named(self.aggregation).inputs
+
+
+def _aligns_at_clients(aggregation: str) -> bool:
+    return aggregation not in ENSEMBLES and not entry_named(aggregation).follows_rotations
 
 
 class SimulationConfig(BaseModel):
@@ -229,7 +246,7 @@ class SimulationConfig(BaseModel):
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
-        if not self.holdout and any(arm.aggregation == "greedy" for arm in arms):
+        if not self.holdout and any(arm.takes("score") for arm in arms):
             raise ValueError(
                 "the greedy soup is chosen on clients' held-out rows; holdout must not be 0"
             )
@@ -303,7 +320,7 @@ class SimulationConfig(BaseModel):
     def moves(self) -> bool:
         """Whether weights are to be moved, which takes a model of a supported family."""
         arms = [Arm.parse(arm) for arm in self.arms]
-        return "scrambled" in self.starts or any(arm.align or arm.aggregation == "ot" for arm in arms)
+        return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""

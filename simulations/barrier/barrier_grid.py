@@ -18,16 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedrot._io import replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barriers import (
-    METHODS,
-    Line,
-    check_methods,
+from fedrot.simulations.barrier.barrier_lines import (
+    BarrierLine,
     lines_of,
     measure,
     training_batches,
     write_rows,
     write_whole,
 )
+from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig, read_grid
 from fedrot.simulations.federation.run_folder import read_rows, versions
 
@@ -142,7 +141,7 @@ def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[n
     return first, second
 
 
-def run_grid(grid: Grid, out: Path, command: str, report: Report, workers: int = 2) -> list[Line]:
+def run_grid(grid: Grid, out: Path, command: str, report: Report, workers: int = 2) -> list[BarrierLine]:
     """Measure what ``out`` does not hold yet, and write the summary; return all lines in ``out``.
 
     ``out`` holds ``config.json``, ``versions.json``, ``models/`` (the trained models), ``lines/`` (a
@@ -183,7 +182,7 @@ def run_grid(grid: Grid, out: Path, command: str, report: Report, workers: int =
 Job = tuple[Cell, tuple[int, int], list[str], Path]
 
 
-def _results(jobs: Sequence[Job], workers: int) -> Iterator[list[Line]]:
+def _results(jobs: Sequence[Job], workers: int) -> Iterator[list[BarrierLine]]:
     if workers == 1 or len(jobs) < 2:
         yield from map(run_pair, jobs)
         return
@@ -201,7 +200,7 @@ def _results(jobs: Sequence[Job], workers: int) -> Iterator[list[Line]]:
         pool.shutdown(cancel_futures=True)
 
 
-def run_pair(job: Job) -> list[Line]:
+def run_pair(job: Job) -> list[BarrierLine]:
     """Train the two models of a pair, or load them, and measure the missing methods."""
     from fedrot.simulations.tasks.task import task_of
     from fedrot.symmetry import symmetry_of
@@ -297,7 +296,7 @@ def _record(grid: Grid, out: Path, command: str) -> None:
         write_whole(out / name, json.dumps(value, indent=2) + "\n")
 
 
-def _collect(out: Path) -> list[Line]:
+def _collect(out: Path) -> list[BarrierLine]:
     """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
     lines = lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}"))
@@ -312,7 +311,7 @@ def _place(names: Sequence[str], name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
-def write_summary(out: Path, lines: Sequence[Line]) -> Path:
+def write_summary(out: Path, lines: Sequence[BarrierLine]) -> Path:
     """Write ``summary.md``, ``models.jsonl`` and a picture per cell; return the summary's path."""
     from fedrot.simulations.barrier.barrier_report import markdown, plot, stem, summarise
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrot.simulations.barrier.barriers import METHODS, VANILLA, Line
+from fedrot.simulations.barrier.barrier_lines import BarrierLine
+from fedrot.simulations.barrier.barrier_methods import METHODS, VANILLA
 from fedrot.simulations.report.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
 from fedrot.simulations.report.tables import number_style
@@ -27,7 +28,7 @@ MOST_ACROSS, WIDTH = 6, 13.2
 
 
 @dataclass(frozen=True)
-class Summary:
+class BarrierSummary:
     """A method's lines in one cell: means over pairs with 95 % t intervals.
 
     Attributes:
@@ -51,21 +52,21 @@ class Summary:
     seconds: Paired
 
 
-def headline_of(lines: Sequence[Line]) -> str:
+def headline_of(lines: Sequence[BarrierLine]) -> str:
     """Return the first metric of a cell's lines."""
     return next(iter(lines[0].barrier.rows[0]))
 
 
-def by_cell(lines: Iterable[Line]) -> dict[str, dict[str, dict[str, Line]]]:
+def by_cell(lines: Iterable[BarrierLine]) -> dict[str, dict[str, dict[str, BarrierLine]]]:
     """Return cell -> method -> pair -> line; cells as they come, methods in the order of METHODS."""
-    found: dict[str, dict[str, dict[str, Line]]] = {}
+    found: dict[str, dict[str, dict[str, BarrierLine]]] = {}
     order = {name: index for index, name in enumerate(METHODS)}
     for line in sorted(lines, key=lambda line: order.get(line.method, len(order))):
         found.setdefault(line.cell, {}).setdefault(line.method, {})[line.pair] = line
     return found
 
 
-def summarise(lines: Sequence[Line]) -> list[Summary]:
+def summarise(lines: Sequence[BarrierLine]) -> list[BarrierSummary]:
     """Summarise every cell and method; a share is NaN where the vanilla barrier is missing or 0."""
     cells = dict.fromkeys(line.cell for line in lines)
     grouped = by_cell(lines)
@@ -76,17 +77,17 @@ def summarise(lines: Sequence[Line]) -> list[Summary]:
     ]
 
 
-def _summary(lines: Sequence[Line], vanilla: Mapping[str, Line]) -> Summary:
+def _summary(lines: Sequence[BarrierLine], vanilla: Mapping[str, BarrierLine]) -> BarrierSummary:
     headline = headline_of(lines)
 
-    def over(value: Callable[[Line], float]) -> Paired:
+    def over(value: Callable[[BarrierLine], float]) -> Paired:
         return paired_difference([value(line) for line in lines])
 
-    def share(line: Line) -> float:
+    def share(line: BarrierLine) -> float:
         other = vanilla.get(line.pair)
         return _ratio(line.barrier.barrier, other.barrier.barrier if other else math.nan)
 
-    return Summary(
+    return BarrierSummary(
         lines[0].cell,
         lines[0].method,
         len(lines),
@@ -110,12 +111,12 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 #: What identifies a summary, and what it says: column titles, and how they are read. A terminal shows
 #: the name of the headline metric in place of the word.
-_NAMES: dict[str, Callable[[Summary], str]] = {
+_NAMES: dict[str, Callable[[BarrierSummary], str]] = {
     "cell": lambda s: s.cell,
     "headline": lambda s: s.headline.replace("_", " "),
     "pairs": lambda s: str(s.pairs),
 }
-_VALUES: dict[str, Callable[[Summary], str]] = {
+_VALUES: dict[str, Callable[[BarrierSummary], str]] = {
     "method": lambda s: s.method,
     "barrier": lambda s: _shown(s.barrier),
     "above the worse end": lambda s: _shown(s.above, interval=False),
@@ -141,7 +142,7 @@ def _shown(value: Paired, interval: bool = True) -> str:
     )
 
 
-def markdown(summaries: Sequence[Summary]) -> str:
+def markdown(summaries: Sequence[BarrierSummary]) -> str:
     """Return the summaries as a Markdown table."""
     columns = {**_NAMES, **_VALUES}
     rows = [[read(summary) for read in columns.values()] for summary in summaries]
@@ -149,7 +150,7 @@ def markdown(summaries: Sequence[Summary]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in ([*columns], rule, *rows))
 
 
-def tables(summaries: Sequence[Summary]) -> list[Table]:
+def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
     """Return the summaries as tables for the terminal, one per cell, with its headline metric's name."""
     from rich.table import Table
     from rich.text import Text
@@ -177,7 +178,7 @@ def tables(summaries: Sequence[Summary]) -> list[Table]:
     return found
 
 
-def plot(path: Path, lines: Sequence[Line]) -> Path:
+def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
 
     Methods stand in rows of at most ``MOST_ACROSS``, each row with a row of panels per metric. Thin
@@ -216,7 +217,7 @@ def plot(path: Path, lines: Sequence[Line]) -> Path:
     return save_figure(figure, path)
 
 
-def _draw(ax: Axes, lines: Iterable[Line], metric: str, colour: str, name: str) -> None:
+def _draw(ax: Axes, lines: Iterable[BarrierLine], metric: str, colour: str, name: str) -> None:
     curves = [[row[metric] for row in line.barrier.rows] for line in lines]
     positions = [line.barrier.positions for line in lines]
     for where, curve in zip(positions, curves, strict=True):

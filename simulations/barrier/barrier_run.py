@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,26 @@ from typing import Any
 from rich.console import Console
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barriers import (
-    METHODS,
-    Line,
-    check_methods,
+from fedrot.simulations.barrier.barrier_lines import (
+    BarrierLine,
     measure,
     training_batches,
     write_rows,
     write_whole,
 )
+from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.federation.run_folder import versions
 
 
-def compare_checkpoints(
+def compare_saved_models(
     a: Path,
     b: Path,
     out: Path,
-    methods: Sequence[str],
+    settings: BarrierSettings,
     command: str,
     console: Console,
-    *,
-    points: int = 21,
-    rows: int = 2048,
-    **settings: Any,
-) -> list[Line]:
+) -> list[BarrierLine]:
     """Measure the line between two saved models under every method, and print and write the results.
 
     ``out`` holds ``config.json``, ``versions.json``, ``rows.jsonl``, ``summary.md`` and
@@ -44,10 +40,6 @@ def compare_checkpoints(
 
     Args:
         a, b: folders written by ``save_pretrained``; ``b`` is moved towards ``a``.
-        methods: names in ``METHODS``; all of them if empty.
-        points: positions on the line, odd.
-        rows: training rows for the methods that look at data.
-        settings: of the data; see ``load_pair``.
 
     Raises:
         FedrotError: bad input; the message says which.
@@ -56,13 +48,15 @@ def compare_checkpoints(
     from fedrot.simulations.models.barrier_models import load_pair
     from fedrot.symmetry import symmetry_of
 
-    methods = check_methods(methods or METHODS)
+    points, rows = settings.points, settings.rows
+    named = (settings.methods or "").split(",")
+    methods = check_methods([name.strip() for name in named if name.strip()] or METHODS)
     if points < 3 or points % 2 == 0:
         raise FedrotError(f"points is {points}; it must be odd and at least 3, to include the middle.")
     if rows < 1:
         raise FedrotError(f"rows is {rows}; at least one is needed.")
     _refuse_filled(out)
-    task, anchor, client = load_pair(a, b, **settings)
+    task, anchor, client = load_pair(a, b, **settings.model_dump(exclude={"methods", "points", "rows"}))
     if task.data.note:
         console.print(task.data.note, highlight=False)
     config: Any = anchor.config

@@ -41,9 +41,10 @@ def report_folder(folder: Path, markdown: Path | None) -> None:
     Raises:
         ValueError: there is no run.
     """
+    from fedrot.simulations.federation.run_folder import rows_file
     from fedrot.simulations.federation.runner import present
 
-    if not (folder / "rows.jsonl").exists():
+    if rows_file(folder) is None:
         raise ValueError(f"'{folder}' is not a run folder: it has no rows.jsonl.")
     present(folder, console)
     if markdown is not None:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 import fedrot
-from fedrot.simulations.barrier.barriers import METHODS, check_methods
+from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.cli import actions
 from fedrot.simulations.cli.terminal import (
     Command,
@@ -235,13 +235,14 @@ def barrier(
 ) -> None:
     """Measure the loss along the line between two saved models, matched in every way."""
     settings = dict(locals())
-    for name in ("a", "b", "out", "methods"):
+    for name in ("a", "b", "out"):
         del settings[name]
 
     def run() -> None:
-        from fedrot.simulations.barrier.barrier_run import compare_checkpoints
+        from fedrot.simulations.barrier.barrier_run import compare_saved_models
+        from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 
-        compare_checkpoints(a, b, out, names(methods), command_line(), console, **settings)
+        compare_saved_models(a, b, out, BarrierSettings(**settings), command_line(), console)
 
     guarded(run)
 
@@ -346,17 +347,16 @@ def merge(
 ) -> None:
     """Align saved models to one of them, merge them, and write the result as a model."""
     settings = dict(locals())
-    for name in ("models", "out", "parts", "layers", "weights"):
+    for name in ("models", "out", "dry_run"):
         del settings[name]
 
     def run() -> None:
-        from fedrot.simulations.merge import merging
         from fedrot.simulations.merge.merge_report import table
+        from fedrot.simulations.merge.merge_settings import MergeSettings
+        from fedrot.simulations.merge.merging import merge
 
-        shares = merging.weights_of(weights) if weights else None
-        options = merging.options_of(parts, layers)
         with console.status(escape(f"{method} of {len(models)} models")):
-            report = merging.merge(models, out, options=options, weights=shares, **settings)
+            report = merge(models, out, MergeSettings(**settings), dry_run=dry_run)
         console.print(table(report))
         for note in report.notes:
             say(f"Note: {note}")

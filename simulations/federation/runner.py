@@ -103,7 +103,7 @@ def simulate(
         FedrotError: data, partition or model cannot be used, or there are not so many GPUs.
         RuntimeError: a simulation failed; what was done before is in the folder.
     """
-    from fedrot.simulations.federation.experiment import Interrupted
+    from fedrot.simulations.federation.ordered_grid import Interrupted
 
     if not dry_run:
         refuse_used(out)
@@ -152,7 +152,8 @@ def _run(
     from flwr.simulation import run_simulation
 
     from fedrot.simulations.federation.client_app import app as client_app
-    from fedrot.simulations.federation.experiment import Interrupted, run_cells
+    from fedrot.simulations.federation.experiment import run_cells
+    from fedrot.simulations.federation.ordered_grid import Interrupted
 
     server_app = ServerApp()
     failure: list[BaseException] = []

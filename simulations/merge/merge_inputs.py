@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,11 @@ from fedrot.collect.activations import Activations, collect_activations
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import squared_distance
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.merge.merge_report import InputReport
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about
 from fedrot.simulations.models.saved_model import Checkpoint
 from fedrot.symmetry import Symmetry, symmetry_of
@@ -38,7 +38,7 @@ class Input:
     """A model on disk, its weight, and how it comes to the anchor's coordinates.
 
     Attributes:
-        cosine: of its embeddings with the anchor's, see ``fedrot.base_cosine``.
+        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
         seconds: wall time of the matching, activations included.
     """
 
@@ -141,16 +141,16 @@ def _evidence(
 
 
 def batches_of(
-    checkpoint: Checkpoint, data: str, rows: int, settings: Mapping[str, Any]
+    checkpoint: Checkpoint, settings: MergeSettings, rows: int
 ) -> tuple[list[dict[str, Tensor]], str]:
-    """Return training texts as batches that a model reads, without labels, and the data set's note.
+    """Return training texts as batches of a model's inputs, and a note on the data set's splits.
 
-    Texts are tokenised as the model says, or with the bundled tokenizer if it has none; those for a
-    masked language model have hidden tokens, as in training.
+    Texts are tokenised with the model's tokenizer, or the bundled one if it has none. Tokens are
+    hidden for a masked language model, as in training. Labels are left out.
 
     Args:
-        rows: texts at most.
-        settings: of ``SimulationConfig``: ``data_dir``, ``text_column`` and so on.
+        settings: the data set, its columns, the number of texts and of tokens.
+        rows: texts at most, if the settings do not say.
 
     Raises:
         FedrotError: the data cannot be used, or the tokenizer is not the model's.
@@ -162,17 +162,21 @@ def batches_of(
 
     if checkpoint.tokenizer is None:
         check_bundled(checkpoint.path, checkpoint.config)
-    # RoBERTa's positions start after the padding index.
-    length = min(settings.get("max_length", 64), checkpoint.config.max_position_embeddings - 2)
-    described = SimulationConfig(
-        **{**settings, "max_length": length},
-        task="mlm" if checkpoint.model_class.__name__.endswith("ForMaskedLM") else "classification",
-        data=data,
-        model=str(checkpoint.tokenizer) if checkpoint.tokenizer else None,
-        train_limit=rows,
-        test_limit=1,
+    rows = settings.rows or rows
+    task = task_of(
+        SimulationConfig(
+            task="mlm" if checkpoint.model_class.__name__.endswith("ForMaskedLM") else "classification",
+            data=settings.data or "",
+            data_dir=settings.data_dir,
+            text_column=settings.text_column,
+            label_column=settings.label_column,
+            # RoBERTa's positions start after the padding index.
+            max_length=min(settings.max_length, checkpoint.config.max_position_embeddings - 2),
+            model=str(checkpoint.tokenizer) if checkpoint.tokenizer else None,
+            train_limit=rows,
+            test_limit=1,
+        ).to_json()
     )
-    task = task_of(described.to_json())
     with torch.device("meta"):
         shell = checkpoint.build()
     batches = list(step_batches(task, shell, np.arange(len(task.train)), rows, BATCH, seed=0))

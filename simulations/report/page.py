@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrot._io import replacing
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.federation.run_folder import read_rows, rows_file
 from fedrot.simulations.report.summaries import CENTRAL, LOWER_IS_BETTER, Row, metrics_in, setting_of
 from fedrot.simulations.report.tables import (
     BASELINE,
@@ -157,7 +157,7 @@ def _incomplete(run_dir: Path, config: dict[str, Any], rows: Sequence[Row]) -> l
 
 
 def _rows(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return read_rows(run_dir, name) if (run_dir / name).is_file() else []
+    return read_rows(run_dir, name) if rows_file(run_dir, name) else []
 
 
 def _json(run_dir: Path, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fedrot.alignment import Alignment
 from fedrot.anchors import ANCHORS, GlobalAnchor, RunningAnchor, align_round, finder
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import model_distance
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.other_basis import Exchange, OtherBases, in_other_basis
 from fedrot.strategies.round.round_report import Round

@@ -150,7 +150,7 @@ class OtherBases:
                 WARNING,
                 "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp "
                 "load it? If these clients have starts of their own, give the strategy "
-                "other_basis=OtherBasis(model) to match them as a whole.",
+                "other_basis=OtherBasis(model=...) to match them as a whole.",
                 count,
                 of,
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.alignment import Alignment
+from fedrot.research import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
 from fedrot.strategies.client_matching import ELEMENTS, GENERAL, MESSAGE_TYPE, read_answer, request
 from fedrot.strategies.settings import OtherBasis
@@ -25,11 +26,10 @@ from fedrot.symmetry.actions import (
     Permutation,
     QueryPermutation,
     Rescale,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.models import VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
@@ -43,7 +43,7 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 
-LEARNING = fedrot.LearningOptions(steps=3, general=True)
+LEARNING = LearningOptions(steps=3, general=True)
 EDITED = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 ATTENTION = next(g.name for g in SYMMETRY.select(("attention",)))
@@ -63,7 +63,7 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def client(learning: fedrot.LearningOptions | None = None) -> Client:
+def client(learning: LearningOptions | None = None) -> Client:
     """Return a node with a real ``ClientApp`` that matches."""
     app = ClientApp()
     match_at_client(app, lambda message, context: Matching(build, batches, learning=learning))
@@ -108,7 +108,7 @@ def play(
 
 
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-def test_the_answer_holds_elements_and_nothing_else(learning: fedrot.LearningOptions | None) -> None:
+def test_the_answer_holds_elements_and_nothing_else(learning: LearningOptions | None) -> None:
     answer = ask(client(learning), state(), state(3))
     assert list(answer.content) == [ELEMENTS]
     elements = elements_of(answer)
@@ -164,8 +164,8 @@ def learned_here(base: State, update: State) -> Alignment:
     inputs = [{k: v for k, v in b.items() if k != "labels"} for b in batches()]
     seen = fedrot.collect_activations(ours, theirs, inputs, SYMMETRY)
     start = fedrot.align(update, base, SYMMETRY, WHOLE, seen)
-    loss = fedrot.loss_of(model)
-    return fedrot.learn_alignment(loss, batches(), update, base, SYMMETRY, start, LEARNING).alignment
+    loss = loss_of(model)
+    return learn_alignment(loss, batches(), update, base, SYMMETRY, start, LEARNING).alignment
 
 
 def test_learned_elements_of_gl_travel_exactly() -> None:
@@ -449,7 +449,7 @@ def test_a_client_without_the_action_fails() -> None:
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
 @pytest.mark.parametrize("most", [True, False], ids=["most-in-another-basis", "one-in-another-basis"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
-    most: bool, learning: fedrot.LearningOptions | None, warnings: Callable[[], str]
+    most: bool, learning: LearningOptions | None, warnings: Callable[[], str]
 ) -> None:
     base = state()
     sent = [permuted(base, i) if most or i == 1 else base for i in range(3)]
@@ -562,7 +562,7 @@ def test_no_answer_ends_the_round(case: str) -> None:
 
 
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-def test_what_a_client_found_is_what_is_averaged(learning: fedrot.LearningOptions | None) -> None:
+def test_what_a_client_found_is_what_is_averaged(learning: LearningOptions | None) -> None:
     """Its data decided; to move the update again, by weights alone, would undo that."""
     base, update = state(), state(3)
     node = client(learning)

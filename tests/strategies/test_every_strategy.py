@@ -248,7 +248,7 @@ def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
     assert 0 < change_of_the_sum("global") <= 2 * CLIP
 
 
-@pytest.mark.parametrize("anchor", sorted(set(fedrot.ANCHORS) - {"global"}))
+@pytest.mark.parametrize("anchor", sorted(set(fedrot.anchors.ANCHORS) - {"global"}))
 @pytest.mark.parametrize("name", sorted(SERVER_SIDE))
 def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
     """One client would move the others' updates, so that clipping its own bounds nothing."""

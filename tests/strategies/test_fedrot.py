@@ -98,7 +98,7 @@ def test_every_fedavg_argument_works() -> None:
     assert {name: getattr(strategy, name) for name in given} == given
 
 
-@pytest.mark.parametrize("anchor", sorted(fedrot.ANCHORS))
+@pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
 def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)

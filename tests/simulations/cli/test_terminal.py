@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedrot.simulations.barrier.barriers import METHODS
+from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.terminal import Command
 from fedrot.simulations.cli.terminal import examples as examples_of

@@ -19,8 +19,9 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, GreedySoup, Mean, OptimalTransport, RegMean
-from fedrot.aggregation.statistic_kinds import TRAINED
+from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.research import GreedySoup, OptimalTransport
+from fedrot.statistic_kinds import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
@@ -104,7 +105,7 @@ def test_scrambled_clients_give_the_unscrambled_regmean(anchor: str, form: Any) 
 
 def test_forms_of_heads_follow_the_rotations() -> None:
     """Ten times fewer numbers, and still the unscrambled result; see the parametrised test."""
-    small = fedrot.compressed(honest()[0].statistics, "heads", SYMMETRY)["gram"]
+    small = fedrot.collect.gram.compressed(honest()[0].statistics, "heads", SYMMETRY)["gram"]
     assert small[OUTPUT].shape == (HEADS, DIM, DIM)
     assert small[DOWN].shape == (48,)
 
@@ -327,7 +328,7 @@ def without(client: Client) -> Client:
 
 
 def other_form(client: Client, form: Any) -> Client:
-    return replace(client, statistics=fedrot.compressed(client.statistics, form, SYMMETRY))
+    return replace(client, statistics=fedrot.collect.gram.compressed(client.statistics, form, SYMMETRY))
 
 
 def fewer(client: Client) -> Client:

@@ -90,13 +90,13 @@ def test_a_round_on_the_device_is_that_on_the_cpu(which: str) -> None:
 
 
 @pytest.mark.parametrize(("anchor", "at_clients"), [("running", True), ("consensus", False)])
-def test_other_basis_replies_are_matched_there_too(anchor: str, match_at_clients: bool) -> None:
+def test_other_basis_replies_are_matched_there_too(anchor: str, at_clients: bool) -> None:
     """With activations of the models, which run on the host."""
     clients = [Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)]
     clients[0] = Client(near(state(), 0.02, 5), 2.0, {})
     wanted, found = _both(
         lambda **given: FedRot(
-            SYMMETRY, other_basis=OtherBasis(build, at_clients=match_at_clients), **given, anchor=anchor
+            SYMMETRY, other_basis=OtherBasis(build, at_clients=at_clients), **given, anchor=anchor
         ),
         clients,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
-from fedrot.aggregation.statistic_kinds import TRAINED
+from fedrot.statistic_kinds import TRAINED
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.records import STATISTICS
@@ -109,7 +109,7 @@ def marked(client: Client, **rows: Iterable[int]) -> Client:
 
 
 def diagonal(client: Client) -> Client:
-    return replace(client, statistics=fedrot.compressed(client.statistics, "diagonal"))
+    return replace(client, statistics=fedrot.collect.gram.compressed(client.statistics, "diagonal"))
 
 
 def reversed_statistics(client: Client) -> Client:

@@ -148,7 +148,7 @@ def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tm
 @pytest.mark.parametrize("name", sorted(HOLDING))
 def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
     found = []
-    for settings in ({}, {"spill": tmp_path}):
+    for settings in ({}, {"execution": Execution(spill=tmp_path)}):
         strategy = HOLDING[name](CONFIG, **settings)
         messages = broadcast(strategy, state(), COUNT)
         arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))
@@ -193,7 +193,7 @@ def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path)
 # --- order -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("anchor", sorted(fedrot.ANCHORS))
+@pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: str) -> None:
     strategy = FedRot(CONFIG, anchor=anchor, execution=Execution(deterministic=True))
     messages = broadcast(strategy, state(), COUNT)
@@ -246,7 +246,7 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
                         record[name] = elsewhere(array, shift)
             yield strategy.aggregate_train(1, sent)[0]
 
-    first, *others = results(deterministic=True)
+    first, *others = results(execution=Execution(deterministic=True))
     assert {largest_difference(first, other) for other in others} == {0.0}
     first, *others = results()
     assert max(largest_difference(first, other) for other in others) < 1e-4

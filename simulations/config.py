@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,39 +157,66 @@ class SimulationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
-    task: TaskName = Field("classification", description="In mlm and clm labels only partition.")
-    data: str = Field("", description="Data set name; empty: the task's default.")
-    data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
-    text_column: str | None = Field(None, description="Of texts, words or images.")
-    label_column: str | None = Field(None, description="Of labels or tags.")
-    train_limit: Annotated[int, Field(gt=0)] | None = None
-    test_limit: Annotated[int, Field(gt=0)] | None = None
-
-    model: str | None = Field(None, description="Folder or hub name; None: a small one from scratch.")
-    architecture: Architecture = Field("", description="Of a small one; empty: the task's default.")
-    layers: int = Field(2, gt=0)
-    width: int = Field(128, gt=0)
-    heads: int = Field(4, gt=0)
-    max_length: int = Field(64, gt=3)
-    dropout: float = Field(0.1, ge=0, lt=1)
-
-    clients: int = Field(4, gt=0)
-    partition: str = Field("iid", description="iid | dirichlet:A | pathological:K | keyclass:F | ...")
-    holdout: float = Field(0.1, ge=0, lt=1, description="Share of each client's data it tests on.")
-    fraction_train: float = Field(1.0, gt=0, le=1)
-
-    starts: tuple[Start, ...] = ("same",)
-    head: Literal["same", "different"] = Field("same", description="Where task heads start from.")
-    arms: tuple[str, ...] = ("plain", "aligned")
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0, 1, 2)
-    rounds: int = Field(3, gt=0)
-    local_epochs: float = Field(1, gt=0, description="Epochs of a round; may be a part of one.")
-    first_epochs: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Epochs of the first round; None: local_epochs."
+    data: str = Field(
+        "",
+        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a "
+        "folder of images, or a hub name; default: goemotions_ekman, and digits for images.",
     )
-    batch_size: int = Field(32, gt=0)
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    task: TaskName = Field(
+        "classification",
+        description="classification, mlm or clm (masked or causal language modelling of the texts), "
+        "ner (named entities) or image (image classification).",
+    )
+    data_dir: Path | None = Field(
+        None, description="Folder with glue/, emotion/, ner/, images/ as Parquet files."
+    )
+    text_column: str | None = Field(None, description="Column with text, words or image.")
+    label_column: str | None = Field(None, description="Column with the label or tags.")
+    train_limit: int | None = Field(None, gt=0, description="Use at most so many rows.")
+    test_limit: int | None = Field(None, gt=0, description="Test on at most so many rows.")
+
+    model: str | None = Field(
+        None, description="Pretrained model, folder or hub name; default: a small one."
+    )
+    architecture: Architecture = Field(
+        "",
+        description="Of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, vit for "
+        "image, else bert.",
+    )
+    layers: int = Field(2, gt=0, description="Layers of the small model.")
+    width: int = Field(128, gt=0, description="Hidden size of the small model.")
+    heads: int = Field(4, gt=0, description="Attention heads of the small model.")
+    max_length: int = Field(64, gt=3, description="Tokens per text.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
+
+    clients: int = Field(4, gt=0, description="Number of clients.")
+    partition: str = Field(
+        "iid",
+        description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME.",
+    )
+    holdout: float = Field(0.1, ge=0, lt=1, description="Share of its data a client tests on.")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
+
+    starts: tuple[Start, ...] = Field(
+        ("same",), description="Any of same, different, scrambled, separated by commas."
+    )
+    task_head: Literal["same", "different"] = Field(
+        "same", description="Task heads start the same or different."
+    )
+    arms: tuple[str, ...] = Field(
+        ("plain", "aligned"),
+        description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
+        "/AGGREGATION such as aligned/regmean; ensemble, joined; separated by commas.",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
+    rounds: int = Field(3, gt=0, description="Rounds of federated training.")
+    local_epochs: float = Field(1, gt=0, description="Epochs per client and round.")
+    first_epochs: float | None = Field(
+        None, gt=0, description="Epochs of the first round, before clients meet."
+    )
+    batch_size: int = Field(32, gt=0, description="Rows per step.")
+    lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
 
     @field_validator("partition")
     @classmethod
@@ -325,20 +351,3 @@ class SimulationConfig(BaseModel):
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
-
-
-def read_grid(path: Path, entries: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the ``[base]`` of a TOML file and each of its ``[[entries]]``.
-
-    Raises:
-        ValueError: the file is no TOML, or these are no tables.
-    """
-    with path.open("rb") as file:
-        described = tomllib.load(file)
-    base, found = described.get("base", {}), described.get(entries, [])
-    tables = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
-    if not isinstance(base, dict) or not tables:
-        raise ValueError(
-            f"'{path}' is no grid; write one [base], and [[{entries}]] before each {entries}"
-        )
-    return base, found

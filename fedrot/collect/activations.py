@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
-from fedrot.symmetry.actions import INSIDE_HEADS, HeadRotation
+from fedrot.symmetry.actions import HeadRotation, InsideHeads
 from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update, diagonal_blocks
 from fedrot.transport import Move
@@ -119,7 +119,7 @@ class _Site:
 
 def _sites(group: Group, model: nn.Module) -> list[_Site]:
     action, modules = group.kind, dict(model.named_modules())
-    units = action.heads * action.dim if isinstance(action, INSIDE_HEADS) else action.units
+    units = action.heads * action.dim if isinstance(action, InsideHeads) else action.units
     read: list[_Site] = []
     written: list[_Site] = []
     for slot in group.slots:

@@ -21,14 +21,9 @@ from fedrot.matching.pairs import Pair, squared_distance
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import Solver, solver_of, solves
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import (
-    HeadPermutation,
-    HeadRotation,
-    QueryPermutation,
-    RotaryPhases,
-    RotarySigns,
-)
+from fedrot.symmetry.actions import HeadPermutation, HeadRotation, QueryPermutation
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import diagonal_blocks
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.groups import Group, Slot
+from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.tensors import Tensors, compute_dtype
 
 #: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.
@@ -31,7 +32,7 @@ def _pair(slot: Slot, a: Tensor, c: Tensor) -> Pair:
 
 def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
     """Split one item per slot into slots that keep their signs, and slots whose signs may change."""
-    signed = isinstance(group.kind, SignedPermutation)
+    signed = isinstance(group.kind, SignedPermutation | ExpertNeurons)
     sides: tuple[list[T], list[T]] = ([], [])
     for slot, block in zip(group.slots, blocks, strict=True):
         sides[signed and not slot.unsigned].append(block)

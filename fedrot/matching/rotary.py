@@ -16,7 +16,7 @@ from fedrot.matching.inside_heads import HeadSolver
 from fedrot.matching.pairs import Pair
 from fedrot.matching.stages import solves
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 
 Rotary = RotaryPhases | RotarySigns
 
@@ -28,9 +28,7 @@ class RotarySolver(HeadSolver):
         """Return ``s_f`` as complex128 ``[heads, dim / 2]``."""
         found = []
         for pair in blocks:
-            (a0, a1), (c0, c1) = (
-                x.reshape(action.heads, -1, 2, action.dim // 2, x.shape[1]).unbind(2) for x in pair
-            )
+            (a0, a1), (c0, c1) = (action.pairs(x).unbind(2) for x in pair)
             real, imaginary = (a0 * c0).add_(a1 * c1), (a1 * c0).sub_(a0 * c1)
             found.append(torch.complex(real.sum((1, 3)).double(), imaginary.sum((1, 3)).double()))
         total = torch.stack(found).sum(0)
@@ -40,11 +38,9 @@ class RotarySolver(HeadSolver):
 
     def of_cross(self, action: Rotary, cross: Tensor) -> Tensor:
         """Return ``s_f`` as complex ``[..., dim / 2]``."""
-        half = action.dim // 2
-        direct, upper, lower = (
-            torch.diagonal(cross, offset=offset, dim1=-2, dim2=-1) for offset in (0, half, -half)
-        )
-        return torch.complex(direct[..., :half] + direct[..., half:], lower - upper)
+        first, second = action.pairs(torch.arange(action.heads * action.dim))[0, 0, :, :, 0]
+        upper, lower = cross[..., first, second], cross[..., second, first]
+        return torch.complex(cross[..., first, first] + cross[..., second, second], lower - upper)
 
     def best(
         self, action: Rotary, evidence: Tensor, options: AlignmentOptions, precise: bool = True

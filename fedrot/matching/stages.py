@@ -18,7 +18,10 @@ from fedrot.matching.problem import Match, Problem
 from fedrot.symmetry.groups import Group
 
 #: The stages in the order in which they run; each stage sees the elements of those before it.
-STAGES = ("residual", "output", "heads", "queries", "attention", "rescale", "ffn")
+STAGES = (
+    *("residual", "output", "heads", "queries", "attention", "rescale"),
+    *("experts", "expert neurons", "ffn"),
+)
 
 #: Stages whose groups share tensors with the groups of other stages: several sweeps are needed.
 COUPLED = ("residual", "output")

@@ -19,14 +19,9 @@ from torch import Tensor, nn
 from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import (
-    HeadLinear,
-    HeadRotation,
-    RotaryPhases,
-    RotarySigns,
-    SignedPermutation,
-)
+from fedrot.symmetry.actions import HeadLinear, HeadRotation, SignedPermutation
 from fedrot.symmetry.groups import Group, Slot, Symmetry
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import Tensors
 from fedrot.transport import Move
 

@@ -198,7 +198,7 @@ def _train(job: Job, arrays: ArrayRecord) -> Result:
         model.load_state_dict(own.state_dict())
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
-    if task.config.head == "different" and job.round == 1:
+    if task.config.task_head == "different" and job.round == 1:
         _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
     loss = training.train(model, task, job.rows, job.stream, task.config.epochs(job.round))
     metrics = {"num-examples": len(job.rows), "train-loss": loss}

@@ -11,15 +11,20 @@ from torch import Tensor, nn
 
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
-from fedrot.anchors import SAME_BASIS
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.merge.merge_inputs import Batches, Input, aligned, batches_of, reported
+from fedrot.simulations.merge.merge_inputs import (
+    Batches,
+    Input,
+    aligned,
+    batches_of,
+    check_mergeable,
+    reported,
+)
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
-from fedrot.simulations.models.loading import find_model
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
-from fedrot.simulations.models.saved_model import Checkpoint, check_alike, open_checkpoint
+from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.statistic_kinds import kind_named
 from fedrot.symmetry import WHOLE_MODEL
 
@@ -96,9 +101,9 @@ def merge(
     if settings.dtype is not None and settings.dtype not in DTYPES:
         raise FedrotError(f"Unknown dtype '{settings.dtype}'; choose from {', '.join(DTYPES)}.")
     names, weights = _anchor_first(list(map(str, models)), weights, settings.anchor)
-    first, *others = saved = [open_checkpoint(find_model(n), settings.config, n) for n in names]
+    first, *others = saved = [open_saved_model(name, settings.config) for name in names]
     for other in others:
-        check_alike(first, other)
+        check_mergeable(first, other)
     batches, note = batches_of(first, settings, _rows(method)) if settings.data else ([], "")
     inputs = aligned(saved, weights, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
@@ -159,16 +164,17 @@ def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Merge the inputs, tensor by tensor where the method allows it; return its notes, too."""
-    first, symmetry = inputs[0].checkpoint, inputs[0].alignment.symmetry
+    first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
-    pieces = [(name,) for name in first.names] if method.by_tensor else [first.names]
+    names = first.tensors.names
+    pieces = [(name,) for name in names] if method.by_tensor else [names]
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
     for names in pieces:
         aggregator = build()
         for one in inputs:
-            with about(one.checkpoint.path):
+            with about(one.saved.path):
                 statistics = _statistics(one, method.needs, model, names, batches) if model else None
                 aggregator.add(one.moved(names), one.weight, statistics)
         merged |= aggregator.result()
@@ -197,11 +203,11 @@ def _statistics(
 
 
 def _written(
-    merged: Mapping[str, Tensor], anchor: Checkpoint, dtype: torch.dtype | None
+    merged: Mapping[str, Tensor], anchor: SavedModel, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Return the tensors in the dtype that is asked for, or in the anchor's."""
     found = {}
-    for name, like in anchor.read(merged).items():
+    for name, like in anchor.tensors.read(merged).items():
         floating = like.is_floating_point()
         found[name] = merged[name].to((dtype or like.dtype) if floating else like.dtype)
         if floating and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
@@ -213,11 +219,11 @@ def _written(
 
 
 def _remarks(
-    checkpoints: Sequence[Checkpoint], reports: Sequence[InputReport], options: AlignmentOptions
+    models: Sequence[SavedModel], reports: Sequence[InputReport], options: AlignmentOptions
 ) -> Iterator[str]:
-    """Yield what the user should know about the inputs."""
-    labels = getattr(checkpoints[0].config, "id2label", None)
-    for checkpoint, report in zip(checkpoints, reports, strict=True):
+    """Yield what the user should know about the inputs, in sentences."""
+    labels = getattr(models[0].config, "id2label", None)
+    for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
@@ -225,10 +231,10 @@ def _remarks(
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )
-        if getattr(checkpoint.config, "id2label", None) != labels:
+        if getattr(model.config, "id2label", None) != labels:
             yield f"'{report.name}' names its labels differently than the anchor."
-        if checkpoint.unknown:
+        if model.tensors.unknown:
             yield (
-                f"'{report.name}' also stores what a {checkpoint.model_class.__name__} does not have, "
-                f"which is left out: {', '.join(checkpoint.unknown)}"
+                f"'{report.name}' also stores what a {model.model_class.__name__} does not have, "
+                f"which is left out: {', '.join(model.tensors.unknown)}"
             )

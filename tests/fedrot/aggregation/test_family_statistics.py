@@ -15,8 +15,9 @@ from fedrot.aggregation import RegMean
 from fedrot.precision import Float64
 from fedrot.research import unit_statistics
 from fedrot.statistic_kinds import INPUT_AXIS
-from fedrot.symmetry.actions import HeadRotation, RotaryPhases
+from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.transport import Move
 from tests.families import MEMBERS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import seeded

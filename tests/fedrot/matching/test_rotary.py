@@ -8,7 +8,7 @@ import torch
 
 import fedrot
 from fedrot.matching.rotary import RotarySolver
-from fedrot.symmetry.actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.fedrot.oracles import seeded
 
 HEADS, FREQUENCIES = 3, 4

@@ -269,7 +269,7 @@ HEAD = {"classification": "classifier.weight", "mlm": "cls.predictions.transform
 @pytest.mark.parametrize("kind", HEAD)
 @pytest.mark.usefixtures("untrained")
 def test_different_heads_on_one_encoder(kind: Any) -> None:
-    config = SimulationConfig(**SMALL, task=kind, head="different")
+    config = SimulationConfig(**SMALL, task=kind, task_head="different")
     received = initial(config)
     found = [ask(config, received, client)[0] for client in range(2)]
     encoder = {name: tensor for name, tensor in received.items() if name.startswith("bert.")}
@@ -288,7 +288,7 @@ def test_different_heads_on_one_encoder(kind: Any) -> None:
 @pytest.mark.parametrize("kind", HEAD)
 @pytest.mark.usefixtures("untrained")
 def test_heads_are_the_received_ones_in_later_rounds(kind: Any) -> None:
-    config = SimulationConfig(**SMALL, task=kind, head="different")
+    config = SimulationConfig(**SMALL, task=kind, task_head="different")
     received = initial(config)
     found = ask(config, received, 0, server_round=2)[0]
     assert all(torch.equal(found[name], tensor) for name, tensor in received.items())

@@ -16,7 +16,7 @@ from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, check
 from fedrot.tensors import Tensors
 
 
-@register_aggregation("regmean", "linear layers by least squares on the clients' inputs, else the mean")
+@register_aggregation("regmean", "least squares on the clients' inputs for linear layers, else the mean")
 class RegMean:
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 

@@ -249,7 +249,7 @@ BAD = {
     "no tokens": (
         {"tokens": None},
         {},
-        "no word column 'tokens' or 'words'; columns are ner_tags,",
+        "no word column 'tokens' or 'words'; columns are ner_tags, split",
     ),
     "no tags": ({"ner_tags": None}, {}, "no tag column 'ner_tags' or 'tags'"),
     "other tags": ({}, {"label_column": "fine"}, "no tag column 'fine'.*with --label-column"),

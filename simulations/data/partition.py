@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -110,13 +111,15 @@ def split_clients(
         raise PartitionError(
             f"{rows} rows cannot be divided among {clients} clients; use fewer clients or more rows"
         )
-    if partition.kind == "column":
+    keys = partition_keys(split_labels)
+    if partition.kind == "iid":
+        parts = np.array_split(np.random.default_rng(seed).permutation(rows), clients)
+    elif partition.kind == "column":
         parts = _column_rows(str(partition.value), columns, clients)
     elif partition.kind == "keyclass":
-        keys = partition_keys(split_labels)
         parts = _key_class_rows(keys, float(partition.value), clients, seed)
     else:
-        parts = _flower_rows(partition, partition_keys(split_labels), clients, seed)
+        parts = _flower_rows(partition, keys, clients, seed)
     empty = [client for client, part in enumerate(parts) if not len(part)]
     if empty:
         raise PartitionError(
@@ -163,15 +166,12 @@ def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> 
 
 
 def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> list[Rows]:
+    """Divide rows by Flower's partitioners for ``dirichlet`` and ``pathological``."""
+    from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
-    order = np.arange(len(keys))
     chosen: Partitioner
-    if partition.kind == "iid":
-        # Flower's IID partitioner cuts contiguous blocks and leaves shuffling to its caller.
-        order = np.random.default_rng(seed).permutation(len(keys))
-        chosen = flower.IidPartitioner(clients)
-    elif partition.kind == "dirichlet":
+    if partition.kind == "dirichlet":
         chosen = flower.DirichletPartitioner(
             clients, "key", float(partition.value), min_partition_size=1, shuffle=False, seed=seed
         )
@@ -185,30 +185,22 @@ def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> l
         chosen = flower.PathologicalPartitioner(
             clients, "key", per_client, "first-deterministic", shuffle=False, seed=seed
         )
+    chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
-        return _load_all(chosen, {"row": order, "key": keys[order]}, clients)
+        # Flower warns of retried draws and dropped classes, which are part of the definitions, and
+        # shows a progress bar, which would break the caller's display.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
         raise PartitionError(
             f"partition {partition} among {clients} clients: a client would have no rows; use "
             f"fewer clients or a milder partition ({error})"
         ) from error
-
-
-def _load_all(partitioner: Partitioner, columns: Mapping[str, Any], clients: int) -> list[Rows]:
-    from datasets import Dataset
-
-    partitioner.dataset = Dataset.from_dict(dict(columns))
-    # Flower warns of retried draws and dropped classes, which are part of the definitions, and shows
-    # a progress bar, which would break the caller's display.
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        parts = [partitioner.load_partition(client) for client in range(clients)]
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
 
 def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import NaturalIdPartitioner
-
     if column not in columns:
         raise PartitionError(
             f"partition column:{column}: there is no such column; columns are "
@@ -217,16 +209,16 @@ def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: 
     missing = sum(value is None for value in columns[column])
     if missing:
         raise PartitionError(f"partition column:{column}: {missing} rows have no value; remove them")
-    values = list(map(str, columns[column]))
-    distinct = len(set(values))
-    if distinct < clients:
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, value in enumerate(columns[column]):
+        rows_of[str(value)].append(row)
+    if len(rows_of) < clients:
         raise PartitionError(
-            f"partition column:{column}: {distinct} values for {clients} clients, so client "
-            f"{distinct} would have no rows; use at most {distinct} clients"
+            f"partition column:{column}: {len(rows_of)} values for {clients} clients, so client "
+            f"{len(rows_of)} would have no rows; use at most {len(rows_of)} clients"
         )
-    natural = {"row": np.arange(len(values)), "value": values}
-    parts = _load_all(NaturalIdPartitioner("value"), natural, distinct)
-    if distinct == clients:
+    parts = [np.array(rows_of[value], dtype=np.int64) for value in sorted(rows_of)]
+    if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
     for part in sorted(parts, key=len, reverse=True):

@@ -70,7 +70,7 @@ class Alignment:
                 determine the rotated diagonal (compute it after aligning, or align by permutations only,
                 ``parts=("heads", "ffn")``); or the alignment changed biases.
         """
-        if self.canonical_biases and self.symmetry.redundant_biases:
+        if statistics and self.canonical_biases and self.symmetry.redundant_biases:
             raise FedrotError(
                 "Canonical biases change activations, so that statistics cannot follow. Apply "
                 "fedrot.canonical_biases to the model before the statistics are computed."

@@ -135,7 +135,7 @@ def flower_app(
 )
 def report(
     run_or_file: Annotated[
-        Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
+        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")

@@ -42,7 +42,8 @@ class FedRot(Aligned, FedAvg):
         fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
         aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
             ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
-            None is FedAvg's weighted mean. Clients are asked for the statistics that it needs in their training configuration
+            None is FedAvg's weighted mean. Clients are asked for the statistics that it needs in
+            their training configuration
             (``wanted_statistics``), and send them in a record of their own (``statistics_record``).
             Replies without them are dropped.
         statistics_every: ask for statistics every so many rounds, from the first on; the rounds between

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import Any
 
-from fedrot.check import TOLERANCE, output_change
+from fedrot.check import TOLERANCE, output_change, suspects
 from fedrot.errors import FedrotError
 from fedrot.simulations.check.check_report import CheckReport, GroupFound, KindChecked
 from fedrot.simulations.models.loading import load_model
@@ -41,6 +41,8 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
         for key in dict.fromkeys(map(_key, groups))
     )
     together = change(lambda group: True)
+    holds = together <= TOLERANCE and all(kind.holds for kind in kinds)
+    broken = dict.fromkeys(kind.part for kind in kinds if not kind.holds)
     return CheckReport(
         model=name,
         model_type=config.model_type,
@@ -53,7 +55,8 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
         kinds=kinds,
         change=_finite(together),
         tolerance=TOLERANCE,
-        holds=together <= TOLERANCE and all(kind.holds for kind in kinds),
+        holds=holds,
+        suspects="" if holds else suspects(symmetry, change, tuple(broken)),
         notes=notes,
         seconds=time.perf_counter() - start,
     )

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fedrot
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.models import loading
+from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.symmetry import FAMILIES
 from tests.models import EVERY, HEADS, LAYERS, NEURONS, WIDTH, fresh_model
 
@@ -205,7 +205,7 @@ class _Failing(_FirstHead):
 
 
 def _as(model_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_class_of", lambda config, name: model_class)
+    monkeypatch.setattr(SavedModel, "model_class", model_class)
 
 
 def test_a_model_that_looks_at_single_heads_is_caught(

@@ -15,6 +15,7 @@ from fedrot.precision import full_float32
 from fedrot.statistic_kinds import TRAINED, Statistics
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.symmetry.mixture import ExpertPermutation
 from fedrot.tensors import Tensors, compute_dtype
 
 #: Parts whose units are alike and can be mixed.
@@ -64,8 +65,13 @@ class OptimalTransport:
             raise FedrotError(f"regularisation is {regularisation}; it must not be negative.")
         _pot()
         self.regularisation = regularisation
-        # Query heads are mixed with their key heads, not among themselves.
-        self._groups = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
+        # Query heads are mixed with their key heads, not among themselves. Experts are averaged in
+        # place: the neurons of two experts have no common order.
+        self._groups = [
+            group
+            for group in symmetry.select(parts)
+            if isinstance(group.kind, Permutation) and not isinstance(group.kind, ExpertPermutation)
+        ]
         self._anchor = anchor
         self._mean = Mean()
         #: The groups whose plan had not converged, in any update.

@@ -65,17 +65,15 @@ class OptimalTransport:
             raise FedrotError(f"regularisation is {regularisation}; it must not be negative.")
         _pot()
         self.regularisation = regularisation
-        # Query heads are mixed with their key heads, not among themselves. Experts are averaged in
-        # place: the neurons of two experts have no common order.
-        self._groups = [
-            group
-            for group in symmetry.select(parts)
-            if isinstance(group.kind, Permutation) and not isinstance(group.kind, ExpertPermutation)
-        ]
+        # Query heads are mixed with their key heads, not among themselves.
+        found = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
+        experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
+        self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
         self._mean = Mean()
-        #: The groups whose plan had not converged, in any update.
-        self.notes: dict[str, str] = {}
+        in_place = "experts are averaged in place: the neurons of two experts have no common order"
+        #: The groups that are not mixed, and those whose plan had not converged in any update.
+        self.notes: dict[str, str] = dict.fromkeys((group.name for group in experts), in_place)
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Transport one update and add it.

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fedrot.errors import UpdateError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import Slot
 from fedrot.tensors import Tensors
@@ -91,6 +91,18 @@ def kind_named(name: str) -> StatisticKind:
     if name not in _KINDS:
         raise UpdateError(f"Unknown statistics '{name}'; known kinds: {', '.join(_KINDS)}.")
     return _KINDS[name]
+
+
+def collector(name: str) -> Collect:
+    """Return the function that computes a kind at a client.
+
+    Raises:
+        FedrotError: the kind is unknown, or is not computed from batches of data.
+    """
+    collect = kind_named(name).collect
+    if collect is None:
+        raise FedrotError(f"Statistics '{name}' are not computed from batches of data.")
+    return collect
 
 
 def brings(statistics: Statistics, kind: str) -> bool:

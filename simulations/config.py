@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedrot.aggregation import aggregations, entry_named
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.data.partition import parse_partition
@@ -53,9 +53,12 @@ MOST_SEEDS = 10_000
 #: the clients by activations on their data, or learned there.
 EVIDENCE = ("probe", "weights", "clients", "learned")
 
-#: How an arm merges aligned updates. An ensemble merges nothing: it is the clients' models together,
-#: their logits averaged, or their probabilities.
-AGGREGATIONS = ("mean", "regmean", "fisher", "ot", "greedy", "ensemble", "ensemble-probabilities")
+#: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
+#: their probabilities.
+ENSEMBLES = ("ensemble", "ensemble-probabilities")
+
+#: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
+AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
 
 #: The arm of one model that is trained on all clients' data, an upper bound.
 JOINED = "joined"
@@ -92,11 +95,6 @@ class Arm(BaseModel):
         move, slash, aggregation = full.partition("/")
         rest, _, evidence = move.partition("~")
         what, _, anchor = rest.partition("@")
-        if move not in ("plain", what) and aggregation == "fisher":
-            raise ValueError(
-                f"arm '{text}': for Fisher information clients align to the broadcast model; an anchor "
-                "and evidence play no part"
-            )
         anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
         aggregation = aggregation if slash else AGGREGATIONS[0]
         for name, value, known in (
@@ -106,9 +104,14 @@ class Arm(BaseModel):
         ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
+        if move not in ("plain", what) and _aligns_at_clients(aggregation):
+            raise ValueError(
+                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
+                "statistics cannot follow rotations; leave out the anchor and the evidence"
+            )
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
-        if aggregation.startswith("ensemble"):
+        if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
@@ -132,7 +135,20 @@ class Arm(BaseModel):
     @property
     def ensemble(self) -> bool:
         """Whether the arm evaluates the clients' models together."""
-        return self.aggregation.startswith("ensemble")
+        return self.aggregation in ENSEMBLES
+
+    @property
+    def aligns_at_clients(self) -> bool:
+        """Whether clients align before they compute statistics, which cannot follow rotations."""
+        return self.align and _aligns_at_clients(self.aggregation)
+
+    def takes(self, argument: str) -> bool:
+        """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
+        return not self.ensemble and argument in entry_named(self.aggregation).inputs
+
+
+def _aligns_at_clients(aggregation: str) -> bool:
+    return aggregation not in ENSEMBLES and not entry_named(aggregation).follows_rotations
 
 
 class SimulationConfig(BaseModel):
@@ -141,39 +157,66 @@ class SimulationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
-    task: TaskName = Field("classification", description="In mlm and clm labels only partition.")
-    data: str = Field("", description="Data set name; empty: the task's default.")
-    data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
-    text_column: str | None = Field(None, description="Of texts, words or images.")
-    label_column: str | None = Field(None, description="Of labels or tags.")
-    train_limit: Annotated[int, Field(gt=0)] | None = None
-    test_limit: Annotated[int, Field(gt=0)] | None = None
-
-    model: str | None = Field(None, description="Folder or hub name; None: a small one from scratch.")
-    architecture: Architecture = Field("", description="Of a small one; empty: the task's default.")
-    layers: int = Field(2, gt=0)
-    width: int = Field(128, gt=0)
-    heads: int = Field(4, gt=0)
-    max_length: int = Field(64, gt=3)
-    dropout: float = Field(0.1, ge=0, lt=1)
-
-    clients: int = Field(4, gt=0)
-    partition: str = Field("iid", description="iid | dirichlet:A | pathological:K | keyclass:F | ...")
-    holdout: float = Field(0.1, ge=0, lt=1, description="Share of each client's data it tests on.")
-    fraction_train: float = Field(1.0, gt=0, le=1)
-
-    starts: tuple[Start, ...] = ("same",)
-    head: Literal["same", "different"] = Field("same", description="Where task heads start from.")
-    arms: tuple[str, ...] = ("plain", "aligned")
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0, 1, 2)
-    rounds: int = Field(3, gt=0)
-    local_epochs: float = Field(1, gt=0, description="Epochs of a round; may be a part of one.")
-    first_epochs: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Epochs of the first round; None: local_epochs."
+    data: str = Field(
+        "",
+        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a "
+        "folder of images, or a hub name; default: goemotions_ekman, and digits for images.",
     )
-    batch_size: int = Field(32, gt=0)
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    task: TaskName = Field(
+        "classification",
+        description="classification, mlm or clm (masked or causal language modelling of the texts), "
+        "ner (named entities) or image (image classification).",
+    )
+    data_dir: Path | None = Field(
+        None, description="Folder with glue/, emotion/, ner/, images/ as Parquet files."
+    )
+    text_column: str | None = Field(None, description="Column with text, words or image.")
+    label_column: str | None = Field(None, description="Column with the label or tags.")
+    train_limit: int | None = Field(None, gt=0, description="Use at most so many rows.")
+    test_limit: int | None = Field(None, gt=0, description="Test on at most so many rows.")
+
+    model: str | None = Field(
+        None, description="Pretrained model, folder or hub name; default: a small one."
+    )
+    architecture: Architecture = Field(
+        "",
+        description="Of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, vit for "
+        "image, else bert.",
+    )
+    layers: int = Field(2, gt=0, description="Layers of the small model.")
+    width: int = Field(128, gt=0, description="Hidden size of the small model.")
+    heads: int = Field(4, gt=0, description="Attention heads of the small model.")
+    max_length: int = Field(64, gt=3, description="Tokens per text.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
+
+    clients: int = Field(4, gt=0, description="Number of clients.")
+    partition: str = Field(
+        "iid",
+        description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME.",
+    )
+    holdout: float = Field(0.1, ge=0, lt=1, description="Share of its data a client tests on.")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
+
+    starts: tuple[Start, ...] = Field(
+        ("same",), description="Any of same, different, scrambled, separated by commas."
+    )
+    task_head: Literal["same", "different"] = Field(
+        "same", description="Task heads start the same or different."
+    )
+    arms: tuple[str, ...] = Field(
+        ("plain", "aligned"),
+        description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
+        "/AGGREGATION such as aligned/regmean; ensemble, joined; separated by commas.",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
+    rounds: int = Field(3, gt=0, description="Rounds of federated training.")
+    local_epochs: float = Field(1, gt=0, description="Epochs per client and round.")
+    first_epochs: float | None = Field(
+        None, gt=0, description="Epochs of the first round, before clients meet."
+    )
+    batch_size: int = Field(32, gt=0, description="Rows per step.")
+    lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
 
     @field_validator("partition")
     @classmethod
@@ -229,7 +272,7 @@ class SimulationConfig(BaseModel):
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
-        if not self.holdout and any(arm.aggregation == "greedy" for arm in arms):
+        if not self.holdout and any(arm.takes("score") for arm in arms):
             raise ValueError(
                 "the greedy soup is chosen on clients' held-out rows; holdout must not be 0"
             )
@@ -303,25 +346,8 @@ class SimulationConfig(BaseModel):
     def moves(self) -> bool:
         """Whether weights are to be moved, which takes a model of a supported family."""
         arms = [Arm.parse(arm) for arm in self.arms]
-        return "scrambled" in self.starts or any(arm.align or arm.aggregation == "ot" for arm in arms)
+        return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
-
-
-def read_grid(path: Path, entries: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the ``[base]`` of a TOML file and each of its ``[[entries]]``.
-
-    Raises:
-        ValueError: the file is no TOML, or these are no tables.
-    """
-    with path.open("rb") as file:
-        described = tomllib.load(file)
-    base, found = described.get("base", {}), described.get(entries, [])
-    tables = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
-    if not isinstance(base, dict) or not tables:
-        raise ValueError(
-            f"'{path}' is no grid; write one [base], and [[{entries}]] before each {entries}"
-        )
-    return base, found

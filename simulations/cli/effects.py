@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier import barriers
+from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.merge import merging
 
 Values = Mapping[str, Any]
@@ -32,13 +32,13 @@ class Effect:
 
 def _looks_at_data(values: Values) -> bool:
     names = [name.strip() for name in (values["methods"] or "").split(",") if name.strip()]
-    methods = [barriers.METHODS.get(name) for name in names or barriers.METHODS]
+    methods = [METHODS.get(name) for name in names or METHODS]
     return any(method is None or method.looks_at_data for method in methods)
 
 
 def _collects(values: Values) -> bool:
     method = merging.METHODS.get(values["method"])
-    return method is None or method.collect is not None
+    return method is None or bool(method.needs)
 
 
 def _merges_with_data(values: Values) -> bool:

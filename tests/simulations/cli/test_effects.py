@@ -10,7 +10,7 @@ import click
 import pytest
 import typer
 
-from fedrot.simulations.barrier.barriers import METHODS
+from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
 from fedrot.simulations.merge import merging

@@ -15,7 +15,7 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.terminal import BAD_INPUT
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.strategy_page import write_strategy_report
-from tests.simulations.report.test_page import Outline, write_lines
+from tests.simulations.report.test_run_page import Outline, write_lines
 
 
 def group(number: int, part: str, layer: int, share: float, **more: Any) -> dict[str, Any]:

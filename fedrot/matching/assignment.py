@@ -139,13 +139,9 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
         signed: similarities ``[n, n]`` of slots that may change their sign. Every unit then takes the
             better sign, and ``e`` is an element of a ``SignedPermutation``.
     """
-    # Imported here: it takes a third of the time of importing torch, and is rarely needed.
-    from scipy.optimize import linear_sum_assignment
-
     place = score.device if signed is None else signed.device
     total = (score if signed is None else score + signed.abs()).cpu()
-    _, column = linear_sum_assignment(total.numpy(), maximize=True)
-    index = torch.from_numpy(column)
+    index = best_columns(total)
     chosen = total.gather(1, index[:, None]).double().sum()
     trace = (score if signed is None else score + signed).diagonal().double().sum().cpu()
     improvement = float(chosen - trace)
@@ -155,3 +151,11 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
         turned = signed.cpu().gather(1, index[:, None])[:, 0] < 0
         index = (index + 1) * torch.where(turned, -1, 1)
     return index.to(place), 2 * improvement
+
+
+def best_columns(score: Tensor) -> Tensor:
+    """Return the column of each row that maximises ``sum_i score[i, column[i]]``, on the CPU."""
+    # Imported here: it takes a third of the time of importing torch, and is rarely needed.
+    from scipy.optimize import linear_sum_assignment
+
+    return torch.from_numpy(linear_sum_assignment(score.cpu().numpy(), maximize=True)[1])

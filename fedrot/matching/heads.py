@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment
+from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment, best_columns
 from fedrot.matching.inside_heads import HeadSolver
 from fedrot.matching.pairs import Pair, squared_distance
 from fedrot.matching.problem import Match, Problem
-from fedrot.matching.stages import Solver, solver_of, solves
+from fedrot.matching.stages import solver_of, solves
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import HeadPermutation, HeadRotation, QueryPermutation
+from fedrot.symmetry.actions import HeadPermutation, InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import diagonal_blocks
 
 
@@ -41,7 +40,7 @@ class Inside:
         extra: cross matrix ``[heads * dim, heads * dim]`` of activations, added to the similarity.
     """
 
-    kind: HeadRotation | RotaryPhases | RotarySigns
+    kind: InsideHeads
     solver: HeadSolver
     blocks: Sequence[Pair]
     factor: float = 1.0
@@ -168,14 +167,14 @@ def _following(heads: str, problem: Problem) -> list[Group]:
 
 
 def _inside(group: Group, problem: Problem) -> Inside:
-    solver: Solver = solver_of(group)
+    solver: object = solver_of(group)
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
             f"The group '{group.name}' lies inside heads that are to be ordered, but the solver of its "
             f"action {type(group.kind).__name__} is no fedrot.matching.inside_heads.HeadSolver."
         )
     blocks = problem.pairs(group)
-    return Inside(cast(HeadRotation, group.kind), solver, blocks, *problem.evidence(group, blocks))
+    return Inside(cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks))
 
 
 def _gain(
@@ -227,7 +226,8 @@ def head_scores(
             for j in range(heads)
         ]
         # Assignments are solved on the host: one copy for all pairs.
-        worth = torch.stack([_best_sum(score) for score in torch.stack(every).cpu()])
+        rows = torch.arange(len(every[0]))
+        worth = torch.stack([s[rows, best_columns(s)].sum() for s in torch.stack(every).cpu()])
         scores = scores + worth.reshape(heads, heads).to(scores.device)
     return scores
 
@@ -238,13 +238,6 @@ def _assigned(scores: Tensor) -> tuple[Tensor, float]:
     still = torch.arange(scores.shape[-1])
     orders = torch.stack([still if element is None else element for element, _ in found])
     return orders.to(scores.device), sum(gain for _, gain in found)
-
-
-def _best_sum(score: Tensor) -> Tensor:
-    from scipy.optimize import linear_sum_assignment
-
-    rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
-    return score[rows, columns].sum()
 
 
 def _summed(scores: Iterable[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
+from fedrot.collect.statistic_kinds import transport_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
@@ -17,7 +18,6 @@ from fedrot.matching.problem import Anchor, Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.statistic_kinds import transport_statistics
 from fedrot.symmetry.biases import canonical_biases
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update

@@ -12,9 +12,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean, aggregation_named
+from fedrot.collect.statistic_kinds import FISHER, TRAINED
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.statistic_kinds import FISHER, TRAINED
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.privacy import check_not_behind

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.options import AlignmentOptions
 from fedrot.research.learning import LearningOptions
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.statistic_kinds import kind_named
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import (
@@ -26,7 +27,6 @@ from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
-from fedrot.statistic_kinds import kind_named
 from fedrot.symmetry import WHOLE_MODEL
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -18,8 +18,8 @@ from fedrot.aggregation import (
     check_statistics,
     entry_named,
 )
+from fedrot.collect.statistic_kinds import STATISTIC_KINDS, kind_named, transport_statistics
 from fedrot.research import GreedySoup, OptimalTransport
-from fedrot.statistic_kinds import STATISTIC_KINDS, kind_named, transport_statistics
 from tests.models import state_of, symmetry_for
 
 CLASSES = {

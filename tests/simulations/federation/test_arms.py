@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
+from fedrot.collect.statistic_kinds import STATISTIC_KINDS, StatisticKind
 from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
 from fedrot.simulations.federation import client_app
@@ -30,7 +31,6 @@ from fedrot.simulations.federation.arms import (
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.statistic_kinds import STATISTIC_KINDS, StatisticKind
 from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from tests.strategies import fakes
 

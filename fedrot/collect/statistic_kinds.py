@@ -1,7 +1,7 @@
 """The registry of statistic kinds: how each is checked, moved with the weights, and collected.
 
 Statistics belong to an update: by kind, then by tensor name, as in ``{"gram": {"fc.weight": G}}``.
-The kinds of fedrot are registered in ``fedrot.collect.kinds``.
+The kinds of fedrot are registered in ``fedrot.collect.known_kinds``.
 """
 
 from __future__ import annotations

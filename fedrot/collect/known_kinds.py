@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram
+from fedrot.collect.statistic_kinds import FISHER, GRAMS, STATISTIC_KINDS, TRAINED, Shape, StatisticKind
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import FISHER, GRAMS, STATISTIC_KINDS, TRAINED, Shape, StatisticKind
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slot
 from fedrot.tensors import compute_dtype, diagonal_blocks

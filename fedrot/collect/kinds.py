@@ -19,7 +19,7 @@ from fedrot.errors import FedrotError
 from fedrot.statistic_kinds import FISHER, GRAMS, TRAINED, Shape, StatisticKind, register_kind
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slot
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import Tensors, compute_dtype, diagonal_blocks
 from fedrot.transport import Move
 
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
@@ -70,8 +70,7 @@ def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
     moved = move.on(move.on(full, other), replace(other, axis=1))
     if value.ndim == 2:
         return moved
-    size = value.shape[-1]
-    return torch.stack([moved[i : i + size, i : i + size] for i in range(0, len(full), size)])
+    return diagonal_blocks(moved, value.shape[-1])
 
 
 def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:

@@ -14,6 +14,9 @@ would change what weight decay and Adam see. The test of dimensions counts them 
   that read its output.
 * Embeddings: constants that tables, or parallel blocks, can exchange; linear maps of embeddings that are
   projected (ALBERT, ELECTRA, OPT).
+* A norm between embeddings and stream (ModernBERT, BLOOM): its gain and bias, for which the table makes
+  up.
+* Mixtures of experts: one vector added to all rows of the router.
 * Relative positions: one constant per head of a bias; in DeBERTa ``GL(d)`` of the positions.
 * CLIP: a rotation of the space of similarities; the embeddings that the model returns would change.
 """

@@ -1,4 +1,4 @@
-"""Which parts of a model may be moved without changing its function."""
+"""The symmetry of a model: ``symmetry_of``, the supported families, and the data of groups."""
 
 from __future__ import annotations
 

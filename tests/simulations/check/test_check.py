@@ -58,7 +58,7 @@ def test_a_sound_model_is_reported_in_full(model: Path) -> None:
     assert code == 0
     assert list(found) == [
         *("model", "model_type", "family", "architecture", "seed", "parts", "refused", "groups"),
-        *("kinds", "change", "tolerance", "holds", "notes", "seconds"),
+        *("kinds", "change", "tolerance", "holds", "suspects", "notes", "seconds"),
     ]
     assert found["architecture"] == "BertForSequenceClassification"
     assert (found["model"], found["model_type"], found["family"]) == (str(model), "bert", "bert")

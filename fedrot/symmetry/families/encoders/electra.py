@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.families.encoders.bert import layer
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
 from fedrot.symmetry.family import Family, Stack, optional
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear
 from fedrot.symmetry.task_heads import masked_lm, read_out, two_layers
 
 FAMILY = Family(
     name="electra",
     model_types=("electra",),
     body=(
-        embedding("embeddings.word_embeddings", "embedding"),
-        embedding("embeddings.position_embeddings", "embedding"),
-        embedding("embeddings.token_type_embeddings", "embedding"),
-        norm("embeddings.LayerNorm", "embedding"),
+        embeddings(KINDS, "embedding"),
         *optional(linear("embeddings_project", RESIDUAL, "embedding")),
         Stack("encoder.layer", "num_hidden_layers", layer),
     ),

@@ -135,7 +135,7 @@ def flower_app(
 )
 def report(
     run_or_file: Annotated[
-        Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
+        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
@@ -150,8 +150,8 @@ def report(
 ) -> None:
     """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
     from fedrot.simulations.federation.run_folder import read_rows, rows_file
-    from fedrot.simulations.report.page import markdown_table
     from fedrot.simulations.report.strategy_page import write_strategy_report
+    from fedrot.simulations.report.tables import markdown_table
 
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")

@@ -12,31 +12,14 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord
 from flwr.common import log
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAdagrad,
-    FedAdam,
-    FedYogi,
-    QFedAvg,
-    Strategy,
-)
+from flwr.serverapp.strategy import Strategy
 
 from fedrot.errors import FedrotError
+from fedrot.strategies.flower_compat import transient_attributes
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 
 #: A class attribute of strategies: the names of their attributes that checkpoints leave out.
 LEFT_OUT = "not_in_checkpoints"
-
-#: These remember the broadcast model, as ``current_arrays``, and do so anew in every round.
-_REMEMBER_THE_BROADCAST = (
-    FedAdagrad,
-    FedAdam,
-    FedYogi,
-    QFedAvg,
-    DifferentialPrivacyServerSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-)
 
 
 class RunState:
@@ -170,9 +153,7 @@ def _strategies(strategy: Strategy, path: str, seen: set[int]) -> Iterator[tuple
 
 def _left_out(strategy: Strategy) -> frozenset[str]:
     names = {name for kind in type(strategy).__mro__ for name in vars(kind).get(LEFT_OUT, ())}
-    if isinstance(strategy, _REMEMBER_THE_BROADCAST):
-        names.add("current_arrays")
-    return frozenset(names)
+    return transient_attributes(strategy) | names
 
 
 def _plain(value: Any) -> str | None:

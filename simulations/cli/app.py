@@ -75,7 +75,7 @@ def _options(
     "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
     "fedrot simulate --out runs/mine --data mine.csv --dry-run",
     fields=SimulationConfig,
-    renamed={"starts": "start"},
+    renamed={"starts": "--start"},
     leave_out=("setting",),
 )
 def simulate(

@@ -50,8 +50,10 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
     An option without an effect beside the others is an error, too; see ``effects``.
     """
     complain = complain or complain_in_red
+    context = click.get_current_context()
+    given = _given(context)
     try:
-        _refuse_idle(click.get_current_context())
+        _refuse_idle(context, given)
         run()
     except typer.Exit:
         raise
@@ -59,8 +61,9 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
         raise typer.Exit(INTERRUPTED) from None
     except ValidationError as error:
         for problem in error.errors():
-            where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"
-            complain(f"Error in {where}: {problem['msg']}")
+            field = str(next(iter(problem["loc"]), "configuration"))
+            where = ".".join(map(str, problem["loc"])) or field
+            complain(f"Error in {given.get(field, where)}: {problem['msg']}")
         raise typer.Exit(BAD_INPUT) from None
     except (OSError, ValueError) as error:
         complain(f"Error: {error}")
@@ -70,14 +73,18 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
         raise typer.Exit(FAILED) from None
 
 
-def _refuse_idle(context: click.Context) -> None:
-    from fedrot.simulations.cli.effects import refuse_idle
-
-    given = {
+def _given(context: click.Context) -> dict[str, str]:
+    """Return the parameters on the command line, by name, as the user writes them."""
+    return {
         str(p.name): p.opts[-1] if isinstance(p, click.Option) else str(p.name).upper()
         for p in context.command.params
         if context.get_parameter_source(str(p.name)) is ParameterSource.COMMANDLINE
     }
+
+
+def _refuse_idle(context: click.Context, given: dict[str, str]) -> None:
+    from fedrot.simulations.cli.effects import refuse_idle
+
     refuse_idle(str(context.command.name), context.params, given)
 
 

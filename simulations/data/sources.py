@@ -282,5 +282,5 @@ def _available(data_dir: Path | None, catalogue: Catalogue) -> str:
     for root in catalogue.roots(data_dir):
         names.update(path.parent.name for path in root.glob("*/train.parquet"))
         names.update(path.stem.removesuffix("_train") for path in root.glob("*.parquet"))
-    where = f"bundled or in {data_dir}" if data_dir else "bundled; give a data folder for more"
+    where = f"bundled or in {data_dir}" if data_dir else "bundled; give --data-dir for more"
     return f"{', '.join(sorted(names)) or 'nothing'} ({where})"

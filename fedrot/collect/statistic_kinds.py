@@ -147,11 +147,8 @@ def check_alike(
 ) -> None:
     """Raise ``UpdateError`` if an update brings statistics of other tensors than those before it.
 
-    Args:
-        what: the name of the statistics in the error.
-        given: the update's tensors with statistics.
-        lacking: the update's tensors that the client has not trained; they need no statistics.
-        known, lacked: the same for all earlier updates.
+    ``given`` are its tensors with statistics; ``lacking`` those that the client has not trained, which
+    need none. ``known`` and ``lacked`` are the same for all earlier updates.
     """
     odd = sorted((known - given - lacking) | (given - known - lacked))
     if known and odd:

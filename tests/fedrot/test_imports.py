@@ -18,6 +18,17 @@ FORBIDDEN = {
 }
 #: The import name of each top-level folder.
 PACKAGES = {"fedrot": "fedrot", "strategies": "fedrot.strategies", "simulations": "fedrot.simulations"}
+#: Modules and folders of fedrot; each may import what stands before its row.
+LAYERS = (
+    ("errors", "precision", "_io"),
+    ("tensors",),
+    ("symmetry",),
+    ("options", "report", "transport"),
+    ("collect",),
+    ("aggregation", "check", "matching"),
+    ("alignment",),
+    ("anchors", "research"),
+)
 
 
 def imported(source: str, package: str) -> set[str]:
@@ -60,6 +71,19 @@ def test_arrows_point_one_way(folder: str) -> None:
         if (bad := violations(imported(path.read_text(encoding="utf-8"), package), FORBIDDEN[folder]))
     }
     assert wrong == {}
+
+
+def test_arrows_inside_fedrot_point_one_way() -> None:
+    rank = {name: place for place, names in enumerate(LAYERS) for name in names}
+    wrong = set()
+    for path, package in _sources("fedrot"):
+        unit = path.relative_to(ROOT / "fedrot").parts[0].removesuffix(".py")
+        if unit in ("__init__", "__main__", "strategies", "simulations"):
+            continue
+        parts = (name.split(".") for name in imported(path.read_text(encoding="utf-8"), package))
+        units = {name[1] for name in parts if name[0] == "fedrot" and len(name) > 1} & {*rank}
+        wrong |= {(unit, other) for other in units - {unit} if rank[other] >= rank[unit]}
+    assert wrong == set()
 
 
 @pytest.mark.parametrize(

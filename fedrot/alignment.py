@@ -13,14 +13,15 @@ from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
-from fedrot.matching.stages import Anchor, Problem
+from fedrot.matching.problem import Anchor, Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
-from fedrot.report import AlignmentReport, GroupReport, as_bits
+from fedrot.report import AlignmentReport, GroupReport
+from fedrot.statistic_kinds import transport_statistics
 from fedrot.symmetry.biases import canonical_biases
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
-from fedrot.transport import Move, apply_moves, transport_statistics
+from fedrot.transport import Move, apply_moves
 
 
 @dataclass(frozen=True)
@@ -90,24 +91,10 @@ def alignment_of(
     current = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
     before, rows = current.total(groups), []
     for move in found:
-        group, kind = move.group, move.group.kind
-        distance = squared_distance(current.pairs(group))
+        row = GroupReport.unmoved(move.group, squared_distance(current.pairs(move.group)))
         current = current.moved([move])
-        after = squared_distance(current.pairs(group))
-        moved, angle = as_bits(kind.moved(move.element)), kind.angle(move.element)
-        rows.append(
-            GroupReport(
-                group=group.name,
-                layer=group.layer,
-                part=group.part,
-                before=distance,
-                after=after,
-                units=moved,
-                of=kind.units,
-                angle=angle,
-                within=group.within,
-            )
-        )
+        after = squared_distance(current.pairs(move.group))
+        rows.append(replace(row, after=after).moved_by(move.group, move.element))
     return Alignment(
         symmetry, found, AlignmentReport(tuple(rows), before, current.total(groups), seconds)
     )
@@ -137,7 +124,8 @@ def align(
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
             floating-point, not finite, or on another device than the anchor's.
-        SymmetryError: the symmetry is none, or a part cannot be moved in this model.
+        SymmetryError: the symmetry is none, a part cannot be moved in this model, or no solver is
+            registered for a group's action.
         FedrotError: the options are none.
     """
     start = time.perf_counter()

@@ -1,17 +1,16 @@
-"""Whom a round's updates are aligned to.
+"""Anchors: the model that each update of a round is aligned to, by name in ``ANCHORS``.
 
-Aligning to the broadcast model is the cheapest choice, but clients that trained far from it agree
-with each other more than with it. The other anchors make the clients agree with each other; the
-round as a whole stays in the broadcast model's coordinates, because whoever comes first is aligned
-to the broadcast model before anybody is aligned to it. Moving all clients by one common element
-does not change the function of their mean.
+``global`` aligns to the broadcast model. The other anchors align clients to each other: clients that
+trained far from the broadcast model agree more with each other than with it. The first update is
+aligned to the broadcast model, so that the round stays in the broadcast model's coordinates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -19,55 +18,196 @@ from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import Symmetry, check_symmetry
 from fedrot.tensors import Tensors, compute_dtype
 
 #: Finds the alignment of an update to an anchor.
-Aligner = Callable[[Tensors, Anchor], Alignment]
+Finder = Callable[[Tensors, Anchor], Alignment]
 
-#: Returns what is known beside the weights of an anchor and an update, see ``probing``.
+#: Returns the activations of an anchor and an update on the same inputs, see ``probing``.
 Evidence = Callable[[Tensors, Tensors], Activations]
 
-#: Updates whose embeddings' cosine with the anchor's is below this come from another basis.
-SAME_BASE = 0.5
+#: An update whose embeddings have a smaller cosine with the anchor's comes from another basis.
+SAME_BASIS = 0.5
 
-#: So many entries of a matrix are enough to tell two bases apart.
+#: The number of entries of one embedding that ``base_cosine`` compares at most.
 _COMPARED = 2**20
 
-#: Generalised Procrustes stops when a pass lowers the total squared distance by less than this share.
+#: ``consensus`` stops when a pass lowers the total squared distance by less than this share.
 CONSENSUS_TOLERANCE = 1e-4
 
-#: Passes after the first; two or three suffice in practice.
+#: Passes of ``consensus`` after the first; two or three suffice in practice.
 CONSENSUS_PASSES = 3
+
+#: Tensors and positive weights.
+Weighted = tuple[Tensors, float]
 
 
 @dataclass(frozen=True)
 class AlignedUpdate:
-    """An update in the round's coordinates, its weight, and the alignment that brought it there."""
+    """An update in the round's coordinates, its weight, and the alignment that moved it there."""
 
     tensors: Tensors
     weight: float
     alignment: Alignment
 
 
-Updates = Iterable[tuple[Tensors, float]]
+class GlobalAnchor:
+    """The broadcast model.
 
-#: Aligns a round's updates. What it has yielded it forgets before it asks for the next one, so that no
-#: two updates are held at a time.
-_Round = Callable[[Updates, Anchor, Aligner], Iterator[AlignedUpdate]]
+    The base of the other anchors. A round calls ``align`` for each update in turn, and ``accept`` with
+    the aligned update if the update is merged.
+
+    Attributes:
+        needs_all: True if the anchor can only be chosen once every update has arrived. Then the round
+            calls ``prepare`` first, and ``align`` with each update's place in the list.
+        current: the anchor of the next update.
+    """
+
+    needs_all = False
+
+    def __init__(self, broadcast: Anchor, find: Finder) -> None:
+        self.broadcast = self.current = broadcast
+        self.find = find
+
+    def prepare(self, updates: Sequence[Weighted]) -> None:
+        """Choose the anchor from all updates of the round."""
+
+    def align(self, update: Tensors, place: int = 0) -> Alignment:
+        """Return the alignment of one update."""
+        return self.find(update, self.current)
+
+    def accept(self, aligned: Tensors, weight: float) -> None:
+        """Take note of an update that is part of the round's mean."""
+
+
+class FirstAnchor(GlobalAnchor):
+    """The first update of the round, aligned to the broadcast model."""
+
+    def accept(self, aligned: Tensors, weight: float) -> None:
+        """Keep the first."""
+        if self.current is self.broadcast:
+            self.current = Anchor(aligned)
+
+
+class RunningAnchor(GlobalAnchor):
+    """The weighted mean of the updates accepted so far.
+
+    Args:
+        mean: a mean to which the caller adds each update before ``accept``; None holds one here.
+    """
+
+    def __init__(self, broadcast: Anchor, find: Finder, mean: Mean | None = None) -> None:
+        super().__init__(broadcast, find)
+        self._shared, self._weight = mean is not None, 0.0
+        self.mean = Mean() if mean is None else mean
+
+    def accept(self, aligned: Tensors, weight: float) -> None:
+        """Move towards the update."""
+        if not self._shared:
+            self.mean.add(aligned, weight)
+        before, self._weight = self._weight, self._weight + weight
+        self.current = self.current.towards_last(self.mean.current, 1 - before / self._weight)
+
+
+class MedoidAnchor(GlobalAnchor):
+    """The update with the least weighted squared distance to the others, after alignment to it.
+
+    Distances are over the tensors that alignment moves. Rotations and permutations are isometries, so
+    one direction per pair suffices. ``rescale``, ``ridge`` and ``threshold`` make the two directions
+    differ a little; then the ranking is approximate.
+    """
+
+    needs_all = True
+
+    def prepare(self, updates: Sequence[Weighted]) -> None:
+        """Align every pair of updates, and take the update nearest to all others."""
+        anchors = [Anchor(update) for update, _ in updates]
+        spread = [0.0] * len(updates)
+        for i, (_, weight_i) in enumerate(updates):
+            for j, (update_j, weight_j) in enumerate(updates[:i]):
+                after = self.find(update_j, anchors[i]).report.after
+                spread[i] += weight_j * after
+                spread[j] += weight_i * after
+        if updates:
+            self._centre = min(range(len(updates)), key=spread.__getitem__)
+            update = updates[self._centre][0]
+            self._of_centre = self.find(update, self.broadcast)
+            self.current = Anchor(self._of_centre.apply(update))
+
+    def align(self, update: Tensors, place: int = 0) -> Alignment:
+        """Return the alignment of one update; the medoid itself is aligned to the broadcast model."""
+        return self._of_centre if place == self._centre else self.find(update, self.current)
+
+
+class ConsensusAnchor(GlobalAnchor):
+    """Generalised Procrustes: the mean of the aligned updates, in repeated passes.
+
+    The first pass is a running mean. It starts with the heaviest update, and of equal weights with the
+    one of smallest norm, so that the result does not depend on the order in which updates come.
+    """
+
+    needs_all = True
+
+    def prepare(self, updates: Sequence[Weighted]) -> None:
+        """Find the alignments of all updates. Alignments are kept, aligned models are not."""
+        order = sorted(range(len(updates)), key=lambda i: (-updates[i][1], _norm(updates[i][0])))
+        given = [updates[i] for i in order]
+        running, found = RunningAnchor(self.broadcast, self.find), list[Alignment]()
+        for update, weight in given:
+            found.append(running.align(update))
+            running.accept(found[-1].apply(update), weight)
+        previous = float("inf")
+        for _ in range(CONSENSUS_PASSES if len(found) > 1 else 0):
+            mean = Mean()
+            for (update, weight), alignment in zip(given, found, strict=True):
+                mean.add(alignment.apply(update), weight)
+            anchor = Anchor(mean.current)
+            found = [self.find(update, anchor) for update, _ in given]
+            total = sum(w * a.report.after for (_, w), a in zip(given, found, strict=True))
+            if total >= previous * (1 - CONSENSUS_TOLERANCE):
+                break
+            previous = total
+        self._found = dict(zip(order, found, strict=True))
+
+    def align(self, update: Tensors, place: int = 0) -> Alignment:
+        """Return the alignment found for the update at this place."""
+        return self._found[place]
+
+
+def _norm(update: Tensors) -> float:
+    squares = (
+        torch.linalg.vector_norm(t.double()) ** 2 for t in update.values() if t.is_floating_point()
+    )
+    return float(sum(squares))
+
+
+#: The anchors by name.
+ANCHORS: dict[str, type[GlobalAnchor]] = {
+    "global": GlobalAnchor,
+    "running": RunningAnchor,
+    "consensus": ConsensusAnchor,
+    "first": FirstAnchor,
+    "medoid": MedoidAnchor,
+}
+
+
+def check_anchor(name: str) -> None:
+    """Raise ``FedrotError`` if there is no anchor of this name."""
+    if name not in ANCHORS:
+        raise FedrotError(f"Unknown anchor '{name}'; choose from {', '.join(ANCHORS)}.")
 
 
 @full_float32()
 def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
-    """Return the cosine of the two models' embeddings: near 0 if their residual streams differ.
+    """Return the cosine of two models' embeddings: near 0 if the models have different bases.
 
-    Models that were trained from one start keep much of it in the embeddings of rare tokens; models
-    from different starts, or in different orders of the residual stream, share nothing. 1 where
-    nothing but the residual stream moves a matrix, so that there is nothing to compare. Of large
-    embeddings an even selection of rows is compared.
+    Models trained from one start keep much of it in the embeddings of rare tokens. Models from
+    different starts, or with the residual stream in another order, share nothing. Of large embeddings
+    evenly spaced rows are compared. The result is 1 where a model has no such embeddings.
     """
     inside = {s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots}
     stream = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
@@ -83,175 +223,75 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     return across / size if size > 0 else 1.0
 
 
-def _aligned(update: Tensors, weight: float, anchor: Anchor, align_one: Aligner) -> AlignedUpdate:
-    alignment = align_one(update, anchor)
-    return AlignedUpdate(alignment.apply(update), weight, alignment)
+def finder(
+    broadcast: Tensors,
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+    other_basis: AlignmentOptions | None = None,
+    evidence: Evidence | None = None,
+) -> Finder:
+    """Return the function that aligns one update to one anchor; arguments as in ``align_round``."""
 
+    def near(a: Tensors, b: Tensors) -> bool:
+        return base_cosine(a, b, symmetry) >= SAME_BASIS
 
-def _to_global(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
-    for update, weight in updates:
-        yield _aligned(update, weight, broadcast, align_one)
-        del update
+    def same_basis(update: Tensors, to: Tensors) -> bool:
+        # Clients that trained far from one start may be further from each other than from it.
+        return near(update, to) or (near(update, broadcast) and near(to, broadcast))
 
+    def find(update: Tensors, to: Anchor) -> Alignment:
+        same = other_basis is None or same_basis(update, to.tensors)
+        chosen = options if other_basis is None or same else other_basis
+        asked = evidence if "residual" in chosen.parts else None
+        activations = asked(to.tensors, update) if asked is not None else None
+        return align(update, to, symmetry, chosen, activations)
 
-def _to_first(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
-    anchor = broadcast
-    for update, weight in updates:
-        result = _aligned(update, weight, anchor, align_one)
-        anchor = Anchor(result.tensors) if anchor is broadcast else anchor
-        yield result
-        del update, result
-
-
-def _to_running(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
-    mean = Mean()
-    for result in _to_mean(updates, broadcast, align_one, mean):
-        mean.add(result.tensors, result.weight)
-        yield result
-        del result
-
-
-def _to_mean(
-    updates: Updates, broadcast: Anchor, align_one: Aligner, mean: Mean
-) -> Iterator[AlignedUpdate]:
-    """Align every update to a mean that somebody else folds them into, once there is one."""
-    anchor = broadcast
-    for update, weight in updates:
-        before = mean.weight
-        yield _aligned(update, weight, anchor, align_one)
-        del update
-        if mean.weight > before:
-            anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
-
-
-def _to_medoid(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
-    """The client with the least weighted squared distance to the others, after alignment to it.
-
-    Distances are over the tensors that alignment moves. Rotations and permutations are isometries, so
-    one direction per pair suffices; ``rescale``, ``ridge`` and ``threshold`` make the two differ a
-    little, and then the ranking is approximate.
-    """
-    replies = list(updates)
-    anchors = [Anchor(update) for update, _ in replies]
-    spread = [0.0] * len(replies)
-    for i, (_, weight_i) in enumerate(replies):
-        for j, (update_j, weight_j) in enumerate(replies[:i]):
-            after = align_one(update_j, anchors[i]).report.after
-            spread[i] += weight_j * after
-            spread[j] += weight_i * after
-    if not replies:
-        return
-    medoid = min(range(len(replies)), key=spread.__getitem__)
-    centre = _aligned(*replies[medoid], broadcast, align_one)
-    anchor = Anchor(centre.tensors)
-    for index, (update, weight) in enumerate(replies):
-        if index == medoid:
-            yield centre
-        else:
-            yield _aligned(update, weight, anchor, align_one)
-
-
-def _to_consensus(updates: Updates, broadcast: Anchor, align_one: Aligner) -> Iterator[AlignedUpdate]:
-    """Generalised Procrustes: align to the mean of the aligned, from the running mean onwards.
-
-    The running mean starts with the heaviest update, and of equal weights with the smallest norm, so
-    that the result does not depend on the order in which updates come.
-    """
-    given = list(updates)
-    order = sorted(range(len(given)), key=lambda i: (-given[i][1], _norm(given[i][0])))
-    replies = [given[i] for i in order]
-    # Alignments are small, moved models are not: they are moved again where they are needed.
-    found = [result.alignment for result in _to_running(replies, broadcast, align_one)]
-    previous = float("inf")
-    for _ in range(CONSENSUS_PASSES if len(found) > 1 else 0):
-        mean = Mean()
-        for (update, weight), alignment in zip(replies, found, strict=True):
-            mean.add(alignment.apply(update), weight)
-        anchor = Anchor(mean.current)
-        found = [align_one(update, anchor) for update, _ in replies]
-        total = sum(w * a.report.after for (_, w), a in zip(replies, found, strict=True))
-        if total >= previous * (1 - CONSENSUS_TOLERANCE):
-            break
-        previous = total
-    for index, (update, weight) in enumerate(given):
-        alignment = found[order.index(index)]
-        yield AlignedUpdate(alignment.apply(update), weight, alignment)
-
-
-def _norm(update: Tensors) -> float:
-    squares = (
-        torch.linalg.vector_norm(t.double()) ** 2 for t in update.values() if t.is_floating_point()
-    )
-    return float(sum(squares))
-
-
-#: Anchors that are known only once all updates are.
-OF_ALL = ("consensus", "medoid")
-
-#: The anchors by name.
-ANCHORS: dict[str, _Round] = {
-    "global": _to_global,
-    "running": _to_running,
-    "consensus": _to_consensus,
-    "first": _to_first,
-    "medoid": _to_medoid,
-}
+    return find
 
 
 def align_round(
-    updates: Updates,
+    updates: Iterable[Weighted],
     broadcast: Tensors,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     anchor: str = "global",
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
-    running: Mean | None = None,
 ) -> Iterator[AlignedUpdate]:
     """Align a round's updates, in order.
 
     Args:
         updates: pairs of tensors and positive weight.
-        broadcast: the model the clients received.
+        broadcast: the model that the clients received.
         symmetry: from ``symmetry_of``.
         options: see ``AlignmentOptions``.
-        anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of what came before),
-            ``first`` (the first update), ``medoid`` (the update closest to all others, over what
-            alignment moves) or ``consensus`` (generalised Procrustes, whatever the order of the
-            updates). The first three read ``updates`` lazily and hold one at a time; the last two
-            hold them all, as they were given.
+        anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of the updates so far),
+            ``first`` (the first update), ``medoid`` (the update nearest to all others) or
+            ``consensus`` (generalised Procrustes, in any order of the updates). The first three read
+            ``updates`` lazily and hold one at a time; the last two hold all of them.
         other_basis: options for an update from another basis than its anchor (``base_cosine`` below
-            ``SAME_BASE``, and not both near the broadcast model); None treats it like the others.
-        evidence: gives the activations of an anchor and an update, asked for wherever the residual
+            ``SAME_BASIS``, unless both are near the broadcast model); None treats it like the others.
+        evidence: returns the activations of an anchor and an update; called wherever the residual
             stream is matched.
-        running: the mean that the caller folds every aligned update into before asking for the next
-            one; with ``anchor="running"`` it is the anchor, which is then not held twice.
 
     Raises:
         FedrotError: the anchor is unknown.
         UpdateError: see ``align``.
     """
     check_symmetry(symmetry)
-    if anchor not in ANCHORS:
-        raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
-    usual = options or AlignmentOptions()
+    check_anchor(anchor)
+    find = finder(broadcast, symmetry, options or AlignmentOptions(), other_basis, evidence)
+    rule = ANCHORS[anchor](Anchor(broadcast), find)
+    if rule.needs_all:
+        updates = list(updates)
+        rule.prepare(updates)
 
-    def same_base(update: Tensors, to: Tensors) -> bool:
-        """Clients that trained far from one start may be further from each other than from it."""
+    def aligned(given: Weighted, place: int) -> AlignedUpdate:
+        update, weight = given
+        alignment = rule.align(update, place)
+        result = AlignedUpdate(alignment.apply(update), weight, alignment)
+        rule.accept(result.tensors, weight)
+        return result
 
-        def near(a: Tensors, b: Tensors) -> bool:
-            return base_cosine(a, b, symmetry) >= SAME_BASE
-
-        return near(update, to) or (near(update, broadcast) and near(to, broadcast))
-
-    def align_one(update: Tensors, to: Anchor) -> Alignment:
-        chosen = usual
-        if other_basis is not None and not same_base(update, to.tensors):
-            chosen = other_basis
-        asked = evidence is not None and "residual" in chosen.parts
-        activations = evidence(to.tensors, update) if asked and evidence is not None else None
-        return align(update, to, symmetry, chosen, activations)
-
-    if anchor == "running" and running is not None:
-        return _to_mean(updates, Anchor(broadcast), align_one, running)
-    return ANCHORS[anchor](updates, Anchor(broadcast), align_one)
+    # A generator's variables would keep the last update until the next one has come.
+    return map(aligned, updates, count())

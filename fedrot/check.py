@@ -1,4 +1,4 @@
-"""Does a model really have the symmetry that its family describes? Asked of the model itself."""
+"""The function-preservation check: move a model inside its symmetry, and compare its outputs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from fedrot.transport import Move, apply_moves
 #: Accepted change of an output, relative to the largest, in float64.
 TOLERANCE = 1e-6
 
-#: Size of the random numbers that are added to the parameters: zero biases and unit gains hide mistakes.
+#: Size of the random numbers that are added to the parameters. Zero biases and unit gains hide mistakes.
 _NOISE = 0.05
 
-#: How often an element is drawn again that happens to move nothing.
+#: How many tensors of a group a message names.
+_SHOWN = 8
+
+#: How often an element that moves nothing is drawn again.
 _DRAWS = 64
 
-#: Outputs that are no part of the function, in coordinates that may move: caches of keys and values,
-#: what an encoder hands to its decoder, and hidden states beside the embeddings projected from them.
+#: Returned values that are not compared, because their coordinates may move: caches of keys and values,
+#: the encoder states that a decoder reads, and hidden states beside the embeddings projected from them.
 _INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
 _PROJECTED = frozenset({"text_embeds", "image_embeds"})
 _BESIDE_PROJECTED = frozenset({"last_hidden_state"})
@@ -45,16 +48,16 @@ def output_change(
     seed: int = 0,
     batch: Mapping[str, Tensor] | None = None,
 ) -> Callable[[Selection], float]:
-    """Draw an element of every group, and return what measures how moving some changes the outputs.
+    """Draw one element per group, and return a function that applies some of them.
 
-    Outputs are the tensors that the model itself returns. What lies inside nested outputs (each tower
-    of CLIP returns its own) it goes on computing with, in coordinates that may move; so do caches, the
-    hidden states of an encoder that a decoder reads, and those beside CLIP's projected embeddings.
+    Compared are the tensors that the model itself returns. Nested outputs (each tower of CLIP returns
+    one), caches, encoder states that a decoder reads, and the hidden states beside CLIP's projected
+    embeddings are left out: the model computes with them further, in coordinates that may move.
 
     Args: those of ``check_function``.
 
-    Returns a function from a selection of groups to the largest change of an output relative to that
-    output's largest entry, NaN if an output is. The same elements are applied every time.
+    Returns a function of a selection of groups. It returns the largest change of an output relative to
+    that output's largest entry, NaN if an output is NaN. The same elements are applied every time.
 
     Raises:
         SymmetryError: a part cannot be moved; or the model does not run on random inputs, or returns
@@ -90,39 +93,70 @@ def check_function(
     seed: int = 0,
     batch: Mapping[str, Tensor] | None = None,
 ) -> float:
-    """Move a model by a random element and compare its outputs.
+    """Move a model by random elements of its groups and compare its outputs.
 
-    Names cannot tell what a model does with its tensors: a head that reads the hidden states
-    differently than the family's is found only by running it.
+    The description of a family goes by the names of tensors. Only a run shows whether the model uses
+    them as described.
 
     Args:
         model: a copy of it is run in evaluation mode and float64, with noise on its parameters.
         config: its transformers configuration, object or dictionary.
         symmetry: of this model.
-        parts: what is moved.
-        seed: of noise, element and inputs.
+        parts: the parts that are moved.
+        seed: of noise, elements and inputs.
         batch: keyword arguments of the model's forward; ``random_inputs`` if None.
 
-    Returns the largest change of an output relative to the largest output; see ``output_change``.
+    Returns the largest change of an output relative to the largest entry of that output.
 
     Raises:
-        SymmetryError: the change exceeds ``TOLERANCE``, and the message says which part does it; or
-            the model does not run on random inputs.
+        SymmetryError: the change exceeds ``TOLERANCE``. The message names the parts, and of each the
+            first group that changes the outputs, with its tensors. Or the model does not run on
+            random inputs.
     """
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
     if not largest <= TOLERANCE:
-        guilty = [part for part in parts if not change(partial(_belongs, part=part)) <= TOLERANCE]
+        broken = [part for part in parts if not change(partial(_is_of, part=part)) <= TOLERANCE]
         raise SymmetryError(
-            f"Moving {' and '.join(guilty) or 'all parts together'} changes this model's outputs by "
-            f"{largest:.2g} of their size: it does something with these tensors that family "
-            f"'{symmetry.family}' does not know. Align other parts only."
+            f"Moving {' and '.join(broken) or 'all parts together'} changes this model's outputs by "
+            f"{largest:.2g} of their size. {suspects(symmetry, change, broken)}"
         )
     return largest
 
 
-def _belongs(group: Group, part: str) -> bool:
+def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]) -> str:
+    """Return a message about a broken contract: of each part the first group that breaks it.
+
+    Args:
+        symmetry: of the model.
+        change: from ``output_change``.
+        parts: the parts that change the outputs.
+    """
+    named = []
+    for part in parts:
+        groups = symmetry.select((part,))
+        broken = (group for group in groups if not change(partial(_is_same, group=group)) <= TOLERANCE)
+        if group := next(broken, None):
+            named.append(f"group '{group.name}' ({part}), which acts on {_tensors_of(group)}")
+    return (
+        f"The description of family '{symmetry.family}' is wrong for this model. Look at "
+        f"{'; and '.join(named) or 'its groups'}. Describe the model as a family of its own "
+        "(docs/own-model.md), or align it without these parts."
+    )
+
+
+def _is_of(group: Group, part: str) -> bool:
     return group.part == part
+
+
+def _is_same(other: Group, group: Group) -> bool:
+    return other is group
+
+
+def _tensors_of(group: Group) -> str:
+    names = list(dict.fromkeys(slot.tensor for slot in group.slots))
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more tensors"
 
 
 def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:

@@ -1,26 +1,32 @@
-"""What alignment did, as plain data."""
+"""Reports of an alignment as plain data: one row per group, and totals."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from fedrot.symmetry.groups import Group
+
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What happened to one group: squared distances to the anchor, what moved, and why not.
+    """The alignment of one group.
 
     Attributes:
-        units: which of its heads or neurons were moved, unit ``i`` as bit ``i``.
-        of: how many heads or neurons the group has.
-        angle: in degrees, by how much it turned what it moved, on average.
-        within: the head permutation that moves this group's heads as a whole, if any: groups of one
-            layer that share it act on the same heads.
+        group, layer, part: the group's name, its layer, and the part it belongs to.
+        before, after: squared distance of the group's weights to the anchor.
+        units: the heads or neurons that were moved, unit ``i`` as bit ``i``.
+        of: number of heads or neurons in the group.
+        angle: mean rotation of the moved heads, in degrees.
+        certified: True if the order of the neurons was proved to be optimal without an assignment.
+        skipped: True if a move was found, but gained less than ``AlignmentOptions.threshold``.
+        within: name of the head permutation that moves this group's heads as a whole, if any. Groups of
+            one layer with the same name act on the same heads.
     """
 
     group: str
@@ -35,24 +41,37 @@ class GroupReport:
     skipped: bool = False
     within: str = ""
 
+    @classmethod
+    def unmoved(cls, group: Group, before: float) -> GroupReport:
+        """Return the report of a group that is not moved."""
+        return cls(
+            group.name, group.layer, group.part, before, before, 0, group.kind.units, within=group.within
+        )
+
+    def moved_by(self, group: Group, element: Tensor) -> GroupReport:
+        """Return the report with the units and the angle of an element."""
+        units = np.packbits(group.kind.moved(element).cpu().numpy(), bitorder="little").tobytes()
+        return replace(self, units=int.from_bytes(units, "little"), angle=group.kind.angle(element))
+
     @property
     def moved(self) -> int:
-        """How many heads or neurons were moved."""
+        """Number of heads or neurons that were moved."""
         return self.units.bit_count()
 
     def row(self) -> dict[str, Any]:
-        """Return what there is to read: the number of units that moved, and not which."""
+        """Return a flat row; ``moved`` is the number of moved units."""
         row = {("moved" if key == "units" else key): value for key, value in asdict(self).items()}
-        del row["within"]
-        return {**row, "moved": self.moved}
+        return {key: value for key, value in row.items() if key != "within"} | {"moved": self.moved}
 
 
 @dataclass(frozen=True)
 class AlignmentReport:
     """The rows of all groups, and the totals over the tensors they act on.
 
-    ``before`` and ``after`` are squared distances to the anchor; ``after`` never exceeds ``before``
-    by more than rounding. ``seconds`` is the wall time of the matching.
+    Attributes:
+        groups: one ``GroupReport`` per group.
+        before, after: squared distance to the anchor; ``after`` is at most ``before``, up to rounding.
+        seconds: wall time of the matching.
     """
 
     groups: tuple[GroupReport, ...] = field(repr=False)
@@ -80,7 +99,7 @@ class AlignmentReport:
         return removed / self.before if self.before > 0 else 0.0
 
     def moved(self, part: str) -> int:
-        """Return how many heads or neurons a part moved, see ``moved_units``."""
+        """Return the number of heads or neurons that a part moved, see ``moved_units``."""
         return moved_units([self], part)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -89,15 +108,16 @@ class AlignmentReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        return {**asdict(self), "groups": self.rows()}
+        totals = {"before": self.before, "after": self.after, "seconds": self.seconds}
+        return {"groups": self.rows(), **totals}
 
 
 def moved_units(reports: Iterable[AlignmentReport], part: str) -> int:
-    """Return how many heads, neurons or hidden units a part moved in at least one of the reports.
+    """Return the number of heads, neurons or hidden units that a part moved in at least one report.
 
-    A head counts once, whichever of its groups was moved (queries with keys, values with the output
-    projection). Where query heads share a key head, ``heads`` counts query heads: a key head that
-    trades places takes all of its query heads along.
+    A head counts once even if several of its groups were moved (queries with keys, values with the
+    output projection). Where query heads share a key head, ``heads`` counts query heads: a key head
+    takes all of its query heads along.
     """
     groups = [group for report in reports for group in report.groups if group.part == part]
     most, moved = defaultdict[tuple[str, int], int](int), defaultdict[tuple[str, int], int](int)
@@ -110,13 +130,8 @@ def moved_units(reports: Iterable[AlignmentReport], part: str) -> int:
     return sum(units.bit_count() for units in moved.values())
 
 
-def as_bits(units: Tensor) -> int:
-    """Return a mask of units, bool ``[units]``, as an integer, unit ``i`` as bit ``i``."""
-    return int.from_bytes(np.packbits(units.cpu().numpy(), bitorder="little").tobytes(), "little")
-
-
 def _repeated(bits: int, times: int) -> int:
-    """Return bits with each of them written so many times."""
+    """Return an integer with every bit of ``bits`` repeated."""
     if times == 1:
         return bits
     block = (1 << times) - 1

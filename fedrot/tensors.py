@@ -19,6 +19,12 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """Return the blocks on the diagonal of a matrix ``[n, n]``, a copy ``[n / size, size, size]``."""
+    starts = range(0, len(matrix), size)
+    return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
+
+
 class Shaped(Protocol):
     """A tensor, or what stands for one before it is decoded."""
 

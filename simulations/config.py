@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedrot.aggregation import aggregations, entry_named
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.data.partition import parse_partition
@@ -52,9 +53,12 @@ MOST_SEEDS = 10_000
 #: alone, activations on the clients' data (matched at the clients), or learning at the clients.
 EVIDENCE = ("probe", "weights", "clients", "learned")
 
-#: Aggregations of aligned updates. An ensemble averages the logits or probabilities of the clients'
-#: models and merges nothing.
-AGGREGATIONS = ("mean", "regmean", "fisher", "ot", "greedy", "ensemble", "ensemble-probabilities")
+#: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
+#: their probabilities.
+ENSEMBLES = ("ensemble", "ensemble-probabilities")
+
+#: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
+AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
 
 #: The arm of one model trained on all clients' data, an upper bound.
 JOINED = "joined"
@@ -91,11 +95,6 @@ class Arm(BaseModel):
         move, slash, aggregation = full.partition("/")
         rest, _, evidence = move.partition("~")
         what, _, anchor = rest.partition("@")
-        if move not in ("plain", what) and aggregation == "fisher":
-            raise ValueError(
-                f"arm '{text}': for Fisher information clients align to the broadcast model; leave the "
-                "anchor and the evidence out"
-            )
         anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
         aggregation = aggregation if slash else AGGREGATIONS[0]
         for name, value, known in (
@@ -105,9 +104,14 @@ class Arm(BaseModel):
         ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
+        if move not in ("plain", what) and _aligns_at_clients(aggregation):
+            raise ValueError(
+                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
+                "statistics cannot follow rotations; leave out the anchor and the evidence"
+            )
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
-        if aggregation.startswith("ensemble"):
+        if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
@@ -131,7 +135,20 @@ class Arm(BaseModel):
     @property
     def ensemble(self) -> bool:
         """Whether the arm averages the answers of the clients' models."""
-        return self.aggregation.startswith("ensemble")
+        return self.aggregation in ENSEMBLES
+
+    @property
+    def aligns_at_clients(self) -> bool:
+        """Whether clients align before they compute statistics, which cannot follow rotations."""
+        return self.align and _aligns_at_clients(self.aggregation)
+
+    def takes(self, argument: str) -> bool:
+        """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
+        return not self.ensemble and argument in entry_named(self.aggregation).inputs
+
+
+def _aligns_at_clients(aggregation: str) -> bool:
+    return aggregation not in ENSEMBLES and not entry_named(aggregation).follows_rotations
 
 
 class SimulationConfig(BaseModel):
@@ -259,7 +276,7 @@ class SimulationConfig(BaseModel):
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
-        if not self.holdout and any(arm.aggregation == "greedy" for arm in arms):
+        if not self.holdout and any(arm.takes("score") for arm in arms):
             raise ValueError(
                 "the greedy soup chooses models by clients' held-out rows; holdout must not be 0"
             )
@@ -336,7 +353,7 @@ class SimulationConfig(BaseModel):
     def moves(self) -> bool:
         """Whether weights are moved, which needs a model of a supported family."""
         arms = [Arm.parse(arm) for arm in self.arms]
-        return "scrambled" in self.starts or any(arm.align or arm.aggregation == "ot" for arm in arms)
+        return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""

@@ -82,6 +82,18 @@ _GPT2 = {
     "pad_token_id": 0,
 }
 
+_GPTJ = {**_GPT2, "rotary_dim": 4}
+_FALCON = {**_ENCODER, "num_attention_heads": 4, "ffn_hidden_size": 20, "pad_token_id": 0}
+_BLOOM = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "n_layer": 2,
+    "n_head": 3,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+#: The grouped product of experts has no float64.
+_MIXTRAL = {**_DECODER, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _OPT = {k: v for k, v in _ENCODER.items() if k != "intermediate_size"}
 _OPT |= {"ffn_dim": 20, "word_embed_proj_dim": 12}
 
@@ -223,6 +235,29 @@ MEMBERS: dict[str, Member] = {
     "gpt-neox-tokens": Member(
         "GPTNeoX", "ForTokenClassification", {**_ENCODER, "attention_bias": False}
     ),
+    "gptj": Member("GPTJ", _CAUSAL, _GPTJ, attention=_EAGER),
+    "gptj-whole": Member("GPTJ", _CLASSIFIER, {**_GPTJ, "rotary_dim": 8}, attention=_EAGER),
+    "falcon-7b": Member("Falcon", _CAUSAL, _FALCON),
+    "falcon-11b": Member(
+        "Falcon",
+        _CLASSIFIER,
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+        },
+    ),
+    "falcon-40b": Member(
+        "Falcon", _CAUSAL, {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+    ),
+    "falcon-rw": Member(
+        "Falcon",
+        "ForTokenClassification",
+        {**_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    ),
+    "bloom": Member("Bloom", _CAUSAL, _BLOOM, attention=_EAGER),
+    "bloom-classifier": Member("Bloom", _CLASSIFIER, _BLOOM, attention=_EAGER),
     "opt": Member("OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24}),
     "opt-open": Member(
         "OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True}
@@ -240,6 +275,8 @@ MEMBERS: dict[str, Member] = {
     "qwen2": Member("Qwen2", _CLASSIFIER, {**_DECODER, "tie_word_embeddings": True}),
     "qwen3": Member("Qwen3", _CAUSAL, {**_DECODER, "attention_bias": True}),
     "gemma3": Member("Gemma3", _CAUSAL, {**_DECODER, "sliding_window": 4}, config="Gemma3Text"),
+    "mixtral": Member("Mixtral", _CAUSAL, {**_MIXTRAL, "num_local_experts": 3}),
+    "mixtral-classifier": Member("Mixtral", _CLASSIFIER, {**_MIXTRAL, "num_local_experts": 2}),
     "phi3": Member("Phi3", _CAUSAL, {k: v for k, v in _DECODER.items() if k != "head_dim"}),
     "phi3-partial": Member(
         "Phi3",
@@ -264,6 +301,10 @@ MEMBERS: dict[str, Member] = {
         },
     ),
 }
+
+
+#: Members whose heads have slopes of their own.
+ALIBI = ("falcon-rw", "bloom", "bloom-classifier")
 
 
 @cache

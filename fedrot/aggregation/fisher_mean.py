@@ -1,4 +1,4 @@
-"""Fisher-weighted averaging."""
+"""``Fisher``: the mean weighted by diagonal Fisher information."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import (
-    FISHER,
-    TRAINED,
-    Statistics,
-    Tensors,
-    along_rows,
-    untrained,
-)
+from fedrot.aggregation.registry import register_aggregation
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.statistic_kinds import FISHER, TRAINED, Statistics, along_rows, check_alike, untrained
+from fedrot.tensors import Tensors
 
 
+@register_aggregation("fisher", "the mean, every entry weighted by its diagonal Fisher information")
 class Fisher:
-    """Average weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al. 2023, sec. 3.1).
+    """Mean weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al. 2023, sec. 3.1).
 
-    ``theta = sum_i w_i F_i theta_i / sum_i w_i F_i`` entry by entry, the weighted mean for tensors
-    without a Fisher and where it is zero at every client. Sums are float64. Rows that a client has not
-    trained (statistics ``trained``) count for nothing.
+    ``theta = sum_i w_i F_i theta_i / sum_i w_i F_i``, entry by entry. Tensors without a Fisher, and
+    entries whose Fisher is zero at every client, get the weighted mean. Sums are float64. Rows that a
+    client has not trained (statistics ``trained``) have weight zero.
 
-    The diagonal does not follow a rotation: clients align first and compute it then (``align_mod``),
-    or only permutations are aligned.
+    A diagonal Fisher cannot follow a rotation. Either the clients align first and compute it afterwards
+    (``align_mod``), or only permutations are aligned.
 
     Args:
-        floor: added to every ``F_i``, as a share of the mean of all entries of all updates, so that
-            what the loss does not see (a key's bias, say) is averaged, and not decided by rounding.
+        floor: added to every ``F_i``, as a share of the mean over all entries of all updates. Entries
+            that the loss does not depend on (a key's bias, say) are then averaged; without a floor,
+            rounding errors would weight them.
     """
 
     needs: tuple[str, ...] = (FISHER,)
+    notes: Mapping[str, str] = {}
 
     def __init__(self, floor: float = 1e-6) -> None:
         if not 0 <= floor < float("inf"):
@@ -47,35 +45,24 @@ class Fisher:
         self._size = 0.0
         self._lacking: set[str] = set()
 
-    @property
-    def notes(self) -> Mapping[str, str]:
-        """What was out of the ordinary, by tensor; always empty."""
-        return {}
-
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Fold one update in, with its Fisher information.
+        """Add one update with its Fisher information.
 
         Raises:
-            UpdateError: as ``Mean.add``; or there is no Fisher information, or it is of other tensors
-                than the first update's. Nothing has been added then.
+            UpdateError: as ``Mean.add``; or the Fisher information is missing, or belongs to other
+                tensors than the first update's. Nothing has been added then.
         """
         self._mean.check(update, weight, statistics)
-        masks = (statistics or {}).get(TRAINED, {})
-        lacking = untrained(statistics)
-        given = (statistics or {}).get(FISHER, {})
-        fisher = {name: value for name, value in given.items() if name not in lacking}
+        statistics, lacking = statistics or {}, untrained(statistics)
+        masks = statistics.get(TRAINED, {})
+        fisher = {n: value for n, value in statistics.get(FISHER, {}).items() if n not in lacking}
         if not fisher:
             raise UpdateError(
                 "The update comes without Fisher information, which this average needs; see "
                 "fedrot.collect_fisher."
             )
         known = self._reference.keys()
-        odd = sorted((known - fisher.keys() - lacking) | (fisher.keys() - known - self._lacking))
-        if known and odd:
-            raise UpdateError(
-                f"The Fisher information of '{odd[0]}' is missing or extra, compared with the first "
-                "update. Collect statistics alike at every client."
-            )
+        check_alike("Fisher information", fisher.keys(), lacking, known, self._lacking)
         self._mean.fold(update, weight, statistics)
         self._lacking |= lacking
         total = entries = 0.0
@@ -91,7 +78,7 @@ class Fisher:
         self._size += weight * total / entries
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; adding may go on afterwards.
+        """Return the merged tensors so far; more updates may be added afterwards.
 
         Raises:
             UpdateError: nothing was added.

@@ -1,68 +1,65 @@
-"""The weighted mean, folded in one update at a time."""
+"""``Mean``: the weighted mean of updates, as in FedAvg."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors, along_rows, check_statistics
+from fedrot.aggregation.registry import register_aggregation
 from fedrot.errors import UpdateError
-from fedrot.tensors import check_update, check_weight, compute_dtype
+from fedrot.statistic_kinds import TRAINED, Statistics, along_rows, check_statistics
+from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype
 
 
+@register_aggregation("mean", "the weighted mean, as in FedAvg", by_tensor=True)
 class Mean:
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 
-    The mean so far is held in float32, or float64 for float64 updates, whatever dtype travels, and
-    moved towards every update in place: it is one model large however many updates are added. The
-    result has the dtypes of the first update. Integer and boolean tensors are the first update's.
+    The mean is held in float32, or float64 for float64 updates, and updated in place: it takes the
+    memory of one model, however many updates are added. The result has the dtypes of the first update.
+    Integer and boolean tensors are those of the first update.
 
-    Statistics ``trained`` say which rows of a tensor a client trained (the labels it has seen, say):
-    these rows are averaged over the clients that trained them, and over all where nobody did.
+    Statistics ``trained`` are masks of the rows that a client trained (the labels it has seen, say).
+    These rows are averaged over the clients that trained them, and over all clients if none did.
+
+    >>> mean = Mean()
+    >>> mean.add({"w": torch.tensor([0.0, 4.0])}, weight=1)
+    >>> mean.add({"w": torch.tensor([4.0, 4.0])}, weight=3)
+    >>> mean.result()
+    {'w': tensor([3., 4.])}
     """
 
     needs: tuple[str, ...] = ()
+    notes: Mapping[str, str] = {}
 
     def __init__(self) -> None:
-        #: Of all updates that were added.
+        #: The sum of the weights of all updates that were added.
         self.weight = 0.0
         self._mean: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        #: Per tensor with masks: the mean of each row over its clients, and the sum of their weights.
         self._trained: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
-    def notes(self) -> Mapping[str, str]:
-        """What was out of the ordinary, by tensor; empty for a mean."""
-        return {}
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what was added, empty before."""
-        return {name: tuple(tensor.shape) for name, tensor in self._mean.items()}
-
-    @property
     def current(self) -> Tensors:
-        """The mean so far over all clients, as it is held: read-only, and changed by the next ``add``.
+        """The mean over all clients, empty before the first update.
 
-        Empty before the first.
+        It is not a copy: do not write to it, and expect the next ``add`` to change it.
         """
         return self._mean
 
     def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Check what ``add`` would be given.
-
-        Raises:
-            UpdateError: as ``add``.
-        """
+        """Check the arguments of ``add``, and raise the errors of ``add``."""
         check_weight(weight)
         if self._mean:
-            check_update(update, self.shapes)
+            check_update(update, {name: tuple(tensor.shape) for name, tensor in self._mean.items()})
         check_statistics(statistics or {}, {name: tuple(t.shape) for name, t in update.items()})
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Fold one update in.
+        """Add one update.
 
         Raises:
             UpdateError: the weight is not a positive number of a reasonable size, names or shapes differ
@@ -72,22 +69,22 @@ class Mean:
         self.fold(update, weight, statistics)
 
     def fold(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Do what ``add`` does with what ``check`` has passed."""
+        """Add one update that ``check`` has accepted."""
         self.fold_parts([update], weight, statistics)
 
     def fold_parts(
         self, parts: Iterable[Tensors], weight: float, statistics: Statistics | None = None
     ) -> None:
-        """Fold in an update that ``check`` has passed and that comes in parts, its weight once.
+        """Add one update that ``check`` has accepted and that comes in parts.
 
-        Where a part does not come, those before it have been folded in.
+        If ``parts`` raises an error, the parts before it have been added.
         """
         masks = (statistics or {}).get(TRAINED, {})
         share = weight / (self.weight + weight)
-        for part in parts:
-            self._fold_part(part, weight, share, masks)
-            # Or it would stay until the next one has come.
-            del part
+        fold = partial(self._fold_part, weight=weight, share=share, masks=masks)
+        # A loop variable would hold a part while the next one is made; ``map`` does not.
+        for _ in map(fold, parts):
+            pass
         self.weight += weight
 
     def _fold_part(self, part: Tensors, weight: float, share: float, masks: Tensors) -> None:
@@ -106,11 +103,10 @@ class Mean:
                 mean.lerp_(value, share)
 
     def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
-        """Keep the mean of each row over the clients that trained it, and their weight."""
         rows = along_rows(torch.tensor(True) if mask is None else mask, value)
         theirs = weight * rows.to(value.dtype)
         if name not in self._trained:
-            # Whoever came before without a mask trained all rows.
+            # Earlier updates had no mask: their clients trained all rows.
             before = torch.full_like(theirs, self.weight)
             self._trained[name] = self._mean[name].clone(), before
         mean, weights = self._trained[name]
@@ -119,10 +115,10 @@ class Mean:
         self._trained[name] = mean + share * (value - mean), total
 
     def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Return the mean of what was added so far; adding may go on afterwards.
+        """Return the mean so far; more updates may be added afterwards.
 
         Args:
-            device: where to; None leaves it where the updates were.
+            device: of the result; None: the device of the updates.
 
         Raises:
             UpdateError: nothing was added.
@@ -130,10 +126,10 @@ class Mean:
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
         return {
-            name: self._of(name).to(device, dtype, copy=True) for name, dtype in self._dtypes.items()
+            name: self._merged(name).to(device, dtype, copy=True) for name, dtype in self._dtypes.items()
         }
 
-    def _of(self, name: str) -> Tensor:
+    def _merged(self, name: str) -> Tensor:
         if name not in self._trained:
             return self._mean[name]
         mean, weights = self._trained[name]

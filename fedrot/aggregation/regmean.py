@@ -1,32 +1,36 @@
-"""RegMean: every linear layer is merged by least squares on its clients' inputs."""
+"""``RegMean``: every linear layer is merged by least squares on the inputs of all clients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, Tensors, untrained
+from fedrot.aggregation.registry import register_aggregation
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
+from fedrot.tensors import Tensors
 
 
+@register_aggregation("regmean", "linear layers by least squares on the clients' inputs, else the mean")
 class RegMean:
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 
-    ``W = (sum_i w_i W_i G_i) (sum_i w_i G_i)^-1`` for every weight ``W`` ``[out, in]`` that has Gram
-    matrices, the weighted mean for everything else. Update weights multiply Gram matrices *per
+    ``W = (sum_i w_i W_i G_i) (sum_i w_i G_i)^-1`` for every weight ``W`` ``[out, in]`` with Gram
+    matrices ``G_i`` ``[in, in]``, the weighted mean for all other tensors. Gram matrices are *per
     token*, as ``collect_gram`` returns them. Off-diagonal entries are first multiplied by ``alpha``
     (section 3.3, Appendix A Eq. 8-9), and ``beta`` is added to the diagonal (Table 8).
 
-    Sums and solutions are float64. Inputs that no client has seen leave the equations singular; in
-    these directions the weights are the weighted mean, and ``notes`` says so. With ``alpha=1`` this
-    is common, and needs Gram matrices that were not rounded to bfloat16.
+    Sums and solutions are float64. If no client has seen inputs in some direction, the equations are
+    singular: in this direction the result is the weighted mean, and ``notes`` names the layer. This is
+    common with ``alpha=1``, which also needs Gram matrices that were not rounded to bfloat16.
 
-    Rows that some client has not trained (statistics ``trained``) are the mean of those that have. A
-    client that has not trained a layer at all needs no Gram matrix of it.
+    Rows that some client has not trained (statistics ``trained``) are the mean over the clients that
+    have. A client that has not trained a layer at all needs no Gram matrix of it.
 
     Args:
         alpha: 0 to 1; 0.9 is the paper's choice for encoders, 0.1 for T5.
@@ -39,43 +43,40 @@ class RegMean:
         if not 0 <= alpha <= 1 or not 0 <= beta < float("inf"):
             raise FedrotError(f"alpha is {alpha}, beta {beta}; alpha is 0 to 1, beta not negative.")
         self.alpha, self.beta = alpha, beta
+        #: The layers whose equations were singular in the last ``result``.
+        self.notes: Mapping[str, str] = {}
         self._mean = Mean()
         self._layers: dict[str, _Layer] = {}
         self._totals: dict[str, _Total] = {}
-        self._partly: dict[str, Tensor] = {}
+        #: Rows that every client has trained, of tensors of which some client has not trained all.
+        self._trained: dict[str, Tensor] = {}
         self._lacking: set[str] = set()
-        self._notes: dict[str, str] = {}
-
-    @property
-    def notes(self) -> Mapping[str, str]:
-        """The layers whose equations were singular in the last ``result``."""
-        return self._notes
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Fold one update in, with its Gram matrices.
+        """Add one update with its Gram matrices.
 
         Raises:
-            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they are of other layers
-                or in another form than the first update's. Nothing has been added then.
+            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they belong to other layers
+                or have another form than the first update's. Nothing has been added then.
         """
         self._mean.check(update, weight, statistics)
-        masks = (statistics or {}).get(TRAINED, {})
-        lacking = untrained(statistics)
+        statistics, lacking = statistics or {}, untrained(statistics)
         grams = {
             name: (kind, gram)
             for kind in INPUT_AXIS
-            for name, gram in (statistics or {}).get(kind, {}).items()
+            for name, gram in statistics.get(kind, {}).items()
             if name not in lacking
         }
-        sharing = _sharing({name: gram for name, (_, gram) in grams.items()})
         self._check(grams, lacking)
         self._mean.fold(update, weight, statistics)
         self._lacking |= lacking
-        for name, mask in masks.items():
+        for name, mask in statistics.get(TRAINED, {}).items():
             if name not in lacking and not bool(mask.all()):
-                before = self._partly.get(name)
-                self._partly[name] = mask if before is None else before & mask
-        self._part(sharing)
+                self._trained[name] = self._trained.get(name, torch.tensor(True)) & mask
+        # Layers that read one input hold the same matrix: it is added up once, under the first's name.
+        first: dict[int, str] = {}
+        sharing = {name: first.setdefault(id(grams[name][1]), name) for name in sorted(grams)}
+        self._separate(sharing)
         shrunk: dict[int, Tensor] = {}
         added: set[str] = set()
         for name, (kind, gram) in grams.items():
@@ -83,17 +84,17 @@ class RegMean:
                 shrunk[id(gram)] = weight * self._shrunk(_as_blocks(gram).double())
             matrix = _oriented(kind, update[name])
             if name not in self._layers:
-                # Who comes later has no part in the totals of those before.
+                # A layer that an earlier client lacked has fewer matrices than the others.
                 total = name if self._lacking else sharing[name]
                 self._layers[name] = _Layer(kind, total, matrix)
             layer = self._layers[name]
-            layer.add(matrix, shrunk[id(gram)])
+            layer.product = layer.product + _times(matrix - layer.reference, shrunk[id(gram)])
             if layer.total not in added:
                 added.add(layer.total)
                 self._totals.setdefault(layer.total, _Total()).add(shrunk[id(gram)], gram.dtype)
 
-    def _part(self, sharing: Mapping[str, str]) -> None:
-        """Give layers that share a total totals of their own, unless all of them get the same now."""
+    def _separate(self, sharing: Mapping[str, str]) -> None:
+        """Copy totals that layers share, for layers that have different matrices in this update."""
         groups: dict[str, list[str]] = {}
         for name, layer in self._layers.items():
             groups.setdefault(layer.total, []).append(name)
@@ -108,17 +109,7 @@ class RegMean:
             raise UpdateError(
                 "The update comes without Gram matrices, which RegMean needs; see fedrot.collect_gram."
             )
-        if not self._layers:
-            return
-        odd = sorted(
-            (self._layers.keys() - grams.keys() - lacking)
-            | (grams.keys() - self._layers.keys() - self._lacking)
-        )
-        if odd:
-            raise UpdateError(
-                f"The Gram matrix of '{odd[0]}' is missing or extra, compared with the first update. "
-                "Collect statistics alike at every client."
-            )
+        check_alike("Gram matrix", grams.keys(), lacking, self._layers.keys(), self._lacking)
         for name in grams.keys() & self._layers.keys():
             (kind, gram), layer = grams[name], self._layers[name]
             if kind != layer.kind or _as_blocks(gram).shape != self._totals[layer.total].gram.shape:
@@ -133,73 +124,65 @@ class RegMean:
         return self.alpha * blocks + (1 - self.alpha) * diagonal + self.beta * eye
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; adding may go on afterwards.
+        """Return the merged tensors so far; more updates may be added afterwards.
 
         Raises:
             UpdateError: nothing was added.
         """
-        merged = self._mean.result()
-        self._notes = {}
+        merged, notes = self._mean.result(), dict[str, str]()
         inverses = {
             key: _Inverse(self._totals[key].gram, self._totals[key].rounding)
             for key in {layer.total for layer in self._layers.values()}
         }
         for name, layer in self._layers.items():
             inverse = inverses[layer.total]
-            # In directions that nobody has seen, the mean; elsewhere, least squares.
             found = layer.reference + inverse.solved(layer.product)
             if inverse.unseen:
                 mean = _oriented(layer.kind, merged[name])
                 found = found + inverse.outside(mean - layer.reference)
-                self._notes[name] = (
+                notes[name] = (
                     f"{inverse.unseen} of {inverse.size} directions of its input were seen by no "
                     "client; there the weights are the mean"
                 )
             weight = (found if INPUT_AXIS[layer.kind] == 1 else found.mT).to(merged[name].dtype)
-            everybody = self._partly.get(name, torch.tensor(True)).reshape(-1, 1).to(weight.device)
-            merged[name] = torch.where(everybody, weight, merged[name]).contiguous()
+            solved = self._trained.get(name, torch.tensor(True)).reshape(-1, 1).to(weight.device)
+            merged[name] = torch.where(solved, weight, merged[name]).contiguous()
+        self.notes = notes
         return merged
 
 
+@dataclass
 class _Total:
-    """The running sum of one input's Gram matrices, and the relative rounding of their entries."""
+    """The sum of one input's Gram matrices ``[blocks, n, n]``, and the relative error of its entries."""
 
-    def __init__(self) -> None:
-        self.gram = torch.zeros((), dtype=torch.float64)
-        self.rounding = 0.0
+    gram: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    rounding: float = 0.0
 
     def add(self, gram: Tensor, dtype: torch.dtype) -> None:
         self.gram = self.gram + gram
-        # What bfloat16 rounded off cannot be told from what was never seen: it counts as seen.
+        # The rounding error of bfloat16 cannot be told from unseen directions: it counts as seen.
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         self.rounding = max(self.rounding, torch.finfo(exact).eps)
 
 
+@dataclass
 class _Layer:
-    """The running sum of one layer's weights times Gram matrices.
+    """The sum of one layer's weights times Gram matrices.
 
-    Weights are relative to the first update's, so that little is lost where they are alike.
-    ``total`` names the sum of its Gram matrices, which layers that read one input share.
+    Weights are taken relative to ``reference``, the first update's, so that sums of similar models lose
+    fewer digits. ``total`` is the key of the sum of the layer's Gram matrices.
     """
 
-    def __init__(self, kind: str, total: str, reference: Tensor) -> None:
-        self.kind, self.total, self.reference = kind, total, reference
-        self.product = torch.zeros((), dtype=torch.float64)
-
-    def add(self, weight: Tensor, gram: Tensor) -> None:
-        self.product = self.product + _times(weight - self.reference, gram)
+    kind: str
+    total: str
+    reference: Tensor
+    product: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
 
 def _oriented(kind: str, weight: Tensor) -> Tensor:
     """Return a weight as float64 ``[out, in]``."""
     matrix = weight.detach().double()
     return matrix if INPUT_AXIS[kind] == 1 else matrix.mT
-
-
-def _sharing(grams: Tensors) -> dict[str, str]:
-    """Return, for every layer, the first by name that holds the same matrix."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(grams[name]), name) for name in sorted(grams)}
 
 
 def _as_blocks(gram: Tensor) -> Tensor:
@@ -214,21 +197,23 @@ def _times(matrix: Tensor, blocks: Tensor) -> Tensor:
 
 
 class _Inverse:
-    """The inverse of a block-diagonal positive semi-definite matrix where it has one.
+    """The pseudo-inverse of a block-diagonal positive semi-definite matrix.
+
+    ``unseen`` is the number of directions that the matrix maps to zero.
 
     Args:
         blocks: float64 ``[blocks, n, n]``.
-        rounding: relative error of the entries; directions that it could hide count as unseen.
+        rounding: relative error of the entries; eigenvalues within this error count as zero.
     """
 
     def __init__(self, blocks: Tensor, rounding: float) -> None:
         self.size = blocks.shape[0] * blocks.shape[1]
-        # Entries are rounded in proportion to their diagonals, so these are made equal.
+        # Rounding errors are in proportion to the diagonal, so the diagonal is scaled to 1.
         diagonal = blocks.diagonal(dim1=-2, dim2=-1)
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
         even = blocks * self._scale.unsqueeze(-1) * self._scale.unsqueeze(-2)
         smallest = (blocks.shape[-1] + 32) * rounding
-        # Units that were always zero stand alone: they need no decomposition.
+        # Units that were always zero are unseen directions; no decomposition is needed to find them.
         dead = diagonal <= 0
         even = even + torch.diag_embed(dead.to(even))
         self.unseen = int(dead.sum())
@@ -242,7 +227,7 @@ class _Inverse:
             self.unseen += int((~kept).sum())
             roots = torch.where(kept, values, 1.0).rsqrt() * kept
             self._factor = vectors * roots.unsqueeze(-2)
-            # An orthonormal basis of what the matrix maps to zero.
+            # An orthonormal basis of the directions that the matrix maps to zero.
             raw = vectors * (~kept).unsqueeze(-2) * self._scale.unsqueeze(-1)
             u, sizes, _ = torch.linalg.svd(raw)
             count = (~kept).sum(-1, keepdim=True)

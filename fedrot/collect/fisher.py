@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation.statistic_kinds import FISHER
-from fedrot.collect.activations import evaluating
+from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import FedrotError
+from fedrot.statistic_kinds import FISHER
 from fedrot.tensors import compute_dtype
 
 Batch = Mapping[str, Tensor]
@@ -26,7 +26,7 @@ def collect_fisher(
     batches: Iterable[Batch],
     *,
     labels: Literal["model", "data"] = "model",
-    max_rows: int = 256,
+    max_rows: int | None = 256,
     seed: int = 0,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
@@ -46,7 +46,7 @@ def collect_fisher(
             was.
         batches: keyword arguments of forward, ``labels`` included if they are the data's.
         labels: ``model``: expectation over the model's own labels; ``data``: the empirical Fisher.
-        max_rows: rows used at most; each costs a backward pass per label.
+        max_rows: rows used at most, None for all; each costs a backward pass per label.
         seed: of the sampled labels.
 
     Raises:

@@ -1,58 +1,47 @@
-"""What a client can say about its weights beside the weights: Gram matrices, and what it trained.
-
-Statistics are dictionaries by kind, then by tensor name (``Statistics``). They move with the weights
-(``Alignment.transport``) and weigh them when they are merged (``fedrot.aggregation``).
-"""
+"""Gram matrices of the inputs of linear layers: collection, and cheaper forms to send."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, along_rows
-from fedrot.collect.activations import evaluating, input_axis, without_padding
+from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.errors import FedrotError
+from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, Statistics
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import check_update
-
-Batch = Mapping[str, Tensor]
+from fedrot.tensors import Tensors, diagonal_blocks
 
 GramForm = Literal["full", "heads", "diagonal"]
 GRAM_FORMS = ("full", "heads", "diagonal")
 
 
-def _readers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
-    """Return the linear modules by the name of their weight, those with a weight of their own only.
+def _readers(model: nn.Module) -> dict[str, int]:
+    """Return the input axis of the weight of every linear module that shares its weight with no other.
 
-    A weight that is also an embedding's, or shared by layers with different inputs, is no linear
+    A weight that is also an embedding's, or that layers with different inputs share, is no linear
     regression on one input: it is averaged.
     """
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    found = {}
-    for name, module in model.named_modules():
-        axis = input_axis(module)
-        weight: Any = module.weight if axis is not None else None
-        if axis is not None and uses[id(weight)] == 1:
-            found[f"{name}.weight"] = (module, axis)
-    return found
+    parameters = (p for module in model.modules() for p in module._parameters.values())
+    uses = Counter(id(parameter) for parameter in parameters)
+    axes = {name: input_axis(module) for name, module in model.named_modules()}
+    return {
+        name: axis
+        for name, axis in axes.items()
+        if axis is not None and uses[id(model.get_submodule(name).weight)] == 1
+    }
 
 
 def collect_gram(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Tensors],
     *,
-    max_batches: int = 100,
+    max_batches: int | None = 100,
     form: GramForm = "full",
     symmetry: Symmetry | None = None,
 ) -> dict[str, dict[str, Tensor]]:
@@ -67,7 +56,7 @@ def collect_gram(
         model: any ``torch`` model of ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
             without gradients, and left as it was.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
-        max_batches: batches read at most; Jin et al., Table 6, find no gain beyond 100.
+        max_batches: batches read at most, None for all; Jin et al., Table 6, find no gain beyond 100.
         form: what is kept, see ``compressed``.
         symmetry: needed for the form ``heads``.
 
@@ -75,37 +64,31 @@ def collect_gram(
         FedrotError: no batch, no such layer, or an unknown form.
     """
     _check_form(form, symmetry)
-    readers = _readers(model)
+    axes = _readers(model)
     count: dict[str, int] = {}
     sums: dict[str, Tensor] = {}
     same: dict[str, str] = {}
     inputs: dict[str, Tensor] = {}
     mask: Tensor | None = None
 
-    def seen(name: str, tensor: Tensor) -> None:
-        first = next((other for other, read in inputs.items() if read is tensor), name)
+    def seen(name: str, given: Tensor, output: Tensor) -> None:
+        first = next((other for other, read in inputs.items() if read is given), name)
         # An input counts as shared only if it has been so in every batch.
         if same.setdefault(name, first) != first:
             other = same[name] if first == name else first
             raise FedrotError(
-                f"The layers '{name}' and '{other}' read one input in some batches only; collect their "
-                "statistics from batches that take the same path through the model."
+                f"The layers '{name}.weight' and '{other}.weight' read one input in some batches only; "
+                "collect their statistics from batches that take the same path through the model."
             )
-        inputs[name] = tensor
+        inputs[name] = given
         if first != name:
             return
-        rows = without_padding(tensor, mask).float()
+        rows = without_padding(given, mask).float()
         product = (rows.mT @ rows).double()
         sums[name] = sums[name].add_(product) if name in sums else product
         count[name] = count.get(name, 0) + len(rows)
 
-    with ExitStack() as stack, torch.no_grad(), evaluating(model):
-        for name, (module, _) in readers.items():
-            handle = module.register_forward_pre_hook(
-                lambda _module, args, kwargs, name=name: seen(name, *args, *kwargs.values()),
-                with_kwargs=True,
-            )
-            stack.callback(handle.remove)
+    with watched(model, axes, seen):
         for batch in islice(batches, max_batches):
             mask = batch.get("attention_mask")
             inputs.clear()
@@ -118,7 +101,7 @@ def collect_gram(
     grams = {name: (total / max(count[name], 1)).float() for name, total in sums.items()}
     found: dict[str, dict[str, Tensor]] = {}
     for name, first in same.items():
-        found.setdefault(GRAMS[readers[name][1]], {})[name] = grams[first]
+        found.setdefault(GRAMS[axes[name]], {})[f"{name}.weight"] = grams[first]
     return compressed(found, form, symmetry)
 
 
@@ -159,7 +142,7 @@ def compressed(
             rotation = heads.get((name, axis))
             key = (id(gram), rotation)
             if key not in memo:
-                memo[key] = _blocks(gram, rotation) if rotation else gram.diagonal().clone()
+                memo[key] = diagonal_blocks(gram, rotation.dim) if rotation else gram.diagonal().clone()
             found.setdefault(kind, {})[name] = memo[key]
     return found
 
@@ -169,48 +152,3 @@ def _check_form(form: str, symmetry: Symmetry | None) -> None:
         raise FedrotError(f"form is '{form}'; choose from {', '.join(GRAM_FORMS)}.")
     if form == "heads" and symmetry is None:
         raise FedrotError("The form 'heads' needs the model's symmetry.")
-
-
-def _blocks(gram: Tensor, kind: HeadRotation) -> Tensor:
-    return torch.stack([gram[i : i + kind.dim, i : i + kind.dim] for i in range(0, len(gram), kind.dim)])
-
-
-def completed(
-    update: Mapping[str, Tensor],
-    received: Mapping[str, Tensor],
-    rows: Mapping[str, Iterable[int]] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Fill in what a client has not trained, and mark it, so that it does not enter the average.
-
-    Args:
-        update: the client's tensors; a task head that the client does not have may be absent.
-        received: the model that the client received, with every tensor.
-        rows: by tensor, the rows that the client trained: the labels it has seen, for the weight and
-            bias of a classifier. The other rows become the received ones.
-
-    Returns:
-        The complete update, and its statistics ``{"trained": masks}`` for
-        ``fedrot.aggregation``.
-
-    Raises:
-        UpdateError: the update has a tensor that was not received, or of another shape, or ``rows``
-            names a tensor or row that it does not have.
-    """
-    for name in (*update, *(rows or {})):
-        if name not in received:
-            raise UpdateError(f"The tensor '{name}' is not part of the received model.")
-    shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
-    check_update({**received, **update}, shapes)
-    full = {name: update.get(name, tensor) for name, tensor in received.items()}
-    masks = {name: torch.tensor(False) for name in received if name not in update}
-    for name, chosen in (rows or {}).items():
-        mask = torch.zeros(len(received[name]), dtype=torch.bool)
-        places = list(chosen)
-        if places and name not in update:
-            raise UpdateError(f"Rows of the tensor '{name}' are named, but the update does not have it.")
-        if any(not 0 <= place < len(mask) for place in places):
-            raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
-        mask[places] = True
-        masks[name] = mask
-        full[name] = torch.where(along_rows(mask, full[name]), full[name], received[name])
-    return full, {TRAINED: masks} if masks else {}

@@ -1,4 +1,4 @@
-"""Coordinate descent over the parts: every stage exact given the others, repeated while it pays.
+"""Coordinate descent: every stage is solved exactly given the others, in sweeps over all stages.
 
 Source: Ainsworth et al. 2023 (Git Re-Basin), Algorithm 1, extended from permutations of neurons to
 heads, rotations, signs and the residual stream.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from fedrot.matching.pairs import distance_once
-from fedrot.matching.stages import COUPLED, STAGES, Match, Problem, stage_of
-from fedrot.report import GroupReport, as_bits
-from fedrot.symmetry.actions import HeadPermutation
+from fedrot.matching.problem import Match, Problem
+from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
+from fedrot.report import GroupReport
 from fedrot.symmetry.groups import Group, Slot
 from fedrot.transport import Move
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The moves, one per group that moves, in the order in which they are applied, and the report."""
+    """The moves, one per moved group in the order of application, and a report row per group."""
 
     moves: tuple[Move, ...]
     rows: tuple[GroupReport, ...]
@@ -32,7 +31,11 @@ class Solution:
 
 
 def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
-    """Return the best moves that were found for the groups."""
+    """Return the best moves found for the groups.
+
+    Raises:
+        SymmetryError: a group's action has no solver or no stage.
+    """
     if not any(group.part in COUPLED for group in groups):
         descent = _Descent(problem, groups)
         descent.sweep()
@@ -47,11 +50,13 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
 
 
 class _Descent:
-    """One run of coordinate descent: what remains of the problem, and what was moved so far."""
+    """One run of coordinate descent: the problem as moved so far, the moves, and the report rows."""
 
     def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
         self.problem = problem
         self.groups = groups
+        for group in groups:
+            solver_of(group)
         self.stages = {stage: tuple(g for g in groups if stage_of(g) == stage) for stage in STAGES}
         self.coupled = any(group.part in COUPLED for group in groups)
         self.moves: list[Move] = []
@@ -66,7 +71,7 @@ class _Descent:
         started = self._start(start)
         self.objective = self.problem.objective(self.groups)
         if started:
-            # The parts inside the layers first: matched to them, the stream keeps what the start found.
+            # Fit the layers to the new residual stream before it is matched again.
             self.sweep(skip="residual")
         for _ in range(options.sweeps):
             before = self.objective
@@ -77,24 +82,22 @@ class _Descent:
         return self
 
     def _start(self, seed: int) -> bool:
-        """Bring the residual stream near its place before the parts inside the layers are known.
+        """Choose a first element of the residual stream; return whether anything was moved.
 
-        Seed 0 looks only at activations and at tensors that no other part moves (embeddings, norms,
-        biases), and moves only what comes nearer; other seeds draw a random order. Returns whether
-        anything was moved.
+        Seed 0 matches activations and the tensors that no other stage moves (embeddings, norms,
+        biases), and keeps the element if the objective falls. Other seeds draw a random element.
         """
         generator = torch.Generator().manual_seed(seed)
-        others = (g for part, groups in self.stages.items() if part != "residual" for g in groups)
+        others = (g for stage, groups in self.stages.items() if stage != "residual" for g in groups)
         elsewhere = _tensors(others)
         for group in self.stages["residual"]:
             if seed:
-                place = self.problem.client[group.slots[0].tensor].device
-                element: Tensor | None = group.kind.random(generator).to(place)
+                device = self.problem.client[group.slots[0].tensor].device
+                element: Tensor | None = group.kind.random(generator).to(device)
             else:
                 alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
-                reduced = (replace(group, slots=alone),) if alone else ()
-                matches = STAGES["residual"](reduced, self.problem)
-                element = matches[0].element if matches else None
+                reduced = replace(group, slots=alone)
+                element = match_stage([reduced], self.problem)[0].element if alone else None
             if element is None:
                 continue
             moved = self.problem.moved([Move(group, element)])
@@ -107,30 +110,24 @@ class _Descent:
         return bool(self.moves)
 
     def sweep(self, skip: str = "") -> None:
-        """Run every stage but ``skip`` once, each given the ones before it."""
-        later = list(self.stages.values())
-        for part, match in STAGES.items():
-            stage = later.pop(0)
-            if part == skip:
+        """Run every stage but ``skip`` once, each given the stages before it."""
+        for place, (stage, groups) in enumerate(self.stages.items()):
+            if stage == skip:
                 continue
             found = [
                 move
-                for group, result in zip(stage, match(stage, self.problem), strict=True)
-                if (move := self._accepted(group, result)) is not None
+                for group, match in zip(groups, match_stage(groups, self.problem), strict=True)
+                if (move := self._accepted(group, match)) is not None
             ]
-            # Without further sweeps, what no later stage looks at need not be moved.
-            if self.coupled or _tensors(m.group for m in found) & _tensors(chain(*later)):
-                self._move(found)
-            else:
-                self.moves += found
-
-    def _move(self, moves: list[Move]) -> None:
-        self.moves += moves
-        self.problem = self.problem.moved(moves)
+            self.moves += found
+            later = (group for groups in [*self.stages.values()][place + 1 :] for group in groups)
+            # In a single sweep, tensors that no later stage compares need not be moved.
+            if self.coupled or _tensors(m.group for m in found) & _tensors(later):
+                self.problem = self.problem.moved(found)
 
     def _accepted(self, group: Group, match: Match) -> Move | None:
-        """Note a match, and return its move unless it gains less than the threshold."""
-        # A permuted head keeps its rotation: the permutation was chosen for what follows it.
+        """Note a match; return its move unless it gains less than the threshold."""
+        # Inside a moved head the element is kept: the head's place was chosen for it.
         bound = any(move.group.name == group.within for move in self.moves)
         threshold = self.problem.options.threshold
         skipped = match.element is not None and not bound and match.gain < threshold * match.before
@@ -145,16 +142,7 @@ class _Descent:
         row = self.rows.get(group.name)
         if row is None:
             self.first_seen += self._unseen(group, before)
-            row = GroupReport(
-                group=group.name,
-                layer=group.layer,
-                part=group.part,
-                before=before,
-                after=before,
-                units=0,
-                of=group.kind.units,
-                within=group.within,
-            )
+            row = GroupReport.unmoved(group, before)
         self.rows[group.name] = replace(
             row, after=row.after - (before - after), certified=certified, skipped=skipped
         )
@@ -175,30 +163,28 @@ class _Descent:
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
 
     def solution(self, before: float, after: float) -> Solution:
-        """Return what was found, with the distances before and after."""
+        """Return the moves and rows of this run, with the distances before and after."""
         moves = compact(self.moves)
         elements = {move.group.name: move.element for move in moves}
         rows = []
         for group in self.groups:
             row, element = self.rows[group.name], elements.get(group.name)
             if element is not None:
-                moved, angle = group.kind.moved(element), group.kind.angle(element)
-                row = replace(row, units=as_bits(moved), angle=angle, skipped=False)
+                row = replace(row, skipped=False).moved_by(group, element)
             rows.append(row)
         return Solution(moves, tuple(rows), before, after)
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return the same motion with one move per group, head permutations before what is inside heads."""
+    """Return equivalent moves, one per group, with the groups that lie within others last."""
     total: dict[str, Move] = {}
     for move in moves:
-        name, kind = move.group.name, move.group.kind
-        if isinstance(kind, HeadPermutation):
-            for other in [m for m in total.values() if m.group.within == name]:
-                carried = kind.act(move.element, other.element, 0)
-                total[other.group.name] = replace(other, element=carried)
+        name, action = move.group.name, move.group.kind
+        for other in [m for m in total.values() if m.group.within == name]:
+            carried = action.act(move.element, other.element, 0)
+            total[other.group.name] = replace(other, element=carried)
         earlier = total.get(name)
-        element = move.element if earlier is None else kind.compose(move.element, earlier.element)
+        element = move.element if earlier is None else action.compose(move.element, earlier.element)
         total[name] = replace(move, element=element)
     return tuple(sorted(total.values(), key=lambda move: bool(move.group.within)))
 

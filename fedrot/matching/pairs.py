@@ -1,36 +1,46 @@
-"""The matrices that matching compares: one pair (anchor, client) per slot of a group."""
+"""Matrices that matching compares: one pair (anchor, client) per slot of a group, and distances."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.groups import Group, Slot
-from fedrot.tensors import compute_dtype
+from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.tensors import Tensors, compute_dtype
 
 #: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.
 Pair = tuple[Tensor, Tensor]
 
+T = TypeVar("T")
 
-def pair(slot: Slot, anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> Pair:
-    """Return one slot of both models; views of the models where dtype and layout allow it."""
-    c = client[slot.tensor].detach()
+
+def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
+    """Return the pairs of all slots of a group; views of the models where dtype and layout allow it."""
+    return [_pair(slot, anchor[slot.tensor], client[slot.tensor]) for slot in group.slots]
+
+
+def _pair(slot: Slot, a: Tensor, c: Tensor) -> Pair:
     dtype = compute_dtype(c)
-    return slot.rows(anchor[slot.tensor].detach(), dtype), slot.rows(c, dtype)
+    return slot.rows(a.detach(), dtype), slot.rows(c.detach(), dtype)
 
 
-def pairs(group: Group, anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]) -> list[Pair]:
-    """Return the pairs of all slots of a group."""
-    return [pair(slot, anchor, client) for slot in group.slots]
+def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Split one item per slot into slots that keep their signs, and slots whose signs may change."""
+    signed = isinstance(group.kind, SignedPermutation | ExpertNeurons)
+    sides: tuple[list[T], list[T]] = ([], [])
+    for slot, block in zip(group.slots, blocks, strict=True):
+        sides[signed and not slot.unsigned].append(block)
+    return sides
 
 
-def distance_once(
-    slots: Iterable[Slot], anchor: Mapping[str, Tensor], client: Mapping[str, Tensor]
-) -> float:
-    """Return the squared distance of all entries on the slots, however many slots they lie on."""
+def distance_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> float:
+    """Return the squared distance of all entries on the slots, each entry counted once."""
     masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot in slots:
         length = client[slot.tensor].shape[slot.axis]
@@ -59,12 +69,12 @@ def squared_distance(blocks: Sequence[Pair]) -> float:
 
 
 def _squares(blocks: Sequence[Pair]) -> Tensor:
-    """Return ``squared_distance`` as a scalar of its own device: the host waits where it reads it."""
+    # A scalar on the pairs' device: the host waits only where it reads the value.
     squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
     return sum(squares, start=torch.zeros((), dtype=torch.float64))
 
 
-def model_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def model_distance(a: Tensors, b: Tensors) -> float:
     """Return the distance of two models over all floating-point tensors of ``a``."""
     dtypes = {name: compute_dtype(t) for name, t in a.items() if t.is_floating_point()}
     both = ((a[n].to(dtype), b[n].to(a[n].device, dtype)) for n, dtype in dtypes.items())

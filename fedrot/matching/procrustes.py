@@ -8,71 +8,84 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedrot.matching.inside_heads import HeadSolver
 from fedrot.matching.pairs import Pair
+from fedrot.matching.stages import solves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
 
-#: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; polishing leaves 3/4 of its square.
+#: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves 3/4 of its square.
 RESIDUAL = 1e-4
 
 #: Enough for condition numbers of about 1,000; worse matrices go to the SVD.
 NEWTON_SCHULZ_STEPS = 24
 
 
-def similarity(kind: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
-    """Return ``M_h = sum over slots of A_h C_h^T`` as float64 ``[heads, dim, dim]``."""
-    total: Tensor | None = None
-    for pair in blocks:
-        a, c = (_by_key_head(kind, x) for x in pair)
-        m = torch.bmm(a, c.mT)
-        total = m if total is None else total.add_(m)
-    if total is None:
-        raise ValueError("a rotation group needs at least one slot")
-    # The size of rounding in M: directions below it carry no information about the rotation.
-    noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(total.double())
-    return total.double() + noise[:, None, None] * torch.eye(
-        kind.dim, dtype=torch.float64, device=total.device
-    )
+class Procrustes(HeadSolver):
+    """The rotation ``R`` of each head that maximises ``<R, M>``, ``M = sum over slots of A C^T``."""
+
+    def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
+        """Return ``M`` as float64 ``[heads, dim, dim]``."""
+        total: Tensor | None = None
+        for pair in blocks:
+            a, c = (_by_key_head(action, x) for x in pair)
+            product = torch.bmm(a, c.mT)
+            total = product if total is None else total.add_(product)
+        if total is None:
+            raise ValueError("a rotation group needs at least one slot")
+        # Directions of M below its rounding error say nothing about the rotation: they do not turn.
+        m = total.double()
+        noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
+        return m + noise[:, None, None] * _eye(m)
+
+    def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
+        """Return the cross matrices themselves."""
+        return cross
+
+    def best(
+        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions, precise: bool = True
+    ) -> Tensor:
+        """Return the best rotations, or orders of the units, ``[..., dim, dim]``."""
+        if options.within_heads == "permutation":
+            return best_orders(evidence)
+        return polar(evidence, options.ridge, precise=precise)
+
+    def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
+        """Return ``<R, M>``, ``[..., dim, dim]`` to ``[...]``."""
+        return (element * evidence).sum((-1, -2))
+
+    def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
+        """Return the traces."""
+        return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
+
+    def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+        """Return ``<R, M>`` of the best rotations: the sums of singular values."""
+        if options.within_heads == "rotation" and options.ridge == 0:
+            return torch.linalg.svdvals(evidence).sum(-1)
+        return super().worth(action, evidence, options)
 
 
-def _by_key_head(kind: HeadRotation, rows: Tensor) -> Tensor:
-    """Return ``[heads, dim, rest]``: heads that share a rotation lie side by side in ``rest``."""
-    if len(rows) == kind.heads * kind.dim:
-        return rows.unflatten(0, (kind.heads, kind.dim))
-    return rows.unflatten(0, (kind.heads, -1, kind.dim)).transpose(1, 2).flatten(2)
+solves(HeadRotation)(Procrustes())
 
 
-def of_cross(kind: HeadRotation, cross: Tensor) -> Tensor:
-    """Return what a rotation is found from, of cross matrices ``A C^T``: themselves."""
-    return cross
-
-
-def best(kind: HeadRotation, m: Tensor, options: AlignmentOptions, precise: bool = True) -> Tensor:
-    """Return the best rotations, or orders, ``[..., dim, dim]``."""
-    if options.within_heads == "permutation":
-        return best_orders(m)
-    return polar(m, options.ridge, precise=precise)
-
-
-def value(kind: HeadRotation, rotation: Tensor, m: Tensor) -> Tensor:
-    """Return ``<R, M>`` of rotations, ``[..., dim, dim]`` to ``[...]``."""
-    return (rotation * m).sum((-1, -2))
-
-
-def still(kind: HeadRotation, m: Tensor) -> Tensor:
-    """Return ``<I, M>``, of the identity."""
-    return torch.diagonal(m, dim1=-2, dim2=-1).sum(-1)
+def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
+    """Return ``[heads, dim, rest]``; query heads that share a key head lie side by side in ``rest``."""
+    if len(rows) == action.heads * action.dim:
+        return rows.unflatten(0, (action.heads, action.dim))
+    return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)
 
 
 def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
     """Return ``argmax <R, M + ridge * sigma_1 * I>`` over orthogonal ``R``, shape ``[..., d, d]``.
 
-    ``ridge`` pulls towards the identity: 0 is the plain polar factor, large values do not move. An
-    all-zero matrix gives the identity. The result is float64 and orthogonal to its rounding.
+    Args:
+        m: matrices ``[..., d, d]``; an all-zero matrix gives the identity.
+        ridge: pull towards the identity: 0 gives the plain polar factor.
+        precise: True for a float64 SVD. False, for matrices that were computed in float32: Newton-Schulz
+            iterations in float32 and one in float64, and an SVD for matrices that do not converge; the
+            result is orthogonal to 1e-8.
 
-    ``precise=False`` is for matrices that were computed in float32: Newton-Schulz iterations in
-    float32, polished in float64, with a float64 SVD for every matrix that does not converge; the
-    result is orthogonal to 1e-8.
+    The result is float64.
     """
     if ridge > 0:
         sigma = torch.linalg.matrix_norm(m, ord=2)
@@ -112,12 +125,12 @@ def _newton_schulz(m: Tensor) -> Tensor:
 
 
 def _residual(gram: Tensor) -> Tensor:
-    """Return ``|X^T X - I|`` (Frobenius) per matrix: the spectral norm is at most that."""
+    """Return ``|X^T X - I|`` (Frobenius) per matrix, an upper bound of the spectral norm."""
     return torch.linalg.matrix_norm(gram - _eye(gram))
 
 
 def _eye(like: Tensor) -> Tensor:
-    """Return the identity in the size, dtype and place of square matrices."""
+    """Return the identity with the size, dtype and device of square matrices."""
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
@@ -130,17 +143,10 @@ def _polar_by_svd(m: Tensor) -> Tensor:
 
 
 def _robust_svd(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide-and-conquer SVD can fail to converge where the QR iteration does not."""
+    """Return ``U`` and ``V^T`` by the QR iteration, which converges where divide and conquer may not."""
     import scipy.linalg
 
     flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
     factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
     u, vh = (np.stack([f[i] for f in factors]).reshape(m.shape) for i in (0, 2))
     return torch.from_numpy(u).to(m), torch.from_numpy(vh).to(m)
-
-
-def worth(kind: HeadRotation, m: Tensor, options: AlignmentOptions) -> Tensor:
-    """Return ``<R, M>`` of the best rotation, ``[..., dim, dim]`` to ``[...]``."""
-    if options.within_heads == "rotation" and options.ridge == 0:
-        return torch.linalg.svdvals(m).sum(-1)
-    return value(kind, best(kind, m, options), m)

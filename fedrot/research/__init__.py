@@ -1,0 +1,35 @@
+"""Research methods: tested and documented, but no published table of ours recommends them yet.
+
+``GreedySoup`` and ``OptimalTransport`` are aggregations. ``learn_alignment`` learns group elements by
+gradient descent. ``repair`` restores the variance of an average's units. ``loss_barrier`` measures the
+loss between two models.
+"""
+
+from fedrot.research.interpolation import Barrier, interpolate, loss_barrier
+from fedrot.research.learning import Learned, LearningOptions, learn_alignment, loss_of
+from fedrot.research.optimal_transport import OptimalTransport
+from fedrot.research.soup import GreedySoup
+from fedrot.research.variance import (
+    UnitStatistics,
+    average_statistics,
+    repair,
+    unit_statistics,
+    variance_ratio,
+)
+
+__all__ = [
+    "Barrier",
+    "GreedySoup",
+    "Learned",
+    "LearningOptions",
+    "OptimalTransport",
+    "UnitStatistics",
+    "average_statistics",
+    "interpolate",
+    "learn_alignment",
+    "loss_barrier",
+    "loss_of",
+    "repair",
+    "unit_statistics",
+    "variance_ratio",
+]

@@ -1,22 +1,21 @@
-"""Optimal-transport fusion: units are mixed, softly, into the places of the anchor's."""
+"""``OptimalTransport``: the mean of updates whose units were transported to the anchor's units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import TRAINED, Statistics, Tensors
+from fedrot.aggregation.registry import register_aggregation
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.pairs import pairs
-from fedrot.matching.stages import by_sign
+from fedrot.matching.pairs import by_sign, pairs
 from fedrot.precision import full_float32
+from fedrot.statistic_kinds import TRAINED, Statistics
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Symmetry
-from fedrot.tensors import compute_dtype
+from fedrot.tensors import Tensors, compute_dtype
 
 #: Parts whose units are alike and can be mixed.
 MIXED = ("heads", "ffn")
@@ -25,16 +24,17 @@ MIXED = ("heads", "ffn")
 _ITERATIONS, _TOLERANCE = 2000, 1e-7
 
 
+@register_aggregation("ot", "the mean after a transport of neurons and heads to the anchor's")
 class OptimalTransport:
-    """The mean of updates whose units were transported to the anchor's (Singh & Jaggi 2020, OTFusion).
+    """Optimal-transport fusion (Singh & Jaggi 2020, OTFusion).
 
-    Units are FFN neurons and heads. Each of ``n`` units of the anchor receives the mixture of the
-    update's units that the transport plan ``T`` (``[n, n]``, rows and columns sum to 1) sends there:
-    ``u_i = sum_j T_ij u_j``, on the side that writes the units and on the side that reads them. The
-    plan minimises the squared distance of the weights plus ``regularisation`` times its negative
-    entropy, costs being divided by their largest; with 0 it is a permutation, and the function of the
-    update is preserved. A soft plan changes it. Units that may change their sign arrive with the nearer
-    one. Align rotations first.
+    Units are FFN neurons and heads. A transport plan ``T`` ``[n, n]``, whose rows and columns sum to
+    1, replaces the update's units by mixtures ``u_i = sum_j T_ij u_j``, in the tensors that write the
+    units and in those that read them; the mean follows. The plan minimises the squared distance to the
+    anchor's units, divided by the largest, plus ``regularisation`` times the plan's negative entropy.
+    Without regularisation it is a permutation, which preserves the update's function; a soft plan does
+    not. A unit that may change its sign gets the sign that is nearer to the anchor. Align rotations
+    first.
 
     Needs the POT library.
 
@@ -68,15 +68,11 @@ class OptimalTransport:
         self._groups = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
         self._anchor = anchor
         self._mean = Mean()
-        self._notes: dict[str, str] = {}
-
-    @property
-    def notes(self) -> Mapping[str, str]:
-        """The groups whose plan had not converged, in any update."""
-        return self._notes
+        #: The groups whose plan had not converged, in any update.
+        self.notes: dict[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Transport one update and fold it in.
+        """Transport one update and add it.
 
         Raises:
             UpdateError: as ``Mean.add``, or some rows of units that are mixed are marked as trained.
@@ -96,7 +92,7 @@ class OptimalTransport:
 
     @full_float32()
     def transported(self, update: Tensors) -> dict[str, Tensor]:
-        """Return the update with its units in the anchor's places; the input is not changed."""
+        """Return a copy of the update whose units were transported to the anchor's."""
         moved = dict(update)
         for group in self._groups:
             plan, signs = self._plan(group, moved)
@@ -108,7 +104,7 @@ class OptimalTransport:
         return moved
 
     def result(self) -> dict[str, Tensor]:
-        """Return the mean so far; adding may go on afterwards.
+        """Return the mean so far; more updates may be added afterwards.
 
         Raises:
             UpdateError: nothing was added.
@@ -116,21 +112,18 @@ class OptimalTransport:
         return self._mean.result()
 
     def _plan(self, group: Group, update: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the plan ``[n (anchor), n (update)]`` whose rows sum to 1, and signs; float64.
-
-        Where units may change their sign, each goes to each place with the sign that is nearer.
-        """
+        """Return the plan ``[n (anchor), n (update)]``, its rows sum to 1, and its signs; float64."""
         assert self._anchor is not None
         n = group.kind.units
-        cost, turned = torch.zeros(2, n, n, dtype=torch.float64)
+        cost, negated = torch.zeros(2, n, n, dtype=torch.float64)
         plain, signed = by_sign(group, pairs(group, self._anchor, update))
-        for side, faces in ((plain, (1, 1)), (signed, (1, -1))):
+        for side, sign in ((plain, 1), (signed, -1)):
             for a, c in side:
                 ours, theirs = (m.double().cpu().reshape(n, -1) for m in (a, c))
-                cost += torch.cdist(ours, faces[0] * theirs).square()
-                turned += torch.cdist(ours, faces[1] * theirs).square()
-        signs = torch.where(turned < cost, -1.0, 1.0).double()
-        cost = torch.minimum(cost, turned)
+                cost += torch.cdist(ours, theirs).square()
+                negated += torch.cdist(ours, sign * theirs).square()
+        signs = torch.where(negated < cost, -1.0, 1.0).double()
+        cost = torch.minimum(cost, negated)
         cost /= cost.max().clamp_min(torch.finfo(torch.float64).tiny)
         pot = _pot()
         even = torch.full((n,), 1 / n, dtype=torch.float64).numpy()
@@ -149,17 +142,17 @@ class OptimalTransport:
                 warn=False,
             )
             if log["err"][-1] > _TOLERANCE:
-                self._notes[group.name] = (
+                self.notes[group.name] = (
                     f"the transport plan missed its sums by {log['err'][-1]:.1g} after {_ITERATIONS} "
                     "iterations; more regularisation converges faster"
                 )
         plan = torch.from_numpy(plan)
-        # Mixtures stay mixtures, converged or not.
+        # The rows of a plan that has not converged miss their sum.
         return plan / plan.sum(1, keepdim=True), signs
 
 
 def _mixed(plan: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return the plan applied to the units on one axis of ``x``, each a stretch of equal length."""
+    """Return the plan applied to the units on one axis of ``x``, each a slice of equal length."""
     units = x.movedim(axis, 0).reshape(len(plan), -1).to(compute_dtype(x))
     mixed = plan.to(units) @ units
     return mixed.reshape(x.movedim(axis, 0).shape).movedim(0, axis).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Greedy soup: updates join the average in the order of their own score, while that helps."""
+"""``GreedySoup``: the average of those updates that raise its score on held-out data."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.statistic_kinds import Statistics, Tensors
+from fedrot.aggregation.registry import register_aggregation
 from fedrot.errors import UpdateError
+from fedrot.statistic_kinds import Statistics
+from fedrot.tensors import Tensors
 
 
+@register_aggregation("greedy", "the mean of those updates that raise its held-out score")
 class GreedySoup:
-    """The best average of some of the updates, found greedily (Wortsman et al. 2022, recipe 1).
+    """Greedy soup (Wortsman et al. 2022, recipe 1): the mean of a subset of the updates.
 
-    Updates are sorted by their own held-out score, the best first; each joins if the score of the
-    average does not fall. Holds every update until ``result``, which evaluates each one twice at
-    most.
+    Updates are sorted by their own score, highest first. Each one is added to the average if the
+    average's score does not fall. All updates are held until ``result``, which evaluates each update
+    alone, and every average but the first.
 
     Args:
-        score: held-out score of tensors, the higher the better. A score that is not a number counts
-            as the lowest; if all are, every update joins.
+        score: from tensors to their score on held-out data, higher is better. NaN counts as the lowest
+            score; if all scores are NaN, every update is in the average.
     """
 
     needs: tuple[str, ...] = ()
@@ -29,16 +32,13 @@ class GreedySoup:
         self._score = score
         self._updates: list[tuple[Tensors, float, Statistics | None]] = []
         self._check = Mean()
-        self._notes: dict[str, str] = {}
+        #: Indices of the updates in the last result, in the order in which they were accepted.
         self.chosen: tuple[int, ...] = ()
-
-    @property
-    def notes(self) -> Mapping[str, str]:
-        """Which updates are in the last result, under ``soup``."""
-        return self._notes
+        #: The number of updates in the last result, under ``soup``.
+        self.notes: Mapping[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Remember one update.
+        """Store one update.
 
         Raises:
             UpdateError: as ``Mean.add``. Nothing has been added then.
@@ -49,7 +49,7 @@ class GreedySoup:
         self._updates.append((dict(update), weight, statistics))
 
     def result(self) -> dict[str, Tensor]:
-        """Return the chosen average; ``chosen`` are the places of its updates, in the order of joining.
+        """Return the average of the chosen updates.
 
         Raises:
             UpdateError: nothing was added.
@@ -66,7 +66,7 @@ class GreedySoup:
             if score >= best:
                 chosen, best, soup = [*chosen, index], score, candidate
         self.chosen = tuple(chosen)
-        self._notes = {"soup": f"{len(chosen)} of {len(order)} updates, score {best:.6g}"}
+        self.notes = {"soup": f"{len(chosen)} of {len(order)} updates, score {best:.6g}"}
         return soup
 
     def _scored(self, tensors: Tensors) -> float:

@@ -1,32 +1,37 @@
-"""The kinds of group that act on a tensor axis: how an element acts, inverts, and is drawn.
+"""Actions of groups on a tensor axis: permutations, rotations and scales.
 
-An element is always one tensor. ``act`` receives a floating-point ``x`` and the axis the group acts
-on, and returns a new tensor of the same shape and dtype. Slots on the *contravariant* side (the side
-that must undo the covariant one) pass ``contravariant=True``; for permutations and rotations both
-sides move alike, because ``R^{-T} = R``.
+An element is one tensor. A slot on the *contravariant* side undoes the covariant side. Permutations and
+rotations act alike on both sides, because ``R^{-T} = R``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-#: Elements from elsewhere that stretch or shrink by more than this lose too many digits in float32.
+#: The largest factor that a received element may have; larger ones lose too many digits in float32.
 LARGEST_SCALE = 1e3
 
 
 class Kind(Protocol):
-    """What alignment, transport and the property tests need to know about a group."""
+    """The action of a group: how its elements act, compose and are drawn.
+
+    Attributes:
+        stage: when its groups are matched, one of ``fedrot.matching.stages.STAGES``; empty for the
+            stage named like the group's part.
+    """
+
+    stage: ClassVar[str] = ""
 
     @property
     def units(self) -> int:
-        """How many heads or neurons the group acts on."""
+        """The number of heads or neurons that the group acts on."""
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-        """Return the element applied to one axis of ``x``."""
+        """Return the element applied to one axis of ``x``: a new tensor of its shape and dtype."""
 
     def inverse(self, element: Tensor) -> Tensor:
         """Return the inverse element."""
@@ -38,23 +43,24 @@ class Kind(Protocol):
         """Return the element that acts like ``first`` followed by ``second``."""
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
-        """Return the element by which a diagonal Fisher moves, None if its diagonal cannot follow.
+        """Return the element that moves a diagonal Fisher, None if its diagonal cannot follow.
 
-        Gradients move inversely to weights, and signs do not show in their squares.
+        Gradients move inversely to weights, and signs have no effect on their squares.
         """
 
     def moved(self, element: Tensor) -> Tensor:
         """Return which of the ``units`` heads or neurons the element moves, bool ``[units]``."""
 
     def angle(self, element: Tensor) -> float:
-        """Return by how many degrees the element turns what it moves, on average; 0 if it does not."""
+        """Return the average angle of a rotation in degrees; 0 for other actions."""
+        return 0.0
 
     def contains(self, element: Tensor) -> bool:
-        """Whether a tensor from elsewhere is an element of this group, to the rounding of float32."""
+        """Whether a received tensor is an element of this group, up to the rounding of float32."""
 
 
 @dataclass(frozen=True)
-class Permutation:
+class Permutation(Kind):
     """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i`` was ``e[i]``."""
 
     n: int
@@ -84,11 +90,8 @@ class Permutation:
     def moved(self, element: Tensor) -> Tensor:
         return element.cpu() != torch.arange(self.n)
 
-    def angle(self, element: Tensor) -> float:
-        return 0.0
-
     def contains(self, element: Tensor) -> bool:
-        return _is_order(element, self.n)
+        return is_order(element, self.n)
 
 
 @dataclass(frozen=True)
@@ -122,20 +125,24 @@ class SignedPermutation(Permutation):
         return element.cpu() != torch.arange(1, self.n + 1)
 
     def contains(self, element: Tensor) -> bool:
-        return element.dtype == torch.int64 and _is_order(element.abs() - 1, self.n)
+        return element.dtype == torch.int64 and is_order(element.abs() - 1, self.n)
 
 
 @dataclass(frozen=True)
 class HeadPermutation(Permutation):
-    """The orders of ``n`` attention heads, or groups of heads: whole blocks trade places."""
+    """All orders of ``n`` attention heads, or groups of heads."""
+
+    stage: ClassVar[str] = "heads"
 
 
 @dataclass(frozen=True)
-class QueryPermutation:
+class QueryPermutation(Kind):
     """The orders of the ``n`` query heads that share a key head, in each of ``groups`` groups.
 
     Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g, i]``.
     """
+
+    stage: ClassVar[str] = "queries"
 
     groups: int
     n: int
@@ -163,22 +170,19 @@ class QueryPermutation:
     def moved(self, element: Tensor) -> Tensor:
         return (element.cpu() != torch.arange(self.n)).flatten()
 
-    def angle(self, element: Tensor) -> float:
-        return 0.0
-
     def contains(self, element: Tensor) -> bool:
-        return element.shape[:1] == (self.groups,) and all(_is_order(row, self.n) for row in element)
+        return element.shape[:1] == (self.groups,) and all(is_order(row, self.n) for row in element)
 
 
 @dataclass(frozen=True)
-class HeadRotation:
-    """``O(dim)`` in each of ``heads`` heads, reflections included; an element is ``[heads, dim, dim]``.
+class InsideHeads(Kind):
+    """An action inside each of ``heads`` key heads, on ``dim`` units of a head.
 
     On an axis of several times ``heads * dim`` entries, consecutive heads share an element: query heads
     that share a key head.
-
-    Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
     """
+
+    stage: ClassVar[str] = "attention"
 
     heads: int
     dim: int
@@ -187,9 +191,17 @@ class HeadRotation:
     def units(self) -> int:
         return self.heads
 
+
+@dataclass(frozen=True)
+class HeadRotation(InsideHeads):
+    """``O(dim)`` in each of ``heads`` heads, reflections included; an element is ``[heads, dim, dim]``.
+
+    Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
+    """
+
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         if x.ndim == 2 and axis == 1 and x.shape[1] == self.heads * self.dim:
-            # In place of the transposed matrix, which would be copied twice.
+            # The general case would copy the transposed matrix twice.
             heads = x.unflatten(1, (self.heads, self.dim)).transpose(0, 1)
             return (heads @ element.to(x).mT).transpose(0, 1).flatten(1)
         leading = x.movedim(axis, 0)
@@ -221,7 +233,7 @@ class HeadRotation:
         return float(torch.rad2deg(torch.arccos(cosine)).mean())
 
     def contains(self, element: Tensor) -> bool:
-        if not _is_real(element, (self.heads, self.dim, self.dim)):
+        if not is_real(element, (self.heads, self.dim, self.dim)):
             return False
         eye = torch.eye(self.dim, dtype=torch.float64, device=element.device)
         return bool(((element.double() @ element.double().mT - eye).abs() <= 1e-4).all())
@@ -229,10 +241,10 @@ class HeadRotation:
 
 @dataclass(frozen=True)
 class HeadLinear(HeadRotation):
-    """``GL(dim)`` in each head, all of the head's symmetry; an element is ``[heads, dim, dim]``.
+    """``GL(dim)`` in each head, the full symmetry of a head; an element is ``[heads, dim, dim]``.
 
-    The contravariant side moves by the inverse transpose. Not an isometry: learned matching may use
-    it, alignment in rounds does not, because it changes what weight decay and Adam see.
+    The contravariant side moves by the inverse transpose. The action is no isometry and changes what
+    weight decay and Adam see: learned matching may use it, alignment in rounds does not.
 
     Source: Zhang et al. 2025, Theorem 4.1.
     """
@@ -249,112 +261,19 @@ class HeadLinear(HeadRotation):
         return super().random(generator) @ torch.matrix_exp(small)
 
     def contains(self, element: Tensor) -> bool:
-        if not _is_real(element, (self.heads, self.dim, self.dim)):
+        if not is_real(element, (self.heads, self.dim, self.dim)):
             return False
         return _is_moderate(torch.linalg.svdvals(element.double()))
 
 
 @dataclass(frozen=True)
-class RotaryPhases:
-    """One angle for each of the ``dim / 2`` rotary frequencies of ``heads`` key heads.
-
-    All that rotary positions leave of a head's rotation on queries and keys. Coordinate ``f`` turns with
-    coordinate ``f + dim / 2``, as in transformers; an element is ``[heads, dim / 2]`` in radians. Query
-    heads that share a key head share its angles.
-
-    Source: Su et al. 2021 (RoFormer), Eq. 34: what commutes with every rotary matrix.
-    """
-
-    heads: int
-    dim: int
-
-    @property
-    def units(self) -> int:
-        return self.heads
-
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-        leading = x.movedim(axis, 0)
-        first, second = leading.reshape(self.heads, -1, 2, self.dim // 2, leading[0].numel()).unbind(2)
-        cos, sin = (part.to(x)[:, None, :, None] for part in (element.cos(), element.sin()))
-        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], 2)
-        return turned.reshape(leading.shape).movedim(0, axis)
-
-    def inverse(self, element: Tensor) -> Tensor:
-        return -element
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        uniform = torch.rand(self.heads, self.dim // 2, generator=generator, dtype=torch.float64)
-        return torch.pi * (2 * uniform - 1)
-
-    def compose(self, second: Tensor, first: Tensor) -> Tensor:
-        return second + first
-
-    def on_fisher(self, element: Tensor) -> Tensor | None:
-        still = bool((element.sin().abs() <= 1e-12).all())
-        return torch.zeros_like(element) if still else None
-
-    def moved(self, element: Tensor) -> Tensor:
-        return (self._turns(element) > 1e-6).any(1)
-
-    def angle(self, element: Tensor) -> float:
-        return float(torch.rad2deg(self._turns(element)).mean())
-
-    def contains(self, element: Tensor) -> bool:
-        return _is_real(element, (self.heads, self.dim // 2))
-
-    def _turns(self, element: Tensor) -> Tensor:
-        """Return angles between 0 and pi."""
-        return torch.arccos(element.double().cos().clamp(-1, 1))
-
-
-@dataclass(frozen=True)
-class RotarySigns:
-    """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]`` of 1 and -1.
-
-    What a norm with gains on queries and keys leaves of ``RotaryPhases``; layout and sharing as there.
-    """
-
-    heads: int
-    dim: int
-
-    @property
-    def units(self) -> int:
-        return self.heads
-
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-        leading = x.movedim(axis, 0)
-        pairs = leading.reshape(self.heads, -1, 2, self.dim // 2, leading[0].numel())
-        return (pairs * element.to(x)[:, None, None, :, None]).reshape(leading.shape).movedim(0, axis)
-
-    def inverse(self, element: Tensor) -> Tensor:
-        return element
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        return 2 * torch.randint(2, (self.heads, self.dim // 2), generator=generator) - 1
-
-    def compose(self, second: Tensor, first: Tensor) -> Tensor:
-        return second * first
-
-    def on_fisher(self, element: Tensor) -> Tensor:
-        return torch.ones_like(element)
-
-    def moved(self, element: Tensor) -> Tensor:
-        return (element < 0).any(1)
-
-    def angle(self, element: Tensor) -> float:
-        return 0.0
-
-    def contains(self, element: Tensor) -> bool:
-        right = element.dtype == torch.int64 and tuple(element.shape) == (self.heads, self.dim // 2)
-        return right and bool((element.abs() == 1).all())
-
-
-@dataclass(frozen=True)
-class Rescale:
+class Rescale(Kind):
     """One non-zero factor per head; an element is ``[heads]``, the contravariant side is divided by it.
 
     Source: Zhang et al. 2025, Eq. 11.
     """
+
+    stage: ClassVar[str] = "rescale"
 
     heads: int
 
@@ -383,23 +302,18 @@ class Rescale:
     def moved(self, element: Tensor) -> Tensor:
         return (element - 1).abs() > 1e-6
 
-    def angle(self, element: Tensor) -> float:
-        return 0.0
-
     def contains(self, element: Tensor) -> bool:
-        return _is_real(element, (self.heads,)) and _is_moderate(element.abs())
+        return is_real(element, (self.heads,)) and _is_moderate(element.abs())
 
 
-#: The kinds that act inside heads; they have ``heads`` and ``dim``.
-INSIDE_HEADS = (HeadRotation, RotaryPhases, RotarySigns)
-
-
-def _is_order(element: Tensor, n: int) -> bool:
+def is_order(element: Tensor, n: int) -> bool:
+    """Whether a tensor is an order of ``n`` entries, int64."""
     right = element.dtype == torch.int64 and tuple(element.shape) == (n,)
     return right and bool((element.sort().values.cpu() == torch.arange(n)).all())
 
 
-def _is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
+def is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has this shape and finite entries in float32 or float64."""
     right = element.dtype in (torch.float32, torch.float64) and tuple(element.shape) == shape
     return right and bool(torch.isfinite(element).all())
 

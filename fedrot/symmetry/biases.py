@@ -1,4 +1,4 @@
-"""Attention biases that change nothing, brought to one value before models are compared."""
+"""Canonical biases: redundant attention biases are set to 0 before models are compared."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from fedrot.tensors import check_update, compute_dtype
 
 @full_float32()
 def canonical_biases(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Tensor]:
-    """Return the same function with every attention bias that is redundant set to 0.
+    """Return tensors of the same function with every redundant attention bias set to 0.
 
-    A key's bias adds the same to every score of a softmax, and goes; a value's bias adds a constant to
-    the block's output, ``b_O <- b_O + sum_h O_h b_V``, and is taken up there (Zhang et al. 2025, Theorem
-    4.1, prints the biases inside the match; they say nothing about the function). Only where this is so:
-    a key's bias is seen under rotary positions and where positions attend to content, and a value's
-    bias stays where the output has none.
+    A key's bias adds the same to every score of a softmax and is dropped. A value's bias adds a constant
+    to the block's output, which the output's bias takes up: ``b_O <- b_O + sum_h O_h b_V``. (Zhang et
+    al. 2025, Theorem 4.1, include both in the match, although they do not change the function.)
 
-    The input is never changed; tensors without a redundant bias are returned as the same objects.
+    A bias that has an effect stays: a key's bias under rotary positions or where positions attend to
+    content, and a value's bias if the output projection has no bias.
+
+    The input is not changed. Tensors without a redundant bias are returned as the same objects.
 
     Raises:
         UpdateError: the tensors are not the symmetry's.
@@ -31,16 +32,16 @@ def canonical_biases(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[
     out = dict(tensors)
     with torch.no_grad():
         for redundant in symmetry.redundant_biases:
-            name, stretch = redundant.bias.tensor, redundant.bias.slice
+            name, entries = redundant.bias.tensor, redundant.bias.slice
             before = out[name]
             after = before.detach().clone()
-            stretch.write(after, 0, torch.zeros_like(stretch.of(after, 0)))
+            entries.write(after, 0, torch.zeros_like(entries.of(after, 0)))
             out[name] = after
             if redundant.read is not None:
                 old = out[redundant.taken_up]
                 dtype = compute_dtype(old)
                 units = redundant.read.rows(out[redundant.read.tensor], dtype)
-                bias = stretch.of(before.detach(), 0).to(dtype)
+                bias = entries.of(before.detach(), 0).to(dtype)
                 shared = len(units) // len(bias)
                 heads = redundant.heads
                 per_query = bias.unflatten(0, (heads, -1)).repeat_interleave(shared, 0).flatten()

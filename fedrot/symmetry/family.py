@@ -1,49 +1,164 @@
-"""What a model family has to declare."""
+"""A model family as data: its stacks of layers, the tensors around them, and its task heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedrot.symmetry.actions import Permutation
-from fedrot.symmetry.layers import Block
-from fedrot.symmetry.spaces import Axes
+from fedrot.symmetry.groups import NO_LAYER
+from fedrot.symmetry.layers import Block, shared_heads, together
+from fedrot.symmetry.spaces import Axes, Space, merged, on_residual
+from fedrot.symmetry.task_heads import PLAIN
 
+#: A configuration of transformers as a dictionary, and the names of a model's tensors without prefix.
 Config = Mapping[str, Any]
 Names = Collection[str]
 
+#: Describes the layer under a prefix (``encoder.layer.3.``). If a function returns several blocks,
+#: the groups of all first blocks come before those of all second blocks.
+Layer = Callable[[Config, Names, str], Block | tuple[Block, ...]]
 
-def _no_spaces(config: Config) -> Mapping[str, type[Permutation]]:
-    return {}
+#: Buffers that some versions of transformers store, by the end of their names, with their axes.
+BUFFERS = {"embeddings.position_ids": 2, "embeddings.token_type_ids": 2, "rotary_emb.inv_freq": 1}
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Numbered layers.
+
+    Attributes:
+        name: the module under which the layers are numbered, without model prefix. Every tensor below
+            it must have a place in the description.
+        count: the configuration's key for the number of layers, or a function of the configuration.
+        layer: describes one layer; or a stack inside each layer.
+        section: the part of the configuration that describes this stack; all of it if empty.
+        order: the name of a group that permutes the heads of all layers, which share ``head_bias``.
+        head_bias: the relative-position bias ``[buckets, heads]`` that all layers add.
+    """
+
+    name: str
+    count: str | Callable[[Config], int]
+    layer: Layer | Stack
+    section: str = ""
+    order: str = ""
+    head_bias: str = ""
+
+    def describe(self, config: Config, names: Names, first: int) -> Block:
+        """Return all layers, numbered from ``first``, as one block."""
+        config = config[self.section] if self.section else config
+        layers = []
+        for number, (prefix, layer) in enumerate(self._layers(config), first):
+            found = layer(config, names, prefix)
+            blocks = found if isinstance(found, tuple) else (found,)
+            layers.append([_numbered(block, number) for block in blocks])
+        alike = zip(*layers, strict=True)
+        return together(*(shared_heads(self.order, self.head_bias, blocks) for blocks in alike))
+
+    def _layers(self, config: Config) -> Iterator[tuple[str, Layer]]:
+        count = config[self.count] if isinstance(self.count, str) else self.count(config)
+        for number in range(count):
+            prefix = f"{self.name}.{number}."
+            if isinstance(self.layer, Stack):
+                yield from ((prefix + rest, layer) for rest, layer in self.layer._layers(config))
+            else:
+                yield prefix, self.layer
+
+
+def _numbered(block: Block, number: int) -> Block:
+    return replace(block, groups=tuple(replace(group, layer=number) for group in block.groups))
+
+
+@dataclass(frozen=True)
+class When:
+    """Items that a model has if it has a tensor, or under a condition on configuration and names."""
+
+    condition: str | Callable[[Config, Names], bool]
+    items: tuple[Axes | Stack, ...]
+
+    def holds(self, config: Config, names: Names) -> bool:
+        """Whether a model has the items."""
+        if isinstance(self.condition, str):
+            return self.condition in names
+        return self.condition(config, names)
+
+
+#: What a family's description consists of.
+Item = Axes | Stack | When
+
+
+@dataclass(frozen=True, eq=False)
 class Family:
     """A model family as data.
 
     Attributes:
         model_types: the values of ``model_type`` in its configurations.
-        stacks: the names, without any model prefix, under which its layers are numbered: every tensor
-            below one must have a place in ``body``.
-        body: ``(config, names)`` to the groups inside the layers and the spaces on the axes of
-            embeddings and layers; all of these tensors are needed before what crosses layers may be
-            moved.
-        heads: ``(config, names)`` to the spaces on the axes of every task head of the family, of which
-            a model has some, and of buffers that a model may have.
-        encoder: the family's own modules, beside which task heads stand.
-        spaces: ``config`` to the kind of every space that is not a plain permutation, by name.
+        body: embeddings, stacks of layers and norms, in the order of the forward pass. All of these
+            tensors are needed before what crosses layers may be moved.
+        task_heads: every task head of the family, of which a model has some, and other tensors that a
+            model may have.
+        spaces: what the axes' spaces are; one that is not listed is a plain permutation.
+        inside: modules of the encoder that ``body`` does not name, a pooler for instance. Task heads
+            stand beside the encoder.
+        buffers: tensors that nothing moves, by the end of their names, with their number of axes.
 
-    ``names`` are the model's tensors without prefix.
+    Names of tensors have no model prefix.
     """
 
     name: str
     model_types: tuple[str, ...]
-    stacks: tuple[str, ...]
-    body: Callable[[Config, Names], Block]
-    heads: Callable[[Config, Names], Axes]
-    encoder: tuple[str, ...] = ()
-    spaces: Callable[[Config], Mapping[str, type[Permutation]]] = _no_spaces
+    body: tuple[Item, ...]
+    task_heads: tuple[Axes | When, ...] = (PLAIN,)
+    spaces: Mapping[str, Space] = field(default_factory=dict)
+    inside: tuple[str, ...] = ()
+    buffers: Mapping[str, int] = field(default_factory=lambda: BUFFERS)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The names of the stacks."""
+        return tuple(item.name for item in _chosen(self.body) if isinstance(item, Stack))
+
+    @property
+    def encoder(self) -> frozenset[str]:
+        """The modules of the encoder, beside which task heads stand."""
+        places = [[item.name] if isinstance(item, Stack) else list(item) for item in _chosen(self.body)]
+        return frozenset(
+            {place.partition(".")[0] for names in places for place in names} | {*self.inside}
+        )
+
+    def describe(self, config: Config, names: Names) -> tuple[Block, Axes]:
+        """Return the body of one model, and the axes of its task heads and buffers."""
+
+        def holds(item: When) -> bool:
+            return item.holds(config, names)
+
+        body, layers = Block(), 0
+        for item in _chosen(self.body, holds):
+            block = item.describe(config, names, layers) if isinstance(item, Stack) else item
+            body = together(body, block)
+            layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
+        heads = [item for item in _chosen(self.task_heads, holds) if not isinstance(item, Stack)]
+        buffers = {
+            name: (None,) * axes
+            for name in names
+            for end, axes in self.buffers.items()
+            if f".{name}".endswith(f".{end}")
+        }
+        absent = [name for name, space in self.spaces.items() if not space.exists(names)]
+        return (
+            replace(body, axes=on_residual(body.axes, absent)),
+            on_residual(merged(*heads, buffers), absent),
+        )
+
+
+def _chosen(
+    items: Sequence[Item], holds: Callable[[When], bool] = lambda item: True
+) -> Iterator[Axes | Stack]:
+    for item in items:
+        if not isinstance(item, When):
+            yield item
+        elif holds(item):
+            yield from item.items
 
 
 def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
@@ -59,4 +174,4 @@ def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
     for key in ("partial_rotary_factor", "rotary_pct"):
         share = config.get(key) if share is None else share
     units = int(dim * (default if share is None else share))
-    return units + units % 2  # an odd one turns with a partner
+    return units + units % 2  # an odd unit turns with the next one

@@ -1,4 +1,4 @@
-"""A model's symmetry as plain data: which group acts on which axis of which tensor."""
+"""A model's symmetry as data: ``Symmetry``, and its groups, slots and slices."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Kind
 
-#: What can be moved. ``AlignmentOptions`` and ``random_equivalent`` share this vocabulary.
+#: The parts of a model that can be moved, as ``AlignmentOptions`` and ``random_equivalent`` call them.
 PARTS = ("residual", "output", "heads", "attention", "rescale", "ffn")
 
 #: The parts that are moved unless the caller asks otherwise.
 DEFAULT_PARTS = ("attention", "ffn")
 
-#: Every isometric part: what models from different starts need.
+#: Every isometric part, for models of different initialisations.
 WHOLE_MODEL = ("residual", "output", "heads", "attention", "ffn")
 
 #: The ``layer`` of groups that belong to no single layer.
@@ -25,11 +25,10 @@ NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of an axis: the blocks of ``every`` entries from ``start`` to ``stop``, of each only
-    ``[low, high)``.
+    """Entries of an axis: ``[start, stop)``, or of each block of ``every`` entries only ``[low, high)``.
 
-    With ``every`` 0 it is all of ``[start, stop)``. Fused projections keep each head's queries, keys and
-    values side by side, and partial rotary positions concern the first entries of each head.
+    Blocks serve fused projections, which keep queries, keys and values of each head together, and
+    partial rotary positions, which turn the first entries of each head.
     """
 
     start: int
@@ -40,29 +39,29 @@ class Slice:
 
     @property
     def size(self) -> int:
-        """How many entries it has."""
+        """The number of entries."""
         whole = self.stop - self.start
         return whole // self.every * (self.high - self.low) if self.every else whole
 
     def view(self, x: Tensor, axis: int) -> Tensor:
-        """Return the stretch of ``x`` as a view, with two axes ``[blocks, high - low]`` for blocks."""
+        """Return the slice of ``x`` as a view, with two axes ``[blocks, high - low]`` for blocks."""
         found = x.narrow(axis, self.start, self.stop - self.start)
         if not self.every:
             return found
         return found.unflatten(axis, (-1, self.every)).narrow(axis + 1, self.low, self.high - self.low)
 
     def of(self, x: Tensor, axis: int) -> Tensor:
-        """Return the stretch of ``x`` on one axis, a view where it can."""
+        """Return the slice of ``x`` on one axis, as a view if possible."""
         found = self.view(x, axis)
         return found.flatten(axis, axis + 1) if self.every else found
 
     def write(self, x: Tensor, axis: int, value: Tensor) -> None:
-        """Replace the stretch of ``x``, in place."""
+        """Replace the slice of ``x``, in place."""
         place = self.view(x, axis)
         place.copy_(value.reshape(place.shape))
 
     def mask(self, length: int) -> Tensor:
-        """Return which of ``length`` entries it has, bool ``[length]``."""
+        """Return which of ``length`` entries belong to the slice, bool ``[length]``."""
         mask = torch.zeros(length, dtype=torch.bool)
         self.view(mask, 0).fill_(True)
         return mask
@@ -70,9 +69,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Slot:
-    """A stretch of one axis of one tensor, on the co- or contravariant side of a group.
+    """A slice of one axis of one tensor, on the co- or contravariant side of a group.
 
-    ``unsigned``: signs do not show there (the gain of an RMSNorm, the gate of a gated feed-forward).
+    ``unsigned``: signs have no effect there (the gain of an RMSNorm, the gate of a gated feed-forward).
+    ``experts``: axis 0 numbers experts, each of which has units of its own on ``axis``.
     """
 
     tensor: str
@@ -80,28 +80,36 @@ class Slot:
     slice: Slice
     contravariant: bool = False
     unsigned: bool = False
+    experts: bool = False
 
     @property
     def size(self) -> int:
-        """How many entries of the axis it has."""
+        """The number of entries on the axis."""
         return self.slice.size
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this stretch of ``tensor``, a view where it can."""
+        """Return this slice of ``tensor``, as a view if possible."""
         return self.slice.of(tensor, self.axis)
 
     def rows(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this stretch as a matrix ``[size, rest]`` of ``dtype``, a view where it can."""
-        leading = self.of(tensor).to(dtype).movedim(self.axis, 0)
+        """Return this slice as a matrix ``[size, rest]`` of ``dtype``, as a view if possible.
+
+        With ``experts`` it is ``[experts * size, rest]``.
+        """
+        found = self.of(tensor).to(dtype)
+        if self.experts:
+            return found.movedim(self.axis, 1).flatten(0, 1).flatten(1)
+        leading = found.movedim(self.axis, 0)
         return leading.unsqueeze(1) if leading.ndim == 1 else leading.flatten(1)
 
 
 @dataclass(frozen=True)
 class Group:
-    """One symmetry group of the model.
+    """One symmetry group of a model.
 
-    ``layer`` is ``NO_LAYER`` where the group acts on the whole model. ``within`` names the head
-    permutation that moves this group's heads as a whole, if any.
+    Attributes:
+        layer: ``NO_LAYER`` if the group acts on the whole model.
+        within: the name of the head permutation that moves this group's heads as a whole, if any.
     """
 
     name: str
@@ -114,14 +122,16 @@ class Group:
 
 @dataclass(frozen=True)
 class RedundantBias:
-    """A bias that may have any value: what it does is nothing, or what another bias could do.
+    """An attention bias without an effect of its own.
+
+    A key's bias adds the same to every score of a softmax. A value's bias adds a constant to the block's
+    output, as the bias of the output projection does.
 
     Attributes:
-        bias: its entries.
-        read: where the output projection reads the units that carry the bias; None where nobody sees it
-            (a key's bias adds the same to every score of a softmax).
-        taken_up: the output projection's bias, which can take up what the bias does.
-        heads: how many heads the bias has.
+        bias: the entries of the bias.
+        heads: the number of its heads.
+        read: the inputs of the output projection that carry the bias; None for a key's bias.
+        taken_up: the output projection's bias, which can hold the constant.
     """
 
     bias: Slot
@@ -132,13 +142,14 @@ class RedundantBias:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """The symmetry groups of a model, in the order in which their elements are applied.
+    """The symmetry groups of a model.
 
-    ``shapes`` holds the shape of every tensor of the model, moved or not; ``tied`` the sets of names
-    that share storage (empty when the symmetry was built from shapes alone); ``refused`` the parts
-    that cannot be moved in this model, with the reason; ``redundant_biases`` the attention biases
-    that change
-    nothing (``fedrot.canonical_biases``).
+    Attributes:
+        groups: in the order in which their elements are applied.
+        shapes: of every tensor of the model, moved or not.
+        tied: the sets of names that share storage; empty if the symmetry was built from shapes alone.
+        refused: the parts that cannot be moved in this model, with the reason.
+        redundant_biases: see ``fedrot.canonical_biases``.
     """
 
     family: str
@@ -152,7 +163,7 @@ class Symmetry:
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.
 
-        Groups of the whole model belong to no layer and are selected by part alone.
+        Groups of the whole model are selected by part alone.
 
         Raises:
             SymmetryError: a part cannot be moved in this model.
@@ -168,11 +179,7 @@ class Symmetry:
 
 
 def check_symmetry(symmetry: object) -> None:
-    """Check that a symmetry is one.
-
-    Raises:
-        SymmetryError: it is something else, a configuration or a model, say.
-    """
+    """Raise ``SymmetryError`` if the argument is no ``Symmetry`` (but a configuration, say)."""
     if not isinstance(symmetry, Symmetry):
         raise SymmetryError(
             f"The symmetry is a {type(symmetry).__name__}; build it first with "

@@ -1,56 +1,64 @@
 """The usual blocks of a transformer layer: their groups, and what they read and write.
 
-A family lists the names of its modules and calls these.
+A family lists the names of its modules and calls these. The groups get the number of their layer from
+the ``Stack`` that holds the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fedrot.symmetry.actions import (
     HeadPermutation,
     HeadRotation,
+    Kind,
     Permutation,
     QueryPermutation,
     Rescale,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.spaces import RESIDUAL, Axes, merged
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model: the groups inside it, the spaces on its tensors' axes, and its redundant
-    biases."""
+    """A piece of a model: its groups, the spaces on its tensors' axes, and its redundant biases.
+
+    ``refused`` holds the parts that cannot be moved because of this block, with the reason.
+    """
 
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def together(*parts: Block | Axes) -> Block:
-    """Return several parts as one; axes alone are a part without groups."""
-    whole = [part if isinstance(part, Block) else Block(axes=part) for part in parts]
-    groups = tuple(group for part in whole for group in part.groups)
-    redundant_biases = tuple(redundant for part in whole for redundant in part.redundant_biases)
-    return Block(groups, merged(*(part.axes for part in whole)), redundant_biases)
+def together(*blocks: Block | Axes) -> Block:
+    """Return several blocks as one; axes alone are a block without groups."""
+    found = [block if isinstance(block, Block) else Block(axes=block) for block in blocks]
+    return Block(
+        tuple(group for block in found for group in block.groups),
+        merged(*(block.axes for block in found)),
+        tuple(redundant for block in found for redundant in block.redundant_biases),
+        {part: reason for block in found for part, reason in block.refused.items()},
+    )
 
 
 @dataclass(frozen=True)
 class Units:
-    """Where the units of a projection lie in a module.
+    """The place of a projection's output units in a module.
 
     Attributes:
-        module: of its ``weight`` and, if ``bias``, its ``bias``.
-        bias: whether there is one, or the name of the parameter that serves as one, which holds these
-            units alone.
-        start: of the first unit among the module's outputs.
-        every: fused projections that keep the units of each head side by side have a head's units in
-            every stretch of so many outputs, ``start`` after its beginning.
+        module: holds the ``weight`` and, if ``bias``, the ``bias``.
+        bias: whether there is one, or the name of a parameter that holds the bias of these units alone.
+        start: the first of the units among the module's outputs.
+        every: 0 if the units are consecutive. Fused projections that keep the units of each head
+            together have a stride: head ``h`` begins at output ``start + h * every``.
+        together: how many heads lie side by side at each stride; then only whole heads can be moved.
         conv1d: whether the weight is ``[in, out]``, as GPT-2's.
     """
 
@@ -59,10 +67,18 @@ class Units:
     start: int = 0
     every: int = 0
     conv1d: bool = False
+    together: int = 1
 
     @property
     def weight(self) -> str:
         return f"{self.module}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """The name of its bias, empty if it has none."""
+        if isinstance(self.bias, str):
+            return self.bias
+        return f"{self.module}.bias" if self.bias else ""
 
     def written(
         self,
@@ -73,31 +89,25 @@ class Units:
         contravariant: bool = False,
         unsigned: bool = False,
     ) -> list[Slot]:
-        """Return where units ``low`` to ``high`` of ``heads`` heads of ``dim`` units are written.
+        """Return the rows of the weight, then the entries of the bias.
 
-        Rows of the weight, and entries of the bias.
+        Of ``heads`` heads of ``dim`` units, only the units from ``low`` to ``high`` of each.
         """
         high = dim if high is None else high
         blocks = (dim, low, high) if high - low < dim else ()
-        stretch = Slice(self.start, self.start + heads * dim, *blocks)
+        rows = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:
-            stretch = Slice(0, heads * self.every, self.every, self.start + low, self.start + high)
-        weight = Slot(self.weight, 1 if self.conv1d else 0, stretch, contravariant, unsigned)
-        if isinstance(self.bias, str):
-            own = Slice(0, heads * dim, *blocks)
-            return [weight, replace(weight, tensor=self.bias, axis=0, slice=own)]
-        return [weight, replace(weight, tensor=self.bias_name, axis=0)] if self.bias else [weight]
+            end = self.start + (self.together - 1) * dim + high
+            rows = Slice(0, heads // self.together * self.every, self.every, self.start + low, end)
+        slots = [Slot(self.weight, 1 if self.conv1d else 0, rows, contravariant, unsigned)]
+        if self.bias:
+            own = Slice(0, heads * dim, *blocks) if isinstance(self.bias, str) else rows
+            slots.append(replace(slots[0], tensor=self.bias_name, axis=0, slice=own))
+        return slots
 
     def read(self, size: int) -> Slot:
-        """Return where the module reads ``size`` inputs."""
+        """Return the slot of the module's ``size`` inputs."""
         return Slot(self.weight, 0 if self.conv1d else 1, Slice(0, size), contravariant=True)
-
-    @property
-    def bias_name(self) -> str:
-        """The name of its bias, empty if it has none."""
-        if isinstance(self.bias, str):
-            return self.bias
-        return f"{self.module}.bias" if self.bias else ""
 
     def between(self, out: str | None, into: str | None) -> Axes:
         """Return the axes of the module, which reads the space ``into`` and writes ``out``."""
@@ -112,10 +122,14 @@ class Heads:
     Attributes:
         count: query heads.
         dim: units of each.
-        keys: key and value heads, each shared by ``count / keys`` consecutive query heads; 0 is as
+        keys: key and value heads, each shared by ``count / keys`` consecutive query heads; 0 means as
             many as query heads.
         rotary: units of each head that rotary positions turn, the first ones.
         normed: whether queries and keys pass a norm with gains before they are turned.
+        interleaved: whether a rotary frequency turns units ``2 f`` and ``2 f + 1`` (GPT-J), in place of
+            ``f`` and ``f + rotary / 2``.
+        ordered: whether the heads differ by more than their weights, as slopes of ALiBi do: they keep
+            their order.
     """
 
     count: int
@@ -123,115 +137,177 @@ class Heads:
     keys: int = 0
     rotary: int = 0
     normed: bool = False
+    interleaved: bool = False
+    ordered: bool = False
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], count: str = "num_attention_heads", width: str = "hidden_size"
+    ) -> Heads:
+        """Return the heads that divide the width, both read from these keys of the configuration."""
+        return cls(config[count], config[width] // config[count])
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The projections of an attention block.
+
+    Attributes:
+        queries: further projections into the queries' coordinates (of relative positions).
+        keys: further projections into the keys' coordinates.
+        key_bias_seen: whether the bias of ``key`` adds different amounts to the scores of one softmax
+            (where positions have queries); under rotary positions it does in any case.
+    """
+
+    query: Units
+    key: Units
+    value: Units
+    output: Units
+    queries: tuple[Units, ...] = ()
+    keys: tuple[Units, ...] = ()
+    key_bias_seen: bool = False
+
+    @classmethod
+    def separate(
+        cls, p: str, names: Sequence[str], bias: bool = True, output_bias: bool | None = None
+    ) -> Projections:
+        """Return projections that are modules of their own.
+
+        Args:
+            p: the prefix of the modules.
+            names: of the modules for query, key, value and output.
+            bias: whether query, key and value have biases.
+            output_bias: whether the output has one; ``bias`` if None.
+        """
+        last = bias if output_bias is None else output_bias
+        query, key, value = (Units(f"{p}{name}", bias) for name in names[:3])
+        return cls(query, key, value, Units(f"{p}{names[3]}", last))
+
+    @classmethod
+    def fused(
+        cls, module: str, heads: Heads, output: Units, bias: bool = True, by_head: bool = False
+    ) -> Projections:
+        """Return projections of which one module holds query, key and value.
+
+        Args:
+            output: its own module; the weight of ``module`` is laid out as its.
+            by_head: whether the module keeps the queries of a key head together with their key and
+                value (GPT-NeoX, Falcon); if not, all queries come first, then all keys, then all
+                values.
+        """
+        keys = heads.keys or heads.count
+        shared = heads.count // keys
+        queries, others = (shared, 1) if by_head else (heads.count, keys)
+        starts = [0, queries * heads.dim, (queries + others) * heads.dim]
+        every = (shared + 2) * heads.dim if by_head else 0
+        query, key, value = (Units(module, bias, start, every, output.conv1d) for start in starts)
+        return cls(replace(query, together=shared if by_head else 1), key, value, output)
+
+
+#: Why heads with ALiBi are not permuted.
+_ORDERED = "its heads keep their order, because the position biases (ALiBi) have a slope per head."
 
 
 def attention(
     name: str,
-    layer: int,
     heads: Heads,
-    query: Units,
-    key: Units,
-    value: Units,
-    output: Units,
+    projections: Projections,
     *,
-    queries: Iterable[Units] = (),
-    keys: Iterable[Units] = (),
     space: str = RESIDUAL,
     memory: str | None = None,
-    order: str | None = None,
-    key_bias_seen: bool = False,
+    order: str = "",
 ) -> Block:
     """Return one multi-head attention block.
 
-    The heads of all modules are permuted together; query and key share one rotation (or what rotary
+    The heads of all modules are permuted together. Query and key share one rotation (or what rotary
     positions leave of it) and one scale per key head, value and output another (Zhang et al. 2025,
     Eq. 5, 8-11; Verma & Elbayad 2024, section 3.2).
 
     Args:
         name: begins the names of the groups.
-        queries: further projections into the queries' coordinates (of relative positions).
-        keys: further projections into the keys' coordinates.
         space: what queries are computed from, and what the block writes to.
         memory: what keys and values are computed from; ``space`` if None.
-        order: the group that permutes these heads, if they are not free: see ``shared_heads``.
-        key_bias_seen: whether the bias of ``key`` adds different amounts to the scores of one softmax
-            (where positions have queries); under rotary positions it does in any case.
+        order: the group that permutes these heads if other blocks share their order; see
+            ``shared_heads``.
     """
-    kv = heads.keys or heads.count
-    query_side, key_side = (query, *queries), (key, *keys)
+    p, kv, dim = projections, heads.keys or heads.count, heads.dim
+    query_side, key_side = (p.query, *p.queries), (p.key, *p.keys)
 
-    def inside(low: int, high: int) -> tuple[Slot, ...]:
-        # The key undoes what the query does.
+    def matched(low: int, high: int) -> tuple[Slot, ...]:
+        """Return units of queries and keys; the key undoes what the query does."""
         return (
-            *(s for u in query_side for s in u.written(heads.count, heads.dim, low, high)),
-            *(s for u in key_side for s in u.written(kv, heads.dim, low, high, contravariant=True)),
+            *(s for u in query_side for s in u.written(heads.count, dim, low, high)),
+            *(s for u in key_side for s in u.written(kv, dim, low, high, contravariant=True)),
         )
 
-    query_key = inside(0, heads.dim)
-    read = output.read(heads.count * heads.dim)
-    value_output = (*value.written(kv, heads.dim), read)
-    own = order or f"{name}heads"
+    query_key, read = matched(0, dim), p.output.read(heads.count * dim)
+    value_output = (*p.value.written(kv, dim), read)
+    own = "" if heads.ordered else order or f"{name}heads"
     groups = []
-    if order is None:
-        groups.append(Group(own, layer, "heads", HeadPermutation(kv), query_key + value_output))
-    if kv < heads.count:
-        kind = QueryPermutation(kv, heads.count // kv)
-        slots = tuple(s for u in query_side for s in u.written(heads.count, heads.dim))
-        groups.append(Group(f"{name}queries", layer, "heads", kind, (*slots, read), own))
+
+    def add(suffix: str, part: str, kind: Kind, slots: tuple[Slot, ...]) -> None:
+        groups.append(Group(f"{name}{suffix}", NO_LAYER, part, kind, slots, own))
+
+    if not order and not heads.ordered:
+        groups.append(Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output))
+    if kv < heads.count and not heads.ordered:
+        slots = tuple(s for u in query_side for s in u.written(heads.count, dim))
+        add("queries", "heads", QueryPermutation(kv, heads.count // kv), (*slots, read))
     if heads.rotary:
-        turned = RotarySigns(kv, heads.rotary) if heads.normed else RotaryPhases(kv, heads.rotary)
-        groups.append(Group(f"{name}qk", layer, "attention", turned, inside(0, heads.rotary), own))
-    if heads.rotary < heads.dim and not heads.normed:
-        kind_ = HeadRotation(kv, heads.dim - heads.rotary)
-        rest = f"{name}qk.still" if heads.rotary else f"{name}qk"
-        groups.append(Group(rest, layer, "attention", kind_, inside(heads.rotary, heads.dim), own))
-    rotation, scale = HeadRotation(kv, heads.dim), Rescale(kv)
-    groups.append(Group(f"{name}vo", layer, "attention", rotation, value_output, own))
+        turned = RotarySigns if heads.normed else RotaryPhases
+        kind: Kind = turned(kv, heads.rotary, heads.interleaved)
+        add("qk", "attention", kind, matched(0, heads.rotary))
+    if heads.rotary < dim and not heads.normed:
+        kind = HeadRotation(kv, dim - heads.rotary)
+        add("qk.still" if heads.rotary else "qk", "attention", kind, matched(heads.rotary, dim))
+    add("vo", "attention", HeadRotation(kv, dim), value_output)
     if not heads.normed:
-        groups.append(Group(f"{name}qk.scale", layer, "rescale", scale, query_key, own))
-    groups.append(Group(f"{name}vo.scale", layer, "rescale", scale, value_output, own))
-    # What is not turned adds the same to all scores of a query.
-    unseen = keys if key_bias_seen else key_side
-    redundant_biases = [
-        RedundantBias(unit.written(kv, heads.dim, heads.rotary, heads.dim)[1], kv)
-        for unit in unseen
-        if unit.bias and heads.rotary < heads.dim
-    ]
-    if value.bias and output.bias:
-        redundant_biases.append(
-            RedundantBias(value.written(kv, heads.dim)[1], kv, read, output.bias_name)
-        )
+        add("qk.scale", "rescale", Rescale(kv), query_key)
+    add("vo.scale", "rescale", Rescale(kv), value_output)
     return Block(
         tuple(groups),
         merged(
             *(unit.between(None, space) for unit in query_side),
-            *(unit.between(None, memory or space) for unit in (*key_side, value)),
-            output.between(space, None),
+            *(unit.between(None, memory or space) for unit in (*key_side, p.value)),
+            p.output.between(space, None),
         ),
-        tuple(redundant_biases),
+        _redundant_biases(heads, p),
+        {"heads": _ORDERED} if heads.ordered else {},
     )
 
 
-def shared_heads(name: str, heads: int, bias: str, blocks: Iterable[Block]) -> Block:
+def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]:
+    """Return the key biases that add the same to all scores of a query, and the values' bias."""
+    kv, dim = heads.keys or heads.count, heads.dim
+    found = [
+        RedundantBias(unit.written(kv, dim, heads.rotary, dim)[1], kv)
+        for unit in (p.keys if p.key_bias_seen else (p.key, *p.keys))
+        if unit.bias and heads.rotary < dim
+    ]
+    if p.value.bias and p.output.bias:
+        read = p.output.read(heads.count * dim)
+        found.append(RedundantBias(p.value.written(kv, dim)[1], kv, read, p.output.bias_name))
+    return tuple(found)
+
+
+def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
     """Return attention blocks whose heads share one order, because they share a bias per head.
 
     Args:
         name: of the group of the heads' order; the blocks were made with ``order=name``.
         bias: the relative-position bias ``[buckets, heads]`` that all blocks add.
-        blocks: the blocks.
     """
-    parts = tuple(blocks)
-    inside = [g for part in parts for g in part.groups if g.part == "attention" and g.within == name]
-    slots = [slot for group in inside for slot in group.slots]
-    group = Group(
-        name, NO_LAYER, "heads", HeadPermutation(heads), (*slots, Slot(bias, 1, Slice(0, heads)))
-    )
-    return together(Block((group,)), *parts, {bias: (None, None)})
+    inside = [g for block in blocks for g in block.groups if g.part == "attention" and g.within == name]
+    if not (name and inside):
+        return together(*blocks)
+    heads = inside[0].kind.units
+    slots = (*(slot for group in inside for slot in group.slots), Slot(bias, 1, Slice(0, heads)))
+    group = Group(name, NO_LAYER, "heads", HeadPermutation(heads), slots)
+    return together(Block((group,)), *blocks, {bias: (None, None)})
 
 
 def feed_forward(
     name: str,
-    layer: int,
     neurons: int,
     up: Units,
     down: Units,
@@ -247,6 +323,6 @@ def feed_forward(
     if gate is not None:
         units += gate.written(1, neurons, unsigned=True)
     kind = Permutation(neurons) if gate is None else SignedPermutation(neurons)
-    group = Group(f"{name}ffn", layer, "ffn", kind, (*units, down.read(neurons)))
+    group = Group(f"{name}ffn", NO_LAYER, "ffn", kind, (*units, down.read(neurons)))
     read = [unit.between(None, space) for unit in (up, gate) if unit is not None]
     return Block((group,), merged(*read, down.between(space, None)))

@@ -1,4 +1,4 @@
-"""From a family's description and a model's real tensor names to a ``Symmetry``."""
+"""``resolve``: a family's description and a model's tensors become a ``Symmetry``, or are refused."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.family import Family
-from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot, Symmetry
+from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
 from fedrot.symmetry.layers import Block
-from fedrot.symmetry.spaces import Axes, merged, read_to_the_end, space_of, spaces_of
+from fedrot.symmetry.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
 
-#: Before a name that stands beside the encoder but is called like one inside it: no family knows it.
+#: Marks a tensor beside the encoder whose module is called like one of the encoder's. No family has it.
 _BESIDE = "(beside the encoder) "
 
-#: Names that wrappers put into the names of tensors: data parallel, compiled, sharded, adapted.
+#: What wrappers insert into names: data parallel, compiled, sharded, adapted.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
 
-#: What can be moved; smaller floating-point numbers are quantised weights.
+#: The dtypes that can be moved. Weights of smaller floating-point types are quantised.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-#: Parameters that adapters add beside the weights they adapt.
+#: Parameters of adapters.
 _ADAPTERS = re.compile(
     r"(^|\.)(lora_\w+|ia3_l|vera_\w+|hada_w\w+|lokr_w\w+|oft_\w+|boft_\w+|prompt_encoder|adaption_\w+)(\.|$)"
 )
 
 
 def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
-    """Match ``config`` with a family and its names with those of ``tensors``."""
+    """Find the family of ``config``, and its tensors among ``tensors``; see ``symmetry_of``."""
     settings = settings_of(config)
     if not isinstance(tensors, Mapping):
         raise SymmetryError(
@@ -48,50 +47,62 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     unwrapped = _unwrapped(shapes)
     prefix = _prefix(family, unwrapped, families)
     names = _without_prefix(unwrapped, prefix, family.encoder)
-    body, heads = _described(family, settings, names)
+    body, task_heads = _described(family, settings, names)
     layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
-    needed = [slot.tensor for group in body.groups for slot in group.slots]
-    for name in (
-        *needed,
-        *(redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up),
-    ):
+    for name in _needed(body):
         if name not in names:
             raise SymmetryError(
                 f"The tensor '{prefix}{name}' of family '{family.name}' is missing. Pass the "
                 f"complete state dict of a model with {layers} layers."
             )
-    unplaced = [name for name in names if name not in body.axes and name not in heads]
+    unplaced = [name for name in names if name not in body.axes and name not in task_heads]
     for name in unplaced:
         if name.startswith(tuple(f"{stack}." for stack in family.stacks)):
             raise SymmetryError(_unplaced(names[name], family, families))
     missing = [name for name in body.axes if name not in names and not name.endswith(".bias")]
-    across, refused = _across_layers(body.axes, heads, names, shapes, family.spaces(settings))
+    inside = _renamed(body, names)
+    heads = {names[name]: axes for name, axes in task_heads.items() if name in names}
+    across, refused = _across_layers(inside.axes, heads, shapes, family.spaces)
+    refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
-
-    groups = tuple(group for group in across if group.part not in refused) + tuple(
-        replace(g, slots=tuple(replace(s, tensor=names[s.tensor]) for s in g.slots)) for g in body.groups
-    )
+    groups = (*(group for group in across if group.part not in refused), *inside.groups)
     _check_dtypes(groups, tensors)
     _check_shapes(groups, shapes, family)
     tied = _tied(tensors)
     _check_ties(groups, tied, family)
-    redundant_biases = tuple(
-        RedundantBias(
-            replace(g.bias, tensor=names[g.bias.tensor]),
-            g.heads,
-            g.read and replace(g.read, tensor=names[g.read.tensor]),
-            names[g.taken_up] if g.taken_up else "",
-        )
-        for g in body.redundant_biases
+    return Symmetry(family.name, layers, groups, shapes, tied, refused, inside.redundant_biases)
+
+
+def _needed(body: Block) -> list[str]:
+    """Return the tensors without which the layers cannot be moved."""
+    moved = [slot.tensor for group in body.groups for slot in group.slots]
+    return moved + [redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up]
+
+
+def _renamed(body: Block, names: Mapping[str, str]) -> Block:
+    """Return the body with the model's own names, of the tensors that it has."""
+
+    def real(slot: Slot) -> Slot:
+        return replace(slot, tensor=names[slot.tensor])
+
+    return replace(
+        body,
+        groups=tuple(replace(g, slots=tuple(map(real, g.slots))) for g in body.groups),
+        axes={names[name]: axes for name, axes in body.axes.items() if name in names},
+        redundant_biases=tuple(
+            replace(
+                r, bias=real(r.bias), read=r.read and real(r.read), taken_up=names.get(r.taken_up, "")
+            )
+            for r in body.redundant_biases
+        ),
     )
-    return Symmetry(family.name, layers, groups, shapes, tied, refused, redundant_biases)
 
 
 def _described(
     family: Family, settings: Mapping[str, Any], names: Collection[str]
 ) -> tuple[Block, Axes]:
     try:
-        return family.body(settings, names), family.heads(settings, names)
+        return family.describe(settings, names)
     except KeyError as missing:
         raise SymmetryError(
             f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
@@ -107,53 +118,43 @@ def _described(
 
 
 def _across_layers(
-    body: Axes,
-    heads: Axes,
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    spaces: Mapping[str, type[Permutation]],
+    body: Axes, task_heads: Axes, shapes: Mapping[str, tuple[int, ...]], spaces: Mapping[str, Space]
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return a group for every space whose coordinates end inside the model, and what is refused."""
-    present = {name: axes for name, axes in merged(body, heads).items() if name in names}
+    """Return a group for every space that may be moved, and the parts that are refused."""
+    axes_of = merged(body, task_heads)
     streams = spaces_of(body)
     slots: dict[str, list[Slot]] = {}
     refused: dict[str, str] = {}
-    for name, axes in present.items():
-        shape = shapes[names[name]]
+    for name, axes in axes_of.items():
+        shape = shapes[name]
         fits = len(axes) == len(shape)
         for axis, entry in enumerate(axes if fits else ()):
             if entry is not None:
                 space = space_of(entry)
                 found = slots.setdefault(space, [])
-                stretch = Slice(0, shape[axis])
-                found.append(Slot(names[name], axis, stretch, unsigned=entry != space))
-                fits = fits and stretch == found[0].slice
+                whole = Slice(0, shape[axis])
+                found.append(Slot(name, axis, whole, unsigned=entry != space))
+                fits = fits and whole == found[0].slice
         if not fits:
-            reason = f"the tensor '{names[name]}' of shape {list(shape)} does not fit the others."
+            reason = f"the tensor '{name}' of shape {list(shape)} does not fit the others."
             refused = {"residual": reason, "output": reason}
-    ends = read_to_the_end({n: axes for n, axes in present.items() if n in heads or axes[0] is not None})
+    ends = read_to_the_end({n: axes for n, axes in axes_of.items() if n in task_heads or axes[0]})
     if not streams <= ends:
         refused.setdefault(
             "residual",
             "no task head reads the residual stream, so it is the model's output; describe the model "
             "together with its head.",
         )
-    groups = [
-        Group(
-            space,
-            NO_LAYER,
-            "residual" if space in streams else "output",
-            spaces.get(space, Permutation)(found[0].size),
-            tuple(found),
-        )
-        for space, found in slots.items()
-        if space in ends and found
-    ]
+    groups = []
+    for space in (space for space in slots if space in ends):
+        part = "residual" if space in streams else "output"
+        action = spaces.get(space, Space()).kind(slots[space][0].size)
+        groups.append(Group(space, NO_LAYER, part, action, tuple(slots[space])))
     return groups, refused
 
 
 def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
-    """Return the parts that cross layers and cannot be moved, with the reason."""
+    """Return the parts across layers that cannot be moved because of these tensors, with the reason."""
     if unplaced:
         reason = (
             f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is unknown to this family and may "
@@ -211,11 +212,8 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     return names
 
 
-def _without_prefix(names: Mapping[str, str], prefix: str, encoder: tuple[str, ...]) -> dict[str, str]:
-    """Return the real names by the family's own: ``bert.`` goes, and what stands before it.
-
-    A module beside the encoder that is called like one of the encoder's keeps its own name.
-    """
+def _without_prefix(names: Mapping[str, str], prefix: str, encoder: Collection[str]) -> dict[str, str]:
+    """Return the real names by the family's names, without a prefix such as ``bert.``."""
     outer = prefix.rstrip(".").rpartition(".")[0]
     found = {}
     for name, real in names.items():
@@ -226,7 +224,7 @@ def _without_prefix(names: Mapping[str, str], prefix: str, encoder: tuple[str, .
 
 
 def _prefix(family: Family, names: Mapping[str, str], families: Sequence[Family]) -> str:
-    """Return what stands before the names of the family's stacks."""
+    """Return the prefix of the names of the family's stacks."""
     stacks = "|".join(map(re.escape, family.stacks))
     layer = re.compile(rf"((?:.+\.)?)(?:{stacks})\.\d+\.")
     found = sorted({match.group(1) for name in names if (match := layer.match(name))})
@@ -291,7 +289,7 @@ def _tied(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family) -> None:
-    """Tensors that share storage must be moved alike."""
+    """Raise an error if tensors that share storage are not moved alike."""
     moves: dict[str, set[object]] = defaultdict(set)
     for group in groups:
         for slot in group.slots:

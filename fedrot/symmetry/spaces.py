@@ -1,18 +1,40 @@
-"""Which space of the model lies on which axis of which tensor, for spaces that cross layers.
+"""Spaces that cross layers, such as the residual stream: which tensor axis lies in which space.
 
 A space is a name: ``residual`` is the residual stream, others are hidden units between the last
-layer and the logits. A tensor's entry has one space, or None, per axis; a space in bars,
+layer and the logits. A tensor's entry has one space, or None, per axis. A space in bars,
 ``|residual|``, is permuted there but keeps its signs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from fedrot.symmetry.actions import Permutation
 
 RESIDUAL = "residual"
 
 #: By tensor, the space on each of its axes.
 Axes = Mapping[str, tuple[str | None, ...]]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a family says about one space.
+
+    Attributes:
+        kind: what may act on it. Signs pass through RMSNorm and odd activations.
+        present: a tensor without which the space is the residual stream.
+        absent: a tensor with which the space is the residual stream.
+    """
+
+    kind: type[Permutation] = Permutation
+    present: str = ""
+    absent: str = ""
+
+    def exists(self, names: Collection[str]) -> bool:
+        """Whether a model with these tensors has the space beside the residual stream."""
+        return (not self.present or self.present in names) and self.absent not in names
 
 
 def linear(module: str, out: str | None, into: str | None) -> Axes:
@@ -33,6 +55,15 @@ def embedding(module: str, space: str = RESIDUAL) -> Axes:
 def merged(*axes: Axes) -> Axes:
     """Return all entries in one dictionary."""
     return {name: spaces for part in axes for name, spaces in part.items()}
+
+
+def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
+    """Return the axes with the residual stream in place of ``spaces``."""
+    places = dict.fromkeys(spaces, RESIDUAL) | {f"|{space}|": f"|{RESIDUAL}|" for space in spaces}
+    return {
+        name: tuple(entry and places.get(entry, entry) for entry in entries)
+        for name, entries in axes.items()
+    }
 
 
 def space_of(entry: str) -> str:

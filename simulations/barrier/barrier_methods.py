@@ -18,7 +18,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.research.repair import average_statistics, repair, unit_statistics
+from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.tensors import Tensors
 

@@ -149,14 +149,14 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
-    from fedrot.simulations.federation.run_folder import read_rows
-    from fedrot.simulations.report.page import markdown_table
+    from fedrot.simulations.federation.run_folder import read_rows, rows_file
     from fedrot.simulations.report.strategy_page import write_strategy_report
+    from fedrot.simulations.report.tables import markdown_table
 
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
         return
-    if not (run_or_file / "rows.jsonl").exists():
+    if rows_file(run_or_file) is None:
         raise ValueError(f"'{run_or_file}' is not a run folder: it has no rows.jsonl.")
     runner.present(run_or_file, console)
     if markdown is not None:

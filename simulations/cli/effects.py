@@ -38,7 +38,7 @@ def _looks_at_data(values: Values) -> bool:
 
 def _collects(values: Values) -> bool:
     method = merging.METHODS.get(values["method"])
-    return method is None or method.collect is not None
+    return method is None or bool(method.needs)
 
 
 def _merges_with_data(values: Values) -> bool:

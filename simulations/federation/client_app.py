@@ -1,43 +1,61 @@
-"""The Flower ClientApp: train on the own partition, evaluate on the own held-out rows.
+"""The Flower ClientApp of simulations: training and evaluation on the rows of one client.
 
-Everything it needs comes in the message's configuration and the node's partition id, so the same app
-runs in the simulation engine and in a federation of real nodes.
+The message's configuration and the node's partition id decide everything, so that one app serves the
+simulation engine and a federation of real nodes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor, nn
 
+import fedrot
 from fedrot._io import replacing
-from fedrot.aggregation.statistic_kinds import FISHER, GRAMS
+from fedrot.options import AlignmentOptions
+from fedrot.research.learning import LearningOptions
+from fedrot.simulations.models.build import build_model, model_config
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.statistic_kinds import collector
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
+from fedrot.symmetry import Symmetry, symmetry_of
 
-if TYPE_CHECKING:
-    import torch
-
-    from fedrot.simulations.tasks.task import Task
-    from fedrot.symmetry import Symmetry
-
-#: Metrics of a client's own model, before averaging, on the central held-out split.
+#: Prefix of the metrics of a client's own model, before averaging, on the central held-out split.
 ALONE = "alone-"
+#: Training rows that a client matches on.
+MATCHING_ROWS = 4096
+#: Training rows in a batch of statistics; Jin et al. (2023) have 16 and read up to 100 batches.
+STATISTICS_BATCH = 16
+
+State: TypeAlias = dict[str, Tensor]
+Result: TypeAlias = tuple[State, dict[str, float]]
 
 app = ClientApp()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one message asks for."""
+    """One message of the server to one client.
+
+    Attributes:
+        cache: folder of results that arms share; empty for none.
+        learn: whether matching is refined by gradient descent.
+        align: parts that the client itself aligns; empty for none.
+        client: partition id of the node.
+    """
 
     config_json: str
     seed: int
@@ -52,13 +70,14 @@ class Job:
     @classmethod
     def read(cls, message: Message, context: Context) -> Job:
         """Read a job from a message and its node."""
+        config: Any
         (config,) = message.content.config_records.values()
         return cls(
             config_json=str(config["simulation"]),
-            seed=int(config["seed"]),  # type: ignore[arg-type]
+            seed=int(config["seed"]),
             start=str(config["start"]),
-            round=int(config["server-round"]),  # type: ignore[arg-type]
-            last_round=int(config["last-round"]),  # type: ignore[arg-type]
+            round=int(config["server-round"]),
+            last_round=int(config["last-round"]),
             cache=str(config["cache"]),
             learn=bool(config["learn"]),
             align=tuple(part for part in str(config["align"]).split("+") if part),
@@ -67,8 +86,41 @@ class Job:
 
     @property
     def stream(self) -> int:
-        """A seed of its own for every client, round and run."""
+        """The random seed of this client in this round and run."""
         return (self.seed * 1_000 + self.round) * 1_000 + self.client
+
+    @property
+    def task(self) -> Task:
+        """The configuration's data and objective."""
+        return task_of(self.config_json)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The client's training rows."""
+        return self.task.client_rows(self.seed, self.client)[0]
+
+    @property
+    def own_start(self) -> bool:
+        """Whether the client trains from a start of its own."""
+        return self.start == "different" and self.round == 1
+
+    def batches(self, limit: int, size: int) -> Any:
+        """Return batches of at most ``limit`` random training rows."""
+        model = _empty_model(self.config_json)
+        return training.step_batches(self.task, model, self.rows, limit, size, self.stream)
+
+    def symmetry(self, state: Mapping[str, Tensor]) -> Symmetry:
+        """Return the symmetry of the configuration's model."""
+        return symmetry_of(model_config(self.task.config, self.task.data), state)
+
+
+@lru_cache(maxsize=1)
+def _empty_model(config_json: str) -> nn.Module:
+    """Return the model to load weights into, which costs less than to build one."""
+    # Clients share the machine's cores; more threads than cores are slower.
+    torch.set_num_threads(1)
+    task = task_of(config_json)
+    return build_model(task.config, task.data, seed=0)
 
 
 @app.query()
@@ -79,17 +131,16 @@ def who(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train from the received model (or from an own start) and return the update."""
-    from fedrot.simulations.tasks.task import task_of
-
+    """Train from the received model, or from a start of the client's own, and return the update."""
     job = Job.read(message, context)
-    task = task_of(job.config_json)
     (arrays,) = message.content.array_records.values()
-    state, metrics = _cached(job, _training_key(job, arrays), lambda: _train(job, task, arrays))
+    state, metrics = _cached(job, _training_key(job, arrays), lambda: _train(job, arrays))
     if job.start == "scrambled":
-        state = _scrambled(job, task, state)
+        state = fedrot.random_equivalent(state, job.symmetry(state), seed=job.stream)
     if job.align:
-        state = _aligned(job, task, state, arrays.to_torch_state_dict())
+        # As align_mod does, but before the statistics of the update are computed.
+        received, options = arrays.to_torch_state_dict(), AlignmentOptions(parts=job.align)
+        state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
     content = RecordDict(
         {
             "arrays": ArrayRecord(state),
@@ -99,23 +150,19 @@ def train(message: Message, context: Context) -> Message:
     )
     kinds = wanted_statistics(message)
     if kinds:
-        content[STATISTICS] = _statistics(job, task, state, kinds)
+        content[STATISTICS] = _statistics(job, state, kinds)
     return Message(content, reply_to=message)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the global model on the client's own held-out rows."""
-    from fedrot.simulations.tasks import training
-    from fedrot.simulations.tasks.task import task_of
-
     job = Job.read(message, context)
-    task = task_of(job.config_json)
     (arrays,) = message.content.array_records.values()
-    _, held_out = task.client_rows(job.seed, job.client)
-    model = _model(job, task)
+    _, held_out = job.task.client_rows(job.seed, job.client)
+    model = _empty_model(job.config_json)
     model.load_state_dict(arrays.to_torch_state_dict())
-    metrics = training.evaluate(model, task, task.train, held_out)
+    metrics = training.evaluate(model, job.task, job.task.train, held_out)
     content = RecordDict(
         {
             "metrics": MetricRecord({"num-examples": len(held_out), **metrics}),
@@ -125,24 +172,13 @@ def evaluate(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-#: Training rows that a client matches on.
-MATCHING_ROWS = 4096
-
-
 def _matching(message: Message, context: Context) -> Matching:
     """Match on the client's own training rows, in batches as it trains on them."""
-    from fedrot.research.learning import LearningOptions
-    from fedrot.simulations.models.build import build_model
-    from fedrot.simulations.tasks.task import task_of
-    from fedrot.simulations.tasks.training import step_batches
-
     job = Job.read(message, context)
-    task = task_of(job.config_json)
-    rows, _ = task.client_rows(job.seed, job.client)
-    limit, size = MATCHING_ROWS, task.config.batch_size
+    config = job.task.config
     return Matching(
-        build=lambda: build_model(task.config, task.data, seed=0),
-        batches=lambda: step_batches(task, _model(job, task), rows, limit, size, job.stream),
+        build=lambda: build_model(config, job.task.data, seed=0),
+        batches=lambda: job.batches(MATCHING_ROWS, config.batch_size),
         learning=LearningOptions() if job.learn else None,
     )
 
@@ -154,117 +190,48 @@ def _identity(context: Context) -> ConfigRecord:
     return ConfigRecord({CLIENT_KEY: int(context.node_config[CLIENT_KEY])})
 
 
-@lru_cache(maxsize=1)
-def _empty_model(config_json: str) -> torch.nn.Module:
-    """Building a model costs more than loading weights into it."""
-    import torch
-
-    from fedrot.simulations.models.build import build_model
-    from fedrot.simulations.tasks.task import task_of
-
-    # Clients share the machine's cores; more threads than cores only get in each other's way.
-    torch.set_num_threads(1)
-    task = task_of(config_json)
-    return build_model(task.config, task.data, seed=0)
-
-
-def _model(job: Job, task: Task) -> torch.nn.Module:
-    return _empty_model(task.config.to_json())
-
-
-def _train(
-    job: Job, task: Task, arrays: ArrayRecord
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    import numpy as np
-
-    from fedrot.simulations.models.build import build_model
-    from fedrot.simulations.tasks import training
-
-    model = _model(job, task)
-    if job.start == "different" and job.round == 1:
+def _train(job: Job, arrays: ArrayRecord) -> Result:
+    task, model = job.task, _empty_model(job.config_json)
+    if job.own_start:
         own = build_model(task.config, task.data, seed=job.stream)
         model.load_state_dict(own.state_dict())
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
     if task.config.task_head == "different" and job.round == 1:
-        _draw_head(model, build_model(task.config, task.data, seed=job.stream))
-    rows, _ = task.client_rows(job.seed, job.client)
-    epochs = task.config.epochs(job.round)
-    loss = training.train(model, task, rows, job.stream, epochs)
-    metrics = {"num-examples": len(rows), "train-loss": loss}
+        _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
+    loss = training.train(model, task, job.rows, job.stream, task.config.epochs(job.round))
+    metrics = {"num-examples": len(job.rows), "train-loss": loss}
     if job.round == job.last_round:
-        everything = np.arange(len(task.test.labels))
-        alone = training.evaluate(model, task, task.test, everything)
+        alone = training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
         metrics |= {f"{ALONE}{name}": value for name, value in alone.items()}
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
 
 
-def _draw_head(model: Any, other: Any) -> None:
-    """Give a model another's task head: the parameters beside the encoder that it does not share."""
-    encoder = f"{model.base_model_prefix}."
-    head = {name: p for name, p in other.named_parameters() if not name.startswith(encoder)}
-    model.load_state_dict(head, strict=False)
+def _copy_task_head(source: Any, target: nn.Module) -> None:
+    """Copy the parameters of the task head: those outside of the encoder that it does not share."""
+    encoder = f"{source.base_model_prefix}."
+    head = {name: p for name, p in source.named_parameters() if not name.startswith(encoder)}
+    target.load_state_dict(head, strict=False)
 
 
-def _scrambled(job: Job, task: Task, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    from fedrot import random_equivalent
-
-    return random_equivalent(state, _symmetry(task, state), seed=job.stream)
-
-
-def _aligned(
-    job: Job, task: Task, state: dict[str, torch.Tensor], received: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Align at the client, as ``align_mod`` does, where statistics have to come after it."""
-    from fedrot import AlignmentOptions, align
-
-    options = AlignmentOptions(parts=job.align)
-    return align(state, received, _symmetry(task, state), options).apply(state)
-
-
-def _symmetry(task: Task, state: dict[str, torch.Tensor]) -> Symmetry:
-    from fedrot import symmetry_of
-    from fedrot.simulations.models.build import model_config
-
-    return symmetry_of(model_config(task.config, task.data), state)
-
-
-#: Training rows in a batch of statistics; Jin et al. (2023) have 16 and read up to 100 batches.
-STATISTICS_BATCH = 16
-
-
-def _statistics(
-    job: Job, task: Task, state: dict[str, torch.Tensor], kinds: tuple[str, ...]
-) -> ArrayRecord:
+def _statistics(job: Job, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     """Return the statistics of an update on the client's own training rows."""
-    from fedrot import collect_fisher, collect_gram
-    from fedrot.simulations.tasks.training import step_batches
 
-    rows, _ = task.client_rows(job.seed, job.client)
-    collectors: dict[str, Callable[[Any, Any], dict[str, dict[str, torch.Tensor]]]] = {
-        GRAMS[1]: collect_gram,
-        FISHER: collect_fisher,
-    }
-
-    def compute() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        model = _model(job, task)
+    def compute() -> Result:
+        model = _empty_model(job.config_json)
         model.load_state_dict(state)
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        found: dict[str, State] = {}
         for kind in kinds:
-            batches = step_batches(task, model, rows, len(rows), STATISTICS_BATCH, job.stream)
-            found |= collectors[kind](model, batches)
+            found |= collector(kind)(model, job.batches(len(job.rows), STATISTICS_BATCH))
         return statistics_record(found).to_torch_state_dict(), {}
 
     return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])
 
 
 def _training_key(job: Job, arrays: ArrayRecord) -> str:
-    """Training is a function of the configuration, the seed, the round, the client and the model.
-
-    Every start but "different" trains from what it received; scrambling comes after the cache.
-    """
-    own_start = job.start == "different" and job.round == 1
-    return _hashed([job.config_json, job.stream, job.last_round, own_start], arrays)
+    """Hash everything that decides a training; scrambling comes after the cache."""
+    decides = [job.config_json, job.stream, job.last_round, job.own_start]
+    return _hashed(decides, arrays)
 
 
 def _hashed(what: Any, arrays: ArrayRecord) -> str:
@@ -275,14 +242,11 @@ def _hashed(what: Any, arrays: ArrayRecord) -> str:
     return key.hexdigest()
 
 
-Result = tuple[dict[str, "torch.Tensor"], dict[str, float]]
-
-
 def _cached(job: Job, key: str, compute: Callable[[], Result]) -> Result:
-    """Arms that send a client the same model get the same answer: it is computed once.
+    """Compute a first-round result once for all arms that send a client the same model.
 
-    After the first round arms hardly ever agree, and the folder is the engine's: clients on other
-    machines do not have it.
+    After the first round arms hardly ever agree. The folder is the engine's: clients on other machines
+    do not have it.
     """
     if job.round > 1 or not job.cache or not Path(job.cache).is_dir():
         return compute()

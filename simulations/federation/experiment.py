@@ -1,4 +1,4 @@
-"""The server's side of a simulation: every cell of a configuration through Flower's strategy loop."""
+"""The cells of a configuration (seed, start, arm), each run through Flower's strategy loop."""
 
 from __future__ import annotations
 
@@ -6,110 +6,90 @@ import json
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from logging import INFO
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
-from flwr.common import log
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor
+from torch import nn
 
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.config import JOINED, Arm, SimulationConfig, Start
 from fedrot.simulations.federation.arms import aggregation_of, evaluate_ensemble, train_joined
 from fedrot.simulations.federation.client_app import ALONE
+from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.run_folder import RunFolder
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
-from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import client_id, own_id
-from fedrot.strategies.round.round_report import Update
+from fedrot.strategies.round.inbox import own_id
+from fedrot.strategies.round.merge import Aggregated, Merge, Wrapped
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.spill import Store
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.settings import Execution, OtherBasis, Reporting
+from fedrot.tensors import Tensors
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
 
 
-class Interrupted(Exception):
-    """The user asked to stop; what is done is in the run folder."""
+@dataclass(frozen=True)
+class ArmRun:
+    """A cell of a configuration: one arm from one start with one seed.
 
-
-class OrderedGrid(LazyGrid):
-    """A grid that names nodes in the order of their partitions and can be stopped.
-
-    Node ids are random, so sampling from them would differ between two runs of the same seed. It looks
-    for replies more often than Flower's default of seconds: rounds here are short.
+    Attributes:
+        folder: receives the rows.
+        initial: metrics of the seed's initial model, shared by its cells; empty until one has them.
     """
 
-    def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
-        super().__init__(grid)
-        self._stop = stop
-        self._nodes = list(grid.get_node_ids())
-        while len(self._nodes) < nodes:
-            log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
-            self._wait(1.0)
-            self._nodes = list(grid.get_node_ids())
-        questions = [
-            Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
-            for node in self._nodes
-        ]
-        answers = self.send_and_receive(questions)
-        own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
-        if sorted(own.values()) != list(range(nodes)):
-            raise RuntimeError(
-                f"The {len(self._nodes)} nodes hold the partitions {sorted(own.values())}, but the "
-                f"configuration has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
-            )
-        self._nodes.sort(key=own.__getitem__)
+    task: Task
+    seed: int
+    start: Start
+    arm: Arm
+    folder: RunFolder
+    progress: Progress
+    initial: dict[str, float]
 
-    def _wait(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise Interrupted
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The columns that all rows of the cell share."""
+        setting = self.task.config.setting
+        return {"setting": setting, "arm": self.arm.name, "start": self.start, "seed": self.seed}
 
-    def pause(self, seconds: float) -> None:
-        self._wait(min(seconds, 0.02))
+    def model(self) -> nn.Module:
+        """Return the initial model of the seed."""
+        return build_model(self.task.config, self.task.data, self.seed)
 
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self._nodes)
+    def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
+        """Write a row per metric."""
+        own = {**self.labels, "round": server_round, "scope": scope}
+        for name, value in metrics.items():
+            self.folder.row({**own, "metric": name, "value": value})
 
+    def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
+        """Write the global model's metrics and show the progress."""
+        self.record("central", server_round, metrics)
+        config = self.task.config
+        name = f"{config.setting} · seed {self.seed} · {self.start} · {self.arm.name}"
+        self.progress(name, server_round, config.rounds)
+        return MetricRecord(dict(metrics))
 
-class SeededFedRot(FedRot):
-    """FedRot that samples the same clients in every arm: Flower samples from the global ``random``.
-
-    ``updates`` are the last round's, in the round's coordinates, if they are to be kept.
-    """
-
-    def __init__(self, *args: Any, seed: int, keeps_updates: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._seed, self._keeps_updates = seed, keeps_updates
-        self.round = 0
-        self.updates: list[Mapping[str, Tensor]] = []
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        self.round = server_round
-        random.seed(f"{self._seed}:{server_round}")
-        return super().configure_train(server_round, arrays, config, grid)
-
-    def _updates(self, *args: Any, **kwargs: Any) -> Iterator[Update]:
-        self.updates = []
-        for update in super()._updates(*args, **kwargs):
-            if self._keeps_updates:
-                self.updates.append(update.tensors)
-            yield update
+    def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
+        """Return the metrics of a global model on the held-out split."""
+        if server_round > 0 or not self.initial:
+            test = self.task.test
+            metrics = training.evaluate(model, self.task, test, np.arange(len(test.labels)))
+            if server_round > 0:
+                return metrics
+            self.initial.update(metrics)
+        return self.initial
 
 
 def run_cells(
@@ -120,10 +100,11 @@ def run_cells(
     progress: Progress,
     shared_cache: bool = True,
 ) -> None:
-    """Run every cell of ``config`` and write its rows as they come.
+    """Run every cell of a configuration and write its rows as they come.
 
-    ``shared_cache`` lets arms share what their clients trained in the first round; it needs clients
-    that see this machine's files.
+    Args:
+        shared_cache: arms share the first round's training of their clients; the clients have to see
+            this machine's files.
 
     Raises:
         Interrupted: ``stop`` was set.
@@ -134,117 +115,39 @@ def run_cells(
         parts = task.clients(seed)
         folder.partition(config.setting, seed, task.data.train.labels, parts, task.data.label_names)
     ordered = OrderedGrid(grid, stop, config.clients)
-    with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
-        previous: int | None = None
-        initial: dict[int, dict[str, float]] = {}
-        for seed, start, arm in config.cells():
-            if seed != previous:
-                # Arms share updates only within a seed.
-                for file in Path(scratch).iterdir():
-                    file.unlink()
-                previous = seed
-            cache = Path(scratch)
-            _run_cell(ordered, task, seed, start, arm, folder, cache, shared_cache, progress, initial)
+    for seed, cells in groupby(config.cells(), key=lambda cell: cell[0]):
+        initial: dict[str, float] = {}
+        with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
+            for _, start, arm in cells:
+                cell = ArmRun(task, seed, start, arm, folder, progress, initial)
+                if arm.name == JOINED:
+                    _run_joined(cell)
+                else:
+                    _run_federated(cell, ordered, Path(scratch), shared_cache)
 
 
-def _run_cell(
-    grid: Grid,
-    task: Task,
-    seed: int,
-    start: Start,
-    arm: Arm,
-    folder: RunFolder,
-    scratch: Path,
-    shared_cache: bool,
-    progress: Progress,
-    initial: dict[int, dict[str, float]],
-) -> None:
-    """Run one arm; ``initial`` are the metrics of each seed's initial model, once they are known."""
-    config = task.config
-    labels = {"setting": config.setting, "arm": arm.name, "start": start, "seed": seed}
-    model = build_model(config, task.data, seed)
-    everything = np.arange(len(task.test.labels))
+def _run_joined(cell: ArmRun) -> None:
+    """Train one model on the rows of all clients."""
+    model = cell.model()
+    for server_round in range(cell.task.config.rounds + 1):
+        if server_round > 0:
+            train_joined(cell.task, cell.seed, model, server_round)
+        cell.finish_round(server_round, cell.evaluate(model, server_round))
 
-    def record(scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            folder.row({**labels, "round": server_round, "scope": scope, "metric": name, "value": value})
 
-    def report_round(server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
-        record("central", server_round, metrics)
-        progress(f"{config.setting} · seed {seed} · {start} · {arm.name}", server_round, config.rounds)
-        return MetricRecord(dict(metrics))
-
-    def central(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        if arm.ensemble and server_round > 0 and strategy.updates:
-            return report_round(server_round, evaluate_ensemble(task, arm, model, strategy.updates))
-        model.load_state_dict(arrays.to_torch_state_dict())
-        return report_round(server_round, evaluated(server_round))
-
-    def evaluated(server_round: int) -> dict[str, float]:
-        if server_round == 0 and seed in initial:
-            return initial[seed]
-        metrics = training.evaluate(model, task, task.test, everything)
-        return initial.setdefault(seed, metrics) if server_round == 0 else metrics
-
-    if arm.name == JOINED:
-        for server_round in range(config.rounds + 1):
-            if server_round > 0:
-                train_joined(task, seed, model, server_round)
-            report_round(server_round, evaluated(server_round))
-        return
-
-    trained_rounds: set[int] = set()
-
-    def after_training(contents: list[RecordDict], key: str) -> MetricRecord:
-        trained_rounds.add(strategy.round)
-        for client, metrics in _client_metrics(contents):
-            alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
-            record(f"alone:{client}", strategy.round, alone)
-            record(f"client:{client}", strategy.round, {"train-loss": metrics["train-loss"]})
-        return MetricRecord()
-
-    def after_evaluation(contents: list[RecordDict], key: str) -> MetricRecord:
-        for client, metrics in _client_metrics(contents):
-            if metrics.pop(key) > 0:
-                record(f"client:{client}", strategy.round, metrics)
-        return MetricRecord()
-
-    other_basis = OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts)
-    # A Fisher diagonal cannot follow rotations: clients align before they compute it.
-    at_clients = arm.align and arm.aggregation == "fisher"
-    at_server = arm.align and not at_clients
+def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) -> None:
+    """Run the strategy loop of a cell; ``scratch`` is a folder for its files."""
+    config, model = cell.task.config, cell.model()
     report = scratch / "alignment.jsonl"
-    strategy = SeededFedRot(
-        model_config(config, task.data).to_dict(),
-        seed=seed,
-        keeps_updates=arm.ensemble,
-        anchor=arm.anchor,
-        aggregation=aggregation_of(arm, task, seed, model),
-        options=AlignmentOptions(parts=arm.parts) if at_server else None,
-        other_basis=None if arm.evidence == "probe" and arm.other_basis else other_basis,
-        model=(lambda: build_model(config, task.data, seed))
-        if at_server and arm.evidence == "probe"
-        else None,
-        match_at_clients=arm.evidence in ("clients", "learned"),
-        align=at_server,
-        deterministic=True,
-        report_path=report,
-        fraction_train=config.fraction_train,
-        fraction_evaluate=1.0 if config.holdout else 0.0,
-        min_train_nodes=1,
-        min_evaluate_nodes=1 if config.holdout else 0,
-        min_available_nodes=config.clients,
-        train_metrics_aggr_fn=after_training,
-        evaluate_metrics_aggr_fn=after_evaluation,
-    )
+    strategy = ArmStrategy(cell, model, report)
     job: dict[str, int | str | bool] = {
         "simulation": config.to_json(),
-        "seed": seed,
-        "start": start,
+        "seed": cell.seed,
+        "start": cell.start,
         "last-round": config.rounds,
         "cache": str(scratch) if shared_cache else "",
-        "learn": arm.evidence == "learned",
-        "align": "+".join(arm.parts) if at_clients else "",
+        "learn": cell.arm.evidence == "learned",
+        "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
     }
     try:
         result = strategy.start(
@@ -253,31 +156,132 @@ def _run_cell(
             num_rounds=config.rounds,
             train_config=ConfigRecord({**job}),
             evaluate_config=ConfigRecord({**job}),
-            evaluate_fn=central,
+            evaluate_fn=strategy.evaluate_centrally,
         )
     finally:
-        reasons = _move_report(report, folder, labels)
-    lost = sorted(set(range(1, config.rounds + 1)) - trained_rounds)
+        reasons = _move_report(report, cell)
+    lost = sorted(set(range(1, config.rounds + 1)) - strategy.trained_rounds)
     if lost:
         raise RuntimeError(
-            f"No client returned a usable update in round {lost[0]} of arm '{arm.name}', seed {seed}. "
-            f"Drop: {reasons or 'none'}; failed clients are in Flower's log."
+            f"No client returned a usable update in round {lost[0]} of arm '{cell.arm.name}', seed "
+            f"{cell.seed}. Dropped: {reasons or 'none'}; failed clients are in Flower's log."
         )
     for server_round, metrics in result.train_metrics_clientapp.items():
-        record("alignment", server_round, dict(metrics))
+        cell.record("alignment", server_round, dict(metrics))
 
 
-def _move_report(report: Path, folder: RunFolder, labels: Mapping[str, Any]) -> list[str]:
+@dataclass(frozen=True)
+class KeepingMerge:
+    """Another merge whose accepted updates are kept in ``kept``."""
+
+    merge: Merge
+    kept: list[Tensors]
+
+    def add(self, update: Update) -> bool:
+        """Hand an update on; True if it was accepted."""
+        accepted = self.merge.add(update)
+        if accepted:
+            self.kept.append(update.tensors)
+        return accepted
+
+    def result(self, wrapped: Wrapped) -> Aggregated:
+        """Return the new model and metrics."""
+        return self.merge.result(wrapped)
+
+
+class ArmStrategy(FedRot):
+    """FedRot for one cell: samples the same clients in every arm, and writes the cell's rows.
+
+    Attributes:
+        trained_rounds: rounds in which at least one update was accepted.
+        updates: the last round's updates of an ensemble, in the round's coordinates.
+    """
+
+    def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
+        task, arm = cell.task, cell.arm
+        config = task.config
+        at_server = arm.align and not arm.aligns_at_clients
+        other_basis = OtherBasis(
+            model=cell.model if arm.evidence == "probe" else None,
+            options=OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts),
+            at_clients=arm.evidence in ("clients", "learned"),
+        )
+        super().__init__(
+            model_config(config, task.data).to_dict(),
+            anchor=arm.anchor,
+            aggregation=aggregation_of(arm, task, cell.seed, model),
+            options=AlignmentOptions(parts=arm.parts) if at_server else None,
+            other_basis=other_basis if at_server else None,
+            align=at_server,
+            execution=Execution(deterministic=True),
+            reporting=Reporting(report),
+            fraction_train=config.fraction_train,
+            fraction_evaluate=1.0 if config.holdout else 0.0,
+            min_train_nodes=1,
+            min_evaluate_nodes=1 if config.holdout else 0,
+            min_available_nodes=config.clients,
+            train_metrics_aggr_fn=self._after_training,
+            evaluate_metrics_aggr_fn=self._after_evaluation,
+        )
+        self.cell, self.network = cell, model
+        self.current_round = 0
+        self.trained_rounds: set[int] = set()
+        self.updates: list[Tensors] = []
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.current_round = server_round
+        # Flower samples clients from the global generator.
+        random.seed(f"{self.cell.seed}:{server_round}")
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def merge(self, this_round: Round, store: Store) -> Merge:
+        """Return what takes a round's updates; an ensemble keeps them."""
+        merge = super().merge(this_round, store)
+        if not self.cell.arm.ensemble:
+            return merge
+        self.updates = []
+        return KeepingMerge(merge, self.updates)
+
+    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate the global model, or the ensemble of the last round's updates."""
+        cell, model = self.cell, self.network
+        if server_round > 0 and self.updates:
+            metrics = evaluate_ensemble(cell.task, cell.arm, model, self.updates)
+        else:
+            model.load_state_dict(arrays.to_torch_state_dict())
+            metrics = cell.evaluate(model, server_round)
+        return cell.finish_round(server_round, metrics)
+
+    def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
+        self.trained_rounds.add(self.current_round)
+        for client, metrics in _client_metrics(contents):
+            alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
+            self.cell.record(f"alone:{client}", self.current_round, alone)
+            self.cell.record(
+                f"client:{client}", self.current_round, {"train-loss": metrics["train-loss"]}
+            )
+        return MetricRecord()
+
+    def _after_evaluation(self, contents: list[RecordDict], key: str) -> MetricRecord:
+        for client, metrics in _client_metrics(contents):
+            if metrics.pop(key) > 0:
+                self.cell.record(f"client:{client}", self.current_round, metrics)
+        return MetricRecord()
+
+
+def _move_report(report: Path, cell: ArmRun) -> list[str]:
     """Append a cell's alignment report to the run's, and return why replies were dropped."""
     rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     report.unlink(missing_ok=True)
     for row in rows:
-        folder.alignment({**labels, **row})
+        cell.folder.alignment({**cell.labels, **row})
     return sorted({row["dropped"] for row in rows if "dropped" in row})
 
 
 def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:
-    """Return every client's id and metrics, in the order of the ids: replies arrive in any."""
+    """Return every client's id and metrics in the order of the ids; replies arrive in any order."""
     found = []
     for content in contents:
         (metrics,) = content.metric_records.values()

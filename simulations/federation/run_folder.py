@@ -97,24 +97,39 @@ class RunFolder:
 
 def refuse_used(path: Path) -> None:
     """Raise ``FileExistsError`` if the folder already holds the rows of a run."""
-    if (path / "rows.jsonl").exists():
+    if rows_file(path) is not None:
         raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
 
 
+def rows_file(path: Path, name: str = "rows.jsonl") -> Path | None:
+    """Return the file of a run folder with these rows: JSON lines or Parquet, None if there is none."""
+    found = (path / name, (path / name).with_suffix(".parquet"))
+    return next((file for file in found if file.is_file()), None)
+
+
 def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
-    """Read a JSON-lines file of a run folder; an unfinished last line is left out, null is NaN.
+    """Read the rows of a run folder, or of a compact copy that has them as a Parquet file.
+
+    In JSON lines an unfinished last line is left out, and the value null is NaN.
 
     Raises:
-        ValueError: a line is JSON and no object.
+        FileNotFoundError: the folder has no such rows.
+        ValueError: a line is JSON, but not an object.
     """
+    file = rows_file(path, name) or path / name
+    if file.suffix == ".parquet":
+        from pyarrow import parquet
+
+        stored = parquet.read_table(file).to_pylist()
+        return [{key: value for key, value in row.items() if value is not None} for row in stored]
     rows = []
-    for line in (path / name).read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
         if not isinstance(row, dict):
-            raise ValueError(f"'{path / name}' has a line that is no row: {line:.60}")
+            raise ValueError(f"'{file}' has a line that is not a row: {line:.60}")
         rows.append({**row, "value": math.nan} if row.get("value", 0) is None else row)
     return rows
 

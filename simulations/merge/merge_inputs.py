@@ -16,7 +16,7 @@ from fedrot.collect.activations import Activations, collect_activations
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import squared_distance
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.merge.merge_report import InputReport
@@ -38,7 +38,7 @@ class Input:
     """A model on disk, its weight, and how it comes to the anchor's coordinates.
 
     Attributes:
-        cosine: of its embeddings with the anchor's, see ``fedrot.base_cosine``.
+        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
         seconds: wall time of the matching, activations included.
     """
 

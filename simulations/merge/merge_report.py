@@ -18,7 +18,7 @@ class InputReport:
 
     Attributes:
         name: the model's path, or its name on the hub.
-        cosine: of its embeddings with the anchor's, see ``fedrot.base_cosine``.
+        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
         before, after: squared distance to the anchor over all tensors.
         seconds: wall time of the matching, activations included.
         alignment: by group.

@@ -3,69 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMean, Statistics
-from fedrot.alignment import Alignment
-from fedrot.anchors import SAME_BASE
-from fedrot.collect.fisher import collect_fisher
-from fedrot.collect.gram import collect_gram
+from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
+from fedrot.aggregation.registry import AggregationEntry
+from fedrot.anchors import SAME_BASIS
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.merge.merge_inputs import Batches, Input, Tensors, aligned, batches_of, reported
+from fedrot.simulations.merge.merge_inputs import Batches, Input, aligned, batches_of, reported
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.loading import find_model
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import Checkpoint, check_alike, open_checkpoint
-from fedrot.symmetry import WHOLE_MODEL, Symmetry
-
-#: (a model to load tensors into, a model's own tensors, its alignment, batches) to its statistics.
-Collect = Callable[[nn.Module, Tensors, Alignment, Batches], Statistics]
+from fedrot.statistic_kinds import collector, kind_named
+from fedrot.symmetry import WHOLE_MODEL
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+#: Rows of data to match on, for methods that collect no statistics.
+_ROWS = 1024
 
-def _grams(model: nn.Module, tensors: Tensors, alignment: Alignment, batches: Batches) -> Statistics:
-    """Gram matrices of the model as it is, moved with it."""
-    model.load_state_dict(dict(tensors))
-    return alignment.transport(collect_gram(model, batches, max_batches=len(batches)))
-
-
-def _fisher(model: nn.Module, tensors: Tensors, alignment: Alignment, batches: Batches) -> Statistics:
-    """Fisher information of the aligned model: the diagonal could not follow a rotation."""
-    model.load_state_dict(alignment.apply(tensors))
-    return collect_fisher(model, batches, max_rows=sum(len(next(iter(b.values()))) for b in batches))
-
-
-@dataclass(frozen=True)
-class MergeMethod:
-    """How aligned models become one.
-
-    Attributes:
-        aggregator: from RegMean's ``alpha`` and the models' symmetry to a new aggregator.
-        collect: statistics that every model brings, if any.
-        together: whether tensors are merged all together, and not one by one.
-        rows: rows of data that the statistics are collected from, unless the caller says otherwise.
-    """
-
-    aggregator: Callable[[float, Symmetry], Aggregator]
-    collect: Collect | None = None
-    together: bool = True
-    rows: int = 1024
-
-
-METHODS: dict[str, MergeMethod] = {
-    "mean": MergeMethod(lambda alpha, symmetry: Mean(), together=False),
-    "fisher": MergeMethod(lambda alpha, symmetry: Fisher(), _fisher, rows=256),
-    "regmean": MergeMethod(lambda alpha, symmetry: RegMean(alpha), _grams),
-    "ot": MergeMethod(lambda alpha, symmetry: OptimalTransport(symmetry)),
-}
+#: The aggregations that need nothing but what a merge has.
+METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
@@ -135,7 +99,7 @@ def merge(
     first, *others = saved = [open_checkpoint(find_model(n), settings.config, n) for n in names]
     for other in others:
         check_alike(first, other)
-    batches, note = batches_of(first, settings, method.rows) if settings.data else ([], "")
+    batches, note = batches_of(first, settings, _rows(method)) if settings.data else ([], "")
     inputs = aligned(saved, weights, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
@@ -148,13 +112,13 @@ def merge(
     return MergeReport(settings.method, reports, said, None if dry_run else out, seconds)
 
 
-def _method(settings: MergeSettings) -> MergeMethod:
+def _method(settings: MergeSettings) -> AggregationEntry:
     """Return the method of the settings, which are checked before anything is read."""
     if settings.method not in METHODS:
         raise FedrotError(f"Unknown method '{settings.method}'; choose from {', '.join(METHODS)}.")
     method = METHODS[settings.method]
     RegMean(settings.alpha)
-    if method.collect and not settings.data:
+    if method.needs and not settings.data:
         raise FedrotError(
             f"Method '{settings.method}' collects statistics from data: give --data NAME, and where it "
             "is with --data-dir. Any texts of the kind that the models are for will do."
@@ -173,7 +137,8 @@ def _anchor_first(
     if len(weights) != len(models) or not all(0 < weight < float("inf") for weight in weights):
         shown = ", ".join(f"{weight:g}" for weight in weights)
         raise FedrotError(
-            f"The weights are {shown} for {len(models)} models; each model needs one, positive and finite."
+            f"The weights are {shown} for {len(models)} models; each model needs one, positive and "
+            "finite."
         )
     resolved = [Path(name).resolve() for name in models]
     wanted = resolved[0] if anchor is None else Path(anchor).resolve()
@@ -186,32 +151,49 @@ def _anchor_first(
     return [models[i] for i in order], [weights[i] for i in order]
 
 
+def _rows(method: AggregationEntry) -> int:
+    return max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
+
+
 def _merged(
-    inputs: Sequence[Input], method: MergeMethod, alpha: float, batches: Batches
+    inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Fold the inputs, tensor by tensor where the method allows it; return what it notes, too."""
-    first = inputs[0].checkpoint
-    collect, model = method.collect, first.build() if method.collect else None
-    pieces = [first.names] if method.together else [(name,) for name in first.names]
+    """Merge the inputs, tensor by tensor where the method allows it; return its notes, too."""
+    first, symmetry = inputs[0].checkpoint, inputs[0].alignment.symmetry
+    model = first.build() if method.needs else None
+    build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
+    pieces = [(name,) for name in first.names] if method.by_tensor else [first.names]
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
     for names in pieces:
-        aggregator = method.aggregator(alpha, inputs[0].alignment.symmetry)
+        aggregator = build()
         for one in inputs:
-            statistics = None
             with about(one.checkpoint.path):
-                if collect and model:
-                    found = collect(model, one.own(), one.alignment, batches)
-                    # Tied tensors are merged once, under their first name.
-                    statistics = {
-                        kind: {name: value for name, value in by_name.items() if name in names}
-                        for kind, by_name in found.items()
-                    }
+                statistics = _statistics(one, method.needs, model, names, batches) if model else None
                 aggregator.add(one.moved(names), one.weight, statistics)
         merged |= aggregator.result()
         for name, note in aggregator.notes.items():
             notes.setdefault(note, []).append(name)
     return merged, [f"{note}: {', '.join(names)}" for note, names in notes.items()]
+
+
+def _statistics(
+    one: Input, kinds: Sequence[str], model: nn.Module, names: Collection[str], batches: Batches
+) -> Statistics:
+    """Collect statistics of the named tensors, in the anchor's coordinates.
+
+    Kinds that follow rotations are collected from the model as it is and moved, others from the aligned
+    model. ``model`` is overwritten.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for kind in kinds:
+        follows = kind_named(kind).follows_rotations
+        model.load_state_dict(one.own() if follows else one.alignment.apply(one.own()))
+        collected = collector(kind)(model, batches, limited=False)
+        for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
+            # Tied tensors are merged once, under their first name.
+            found[moved] = {name: value for name, value in by_name.items() if name in names}
+    return found
 
 
 def _written(
@@ -236,7 +218,7 @@ def _remarks(
     """Yield what the user should know about the inputs."""
     labels = getattr(checkpoints[0].config, "id2label", None)
     for checkpoint, report in zip(checkpoints, reports, strict=True):
-        if report.cosine < SAME_BASE:
+        if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
                 f"'{report.name}' comes from another basis than the anchor (cosine of their embeddings: "

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedrot.aggregation import Mean, Statistics
 from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError
-from fedrot.matching.stages import Anchor
+from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import Symmetry

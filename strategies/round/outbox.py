@@ -12,8 +12,8 @@ from flwr.common import NDArray
 from flwr.common.constant import SType
 from torch import Tensor
 
-from fedrot.strategies.round.round_report import Update
 from fedrot.strategies.round.spill import Store, Stored
+from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits
 from fedrot.strategies.wire.records import STATISTICS, replace_changed
 
@@ -67,16 +67,15 @@ def with_tensors(update: Update, store: Store) -> Message:
 
     Where the store keeps files, the arrays are read from one when they are asked for.
     """
-    reply, tensors = update.reply, update.tensors
-    content = RecordDict(dict(reply.message.content))
+    tensors, content = update.tensors, RecordDict(dict(update.message.content))
     if STATISTICS in content.array_records:
         del content[STATISTICS]
     if store.folder is not None:
-        content[reply.record] = _stored(store.put(tensors), tensors)
+        content[update.record] = _stored(store.put(tensors), tensors)
     else:
-        arrays = content.array_records.get(reply.record, ArrayRecord())
-        content[reply.record] = replace_changed(arrays, reply.tensors, tensors)
-    message = copy.copy(reply.message)
+        arrays = content.array_records.get(update.record, ArrayRecord())
+        content[update.record] = replace_changed(arrays, update.received, tensors)
+    message = copy.copy(update.message)
     message.content = content
     return message
 

@@ -10,7 +10,9 @@ import torch
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.matching.stages import Anchor
+from fedrot.anchors import AlignedUpdate, base_cosine
+from fedrot.collect.activations import probing
+from fedrot.matching.problem import Anchor
 from tests.models import (
     BARE,
     EVERY,
@@ -45,7 +47,7 @@ def _round(
     anchor: str,
     options: fedrot.AlignmentOptions | None = None,
     **given: Any,
-) -> tuple[State, list[fedrot.AlignedUpdate]]:
+) -> tuple[State, list[AlignedUpdate]]:
     results = list(fedrot.align_round(clients, broadcast, symmetry, options, anchor, **given))
     mean = Mean()
     for result in results:
@@ -53,7 +55,7 @@ def _round(
     return mean.result(), results
 
 
-def _spread(results: Sequence[fedrot.AlignedUpdate]) -> float:
+def _spread(results: Sequence[AlignedUpdate]) -> float:
     """Return the weighted squared distance of the aligned clients to their weighted mean."""
     total = sum(result.weight for result in results)
     mean = {
@@ -64,7 +66,7 @@ def _spread(results: Sequence[fedrot.AlignedUpdate]) -> float:
 
 
 def test_the_anchors_have_their_names() -> None:
-    assert set(fedrot.ANCHORS) == set(ANCHORS)
+    assert set(fedrot.anchors.ANCHORS) == set(ANCHORS)
 
 
 @ANCHOR
@@ -101,8 +103,7 @@ def test_far_clients_keep_their_function_and_move_closer(anchor: str) -> None:
     clients = [(state_of(name, 40 + i), WEIGHTS[i]) for i in range(4)]
     _, results = _round(clients, broadcast, symmetry, anchor)
     plain = [
-        fedrot.AlignedUpdate(update, weight, results[i].alignment)
-        for i, (update, weight) in enumerate(clients)
+        AlignedUpdate(update, weight, results[i].alignment) for i, (update, weight) in enumerate(clients)
     ]
     assert _spread(results) < _spread(plain)
     for (update, weight), result in zip(clients, results, strict=True):
@@ -294,15 +295,13 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     base, symmetry = state_of(name), symmetry_for(name)
     inside = fedrot.random_equivalent(base, symmetry, 1, ("heads", "attention", "rescale", "ffn"))
     for same in (base, inside):
-        assert fedrot.base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
-    assert fedrot.base_cosine(near(base, 0.1), base, symmetry) > 0.98
-    assert fedrot.base_cosine({k: -v for k, v in base.items()}, base, symmetry) == pytest.approx(-1)
+        assert base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
+    assert base_cosine(near(base, 0.1), base, symmetry) > 0.98
+    assert base_cosine({k: -v for k, v in base.items()}, base, symmetry) == pytest.approx(-1)
     permuted = fedrot.random_equivalent(base, symmetry, 1, ("residual",))
     for other in (permuted, state_of(name, 5)):
-        assert abs(fedrot.base_cosine(other, base, symmetry)) < 0.25
-        assert fedrot.base_cosine(other, base, symmetry) == pytest.approx(
-            fedrot.base_cosine(base, other, symmetry)
-        )
+        assert abs(base_cosine(other, base, symmetry)) < 0.25
+        assert base_cosine(other, base, symmetry) == pytest.approx(base_cosine(base, other, symmetry))
 
 
 def test_the_cosine_is_that_of_the_matrices_of_the_stream() -> None:
@@ -311,7 +310,7 @@ def test_the_cosine_is_that_of_the_matrices_of_the_stream() -> None:
     names = [f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
     left, right = (torch.cat([s[n].flatten() for n in names]) for s in (one, other))
     expected = float(left @ right / (left.norm() * right.norm()))
-    assert fedrot.base_cosine(other, one, symmetry_for(name)) == pytest.approx(expected, rel=1e-6)
+    assert base_cosine(other, one, symmetry_for(name)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -319,22 +318,22 @@ def test_the_cosine_of_low_precision_is_that_of_its_values(dtype: torch.dtype) -
     name = "bert-classifier"
     one, other = (state_of(name, seed, dtype) for seed in (0, 5))
     doubles = [{k: v.double() for k, v in s.items()} for s in (one, other)]
-    expected = fedrot.base_cosine(doubles[0], doubles[1], symmetry_for(name))
-    assert fedrot.base_cosine(one, other, symmetry_for(name)) == pytest.approx(expected, abs=1e-5)
+    expected = base_cosine(doubles[0], doubles[1], symmetry_for(name))
+    assert base_cosine(one, other, symmetry_for(name)) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", BARE)
 def test_where_nothing_can_be_compared_all_bases_are_one(name: str) -> None:
     symmetry = fedrot.symmetry_of(config_of(name), state_of(name))
-    assert fedrot.base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
+    assert base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
 
 
 def test_embeddings_of_zeros_are_not_foreign() -> None:
     name = "bert-classifier"
     base = state_of(name)
     zeros = {k: torch.zeros_like(v) for k, v in base.items()}
-    assert fedrot.base_cosine(zeros, base, symmetry_for(name)) == 1
-    assert fedrot.base_cosine(base, zeros, symmetry_for(name)) == 1
+    assert base_cosine(zeros, base, symmetry_for(name)) == 1
+    assert base_cosine(base, zeros, symmetry_for(name)) == 1
 
 
 @ANCHOR
@@ -374,7 +373,7 @@ def _counted(asked: list[float], symmetry: fedrot.Symmetry) -> Any:
     """Return evidence of nothing that notes the cosine of each pair it is asked about."""
 
     def evidence(to: State, update: State) -> fedrot.Activations:
-        asked.append(fedrot.base_cosine(update, to, symmetry))
+        asked.append(base_cosine(update, to, symmetry))
         return fedrot.Activations({}, {})
 
     return evidence
@@ -408,9 +407,7 @@ def test_evidence_decides_what_weights_leave_open() -> None:
     broadcast, update = state_of(name, dtype=torch.float32), state_of(name, 5, torch.float32)
     symmetry = symmetry_for(name)
     build = EVERY[name].build
-    evidence = fedrot.probing(
-        lambda: build("eager"), config_of(name).to_dict(), symmetry, rows=64, seed=1
-    )
+    evidence = probing(lambda: build("eager"), config_of(name).to_dict(), symmetry, rows=64, seed=1)
     _, (result,) = _round(
         [(update, 1.0)], broadcast, symmetry, "global", other_basis=WHOLE, evidence=evidence
     )
@@ -432,7 +429,7 @@ def test_probing_draws_nothing_from_the_caller_s_random_numbers() -> None:
         drawn[0] += not torch.equal(torch.random.get_rng_state(), before)
         return model
 
-    evidence = fedrot.probing(initialised, config_of(name).to_dict(), symmetry_for(name), rows=2)
+    evidence = probing(initialised, config_of(name).to_dict(), symmetry_for(name), rows=2)
     before = torch.random.get_rng_state()
     evidence(state_of(name, dtype=torch.float32), state_of(name, 5, torch.float32))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -499,8 +496,8 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
     name = "bert-classifier"
     base, symmetry = state_of(name), symmetry_for(name)
     updates = [near(base, 1.2, seed) for seed in (1, 2)]
-    assert all(fedrot.base_cosine(update, base, symmetry) > 0.5 for update in updates)
-    assert fedrot.base_cosine(*updates, symmetry) < 0.5
+    assert all(base_cosine(update, base, symmetry) > 0.5 for update in updates)
+    assert base_cosine(*updates, symmetry) < 0.5
     other_basis = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
     given = [(update, 1.0) for update in updates]
     results = list(fedrot.align_round(given, base, symmetry, anchor=anchor, other_basis=other_basis))

@@ -114,7 +114,17 @@ def test_a_wrong_head_is_caught_and_the_part_is_named(part: str) -> None:
     name = "bert-classifier"
     with pytest.raises(fedrot.SymmetryError) as caught:
         _check(name, _Reading(name, part), parts=EVERYTHING)
-    assert f"Moving {part} changes this model's outputs" in str(caught.value)
+    message = str(caught.value)
+    assert f"Moving {part} changes this model's outputs" in message
+    assert "The description of family 'bert' is wrong for this model" in message
+    group = message.split("Look at group '")[1].split("'")[0]
+    found = next(g for g in symmetry_for(name).groups if g.name == group)
+    place = f"{_where(part, EVERY[name].names)}.weight"
+    assert found.part == part
+    assert place in {slot.tensor for slot in found.slots}
+    many = len({slot.tensor for slot in found.slots}) > 8
+    assert ("more tensors" in message) == many
+    assert many or f"'{place}'" in message
 
 
 @pytest.mark.parametrize("part", EVERYTHING)

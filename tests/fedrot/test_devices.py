@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.matching import procrustes
 from fedrot.precision import full_float32
+from fedrot.research import OptimalTransport
 from tests.families import config_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EVERYTHING, FULL, State, largest_difference
@@ -199,7 +200,7 @@ def test_optimal_transport_solves_on_the_host_and_mixes_on_the_device() -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("anchor", fedrot.ANCHORS)
+@pytest.mark.parametrize("anchor", fedrot.anchors.ANCHORS)
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> None:
     symmetry = symmetry_for(family)

@@ -194,7 +194,7 @@ def _moves(name: str, **elements: list[Any]) -> fedrot.AlignmentReport:
     for end, element in elements.items():
         group = next(g for g in symmetry.groups if g.layer == 0 and g.name.endswith(f".{end}"))
         moves.append(Move(group, torch.tensor(element)))
-    return fedrot.alignment_of(moves, tensors, tensors, symmetry).report
+    return fedrot.alignment.alignment_of(moves, tensors, tensors, symmetry).report
 
 
 def test_a_head_counts_once_whichever_group_moved_it_in_whichever_report() -> None:
@@ -225,8 +225,8 @@ def test_the_attentions_of_one_layer_have_heads_of_their_own() -> None:
 def test_a_key_head_that_moves_takes_its_query_heads_along() -> None:
     symmetry, anchor = families.symmetry_for("llama"), families.state_of("llama")
     heads, queries = (g for g in symmetry.groups if g.layer == 0 and g.part == "heads")
-    traded = fedrot.alignment_of([Move(heads, torch.tensor([1, 0]))], anchor, anchor, symmetry)
+    traded = fedrot.alignment.alignment_of([Move(heads, torch.tensor([1, 0]))], anchor, anchor, symmetry)
     inside = Move(queries, torch.tensor([[1, 0], [0, 1]]))
-    ordered = fedrot.alignment_of([inside], anchor, anchor, symmetry)
+    ordered = fedrot.alignment.alignment_of([inside], anchor, anchor, symmetry)
     assert ordered.report.moved("heads") == 2
     assert moved_units([traded.report, ordered.report], "heads") == 4

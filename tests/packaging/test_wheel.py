@@ -96,9 +96,8 @@ def test_the_wheel_holds_one_package_with_types_data_and_licences(wheel: Path) -
         "fedrot/simulations/data/bundled/goemotions_ekman_test.parquet",
         "fedrot/simulations/data/bundled/tokenizer.json",
         "fedrot/simulations/data/bundled/LICENSE-goemotions.txt",
-        "fedrot/simulations/report/templates/base.html.j2",
-        "fedrot/simulations/report/templates/report.html.j2",
-        "fedrot/simulations/report/templates/strategy.html.j2",
+        "fedrot/simulations/report/templates/page.html.j2",
+        "fedrot/simulations/report/templates/results.html.j2",
     ):
         assert expected in names
     assert sum(name.endswith("licenses/LICENSE") for name in names) == 1

@@ -14,8 +14,10 @@ from torch import Tensor
 
 import fedrot
 from fedrot.alignment import Alignment
+from fedrot.research import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
 from fedrot.strategies.client_matching import ELEMENTS, GENERAL, MESSAGE_TYPE, read_answer, request
+from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry.actions import (
     HeadLinear,
     HeadPermutation,
@@ -24,11 +26,10 @@ from fedrot.symmetry.actions import (
     Permutation,
     QueryPermutation,
     Rescale,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.models import VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
@@ -42,7 +43,7 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 
-LEARNING = fedrot.LearningOptions(steps=3, general=True)
+LEARNING = LearningOptions(steps=3, general=True)
 EDITED = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 ATTENTION = next(g.name for g in SYMMETRY.select(("attention",)))
@@ -62,7 +63,7 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def client(learning: fedrot.LearningOptions | None = None) -> Client:
+def client(learning: LearningOptions | None = None) -> Client:
     """Return a node with a real ``ClientApp`` that matches."""
     app = ClientApp()
     match_at_client(app, lambda message, context: Matching(build, batches, learning=learning))
@@ -107,7 +108,7 @@ def play(
 
 
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-def test_the_answer_holds_elements_and_nothing_else(learning: fedrot.LearningOptions | None) -> None:
+def test_the_answer_holds_elements_and_nothing_else(learning: LearningOptions | None) -> None:
     answer = ask(client(learning), state(), state(3))
     assert list(answer.content) == [ELEMENTS]
     elements = elements_of(answer)
@@ -163,8 +164,8 @@ def learned_here(base: State, update: State) -> Alignment:
     inputs = [{k: v for k, v in b.items() if k != "labels"} for b in batches()]
     seen = fedrot.collect_activations(ours, theirs, inputs, SYMMETRY)
     start = fedrot.align(update, base, SYMMETRY, WHOLE, seen)
-    loss = fedrot.loss_of(model)
-    return fedrot.learn_alignment(loss, batches(), update, base, SYMMETRY, start, LEARNING).alignment
+    loss = loss_of(model)
+    return learn_alignment(loss, batches(), update, base, SYMMETRY, start, LEARNING).alignment
 
 
 def test_learned_elements_of_gl_travel_exactly() -> None:
@@ -448,7 +449,7 @@ def test_a_client_without_the_action_fails() -> None:
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
 @pytest.mark.parametrize("most", [True, False], ids=["most-in-another-basis", "one-in-another-basis"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
-    most: bool, learning: fedrot.LearningOptions | None, warnings: Callable[[], str]
+    most: bool, learning: LearningOptions | None, warnings: Callable[[], str]
 ) -> None:
     base = state()
     sent = [permuted(base, i) if most or i == 1 else base for i in range(3)]
@@ -459,7 +460,7 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
         asked.append(message)
         return node(message)
 
-    strategy = FedRot(config_of(NAME), other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE, at_clients=True))
     result, metrics = play(strategy, base, sent, [counted] * 3)
     assert error(result, base) <= (1e-4 if learning is None else 0.2)
     assert warnings() == ""
@@ -474,7 +475,7 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
     sent = [near(base, 0.05, i) for i in range(3)]
     expected, _ = play(FedRot(config_of(NAME)), base, sent, [failure] * 3)
     grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
-    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=build, at_clients=True))
     result, _ = play(strategy, base, sent, grid)
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
@@ -504,7 +505,10 @@ class Chatty(FakeGrid):
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
     base, update = state(), state(3)
     sent, nodes = [base, update, base], [client()] * 3
-    options: dict[str, Any] = {"anchor": "global", "other_basis": WHOLE, "match_at_clients": True}
+    options: dict[str, Any] = {
+        "anchor": "global",
+        "other_basis": OtherBasis(options=WHOLE, at_clients=True),
+    }
     expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
     grid = Chatty(dict(enumerate(nodes, start=100)))
     found, metrics = play(FedRot(config_of(NAME), **options), base, sent, grid)
@@ -526,8 +530,10 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
 ) -> None:
     base = state()
     sent = [permuted(base, i) if i else base for i in (0, 1, 0)]
-    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
-    at_server, _ = play(FedRot(config_of(NAME), model=build), base, sent, [failure] * 3)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=build, at_clients=True))
+    at_server, _ = play(
+        FedRot(config_of(NAME), other_basis=OtherBasis(model=build)), base, sent, [failure] * 3
+    )
     result, metrics = play(strategy, base, sent, [BAD_NODES[case]] * 3)
     assert "Client 1 is matched at the server" in warnings()
     assert largest_difference(result, at_server) == 0
@@ -538,7 +544,7 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
 def test_clients_that_never_answer_are_matched_at_the_server() -> None:
     base = state()
     sent = [permuted(base, i) if i else base for i in (0, 1, 0)]
-    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=build, at_clients=True))
     result, _ = play(strategy, base, sent, Silent(dict.fromkeys((100, 101, 102), failure)))
     assert error(result, base) <= 1e-4
 
@@ -548,18 +554,22 @@ def test_no_answer_ends_the_round(case: str) -> None:
     base = state()
     sent = [base, permuted(base, 1), base]
     node = edited(client(), EXTREME[case])
-    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(
+        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+    )
     result, _ = play(strategy, base, sent, [node] * 3)
     assert error(result, base) <= 0.1
 
 
 @pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-def test_what_a_client_found_is_what_is_averaged(learning: fedrot.LearningOptions | None) -> None:
+def test_what_a_client_found_is_what_is_averaged(learning: LearningOptions | None) -> None:
     """Its data decided; to move the update again, by weights alone, would undo that."""
     base, update = state(), state(3)
     node = client(learning)
     found = read_answer(ask(node, base, update), update, base, SYMMETRY).apply(update)
-    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(
+        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+    )
     result, _ = play(strategy, base, [base, update, base], [node] * 3)
     mean = {k: 22 / 33 * base[k] + 11 / 33 * found[k] for k in base}
     assert difference(tensors_of(result), mean) <= 1e-4
@@ -568,7 +578,9 @@ def test_what_a_client_found_is_what_is_averaged(learning: fedrot.LearningOption
 def test_each_client_is_reported_once() -> None:
     base, update = state(), state(3)
     sent = [base, update, base]
-    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(
+        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+    )
     _, metrics = play(strategy, base, sent, [client()] * 3)
     alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)
     assert metrics["fedrot-distance-before"] == pytest.approx(alignment.report.before / 3, rel=1e-3)
@@ -577,6 +589,9 @@ def test_each_client_is_reported_once() -> None:
 def test_messages_of_the_first_round_are_those_of_the_strategy() -> None:
     """Matching adds an exchange where it is needed, and changes nothing about training."""
     base = state()
-    stock, ours = FedRot(config_of(NAME)), FedRot(config_of(NAME), match_at_clients=True, model=build)
+    stock, ours = (
+        FedRot(config_of(NAME)),
+        FedRot(config_of(NAME), other_basis=OtherBasis(at_clients=True, model=build)),
+    )
     kinds = [[m.metadata.message_type for m in broadcast(s, base)] for s in (stock, ours)]
     assert kinds[0] == kinds[1]

@@ -1,4 +1,22 @@
-"""The supported families of models, one module each."""
+"""The supported families of models, one module each, and the symmetries that none of them uses.
+
+Transformers have further continuous symmetries. They are left unused: most of them scale weights, which
+would change what weight decay and Adam see. The test of dimensions counts them all.
+
+* Attention heads: of ``GL(d_h)`` everything but rotations and one scale; under rotary positions a scale
+  per frequency; under a norm on queries and keys, their gains against each other.
+* Attention biases: a key's bias without rotary positions, and a value's bias if the output has one. See
+  ``fedrot.canonical_biases``.
+* Feed-forward: scales of ReLU's neurons, and of up against down if there is a gate.
+* Norms: biases and gains that the next projection can hold. If all gains of a pre-norm model are held
+  there, its residual stream can be rotated as a whole. (Gemma 3's norms before the stream prevent it.)
+* LayerNorm: the mean of its input, which it removes, and constants along its inverse gains in the rows
+  that read its output.
+* Embeddings: constants that tables, or parallel blocks, can exchange; linear maps of embeddings that are
+  projected (ALBERT, ELECTRA, OPT).
+* Relative positions: one constant per head of a bias; in DeBERTa ``GL(d)`` of the positions.
+* CLIP: a rotation of the space of similarities; the embeddings that the model returns would change.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +28,11 @@ from fedrot.symmetry.family import Family
 
 
 def _declared() -> Iterator[Family]:
-    """Find what the modules of this package declare, so that a new family is a new module alone."""
+    """Yield the families that the modules of this package declare."""
     for found in walk_packages(__path__, f"{__name__}."):
         values = vars(import_module(found.name)).values()
         yield from (value for value in values if isinstance(value, Family))
 
 
-#: Every supported family; each passes the contract in the tests.
+#: Every supported family. The tests check function preservation for each.
 FAMILIES: tuple[Family, ...] = tuple(dict.fromkeys(_declared()))

@@ -12,10 +12,12 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
-from fedrot.aggregation.statistic_kinds import INPUT_AXIS
 from fedrot.precision import Float64
-from fedrot.symmetry.actions import HeadRotation, RotaryPhases
+from fedrot.research import unit_statistics
+from fedrot.statistic_kinds import INPUT_AXIS
+from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.transport import Move
 from tests.families import MEMBERS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
@@ -182,7 +184,7 @@ def test_labels_alone_are_what_a_decoder_reads(name: str) -> None:
         assert found.keys() == expected.keys()
         for kind, by_name in expected.items():
             assert largest_difference(found[kind], by_name) == 0
-    units, wanted = (fedrot.unit_statistics(model, [batch], symmetry) for batch in (short, full))
+    units, wanted = (unit_statistics(model, [batch], symmetry) for batch in (short, full))
     assert units.mean.keys() == wanted.mean.keys()
     assert all(torch.equal(units.mean[key], mean) for key, mean in wanted.mean.items())
     assert bool(units.mean) == (name == "bart"), "T5 has no biases, which repair would set"

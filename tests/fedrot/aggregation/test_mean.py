@@ -253,7 +253,7 @@ def test_a_mask_that_does_not_fit_leaves_the_mean_as_it_was(trained: Mapping[str
     for _ in range(2):
         with pytest.raises(fedrot.UpdateError, match="trained"):
             mean.add(second, 1.0, {"trained": trained})
-        if not mean.shapes:
+        if not mean.current:
             with pytest.raises(fedrot.UpdateError, match="Nothing was added"):
                 mean.result()
             mean.add(first, 2.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.collect.activations import RESIDUAL_SITES
-from fedrot.matching.stages import Problem
+from fedrot.matching.problem import Problem
 from tests.fedrot.oracles import Array, random_moves
 from tests.models import (
     CASES,

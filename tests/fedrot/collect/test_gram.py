@@ -378,7 +378,7 @@ def test_other_statistics_keep_their_form(form: Any) -> None:
         "fisher": {key: torch.ones(WIDTH, NEURONS)},
         "trained": {key: torch.tensor(True)},
     }
-    found = fedrot.compressed(statistics, form, symmetry_for(name))
+    found = fedrot.collect.gram.compressed(statistics, form, symmetry_for(name))
     assert found.keys() == statistics.keys()
     assert found["fisher"][key] is statistics["fisher"][key]
     assert found["trained"][key] is statistics["trained"][key]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.symmetry.actions import INSIDE_HEADS, QueryPermutation
+from fedrot.symmetry.actions import InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
 from fedrot.transport import Move, apply_moves
 from tests.families import state_of, symmetry_for
@@ -101,7 +101,7 @@ def _elements(
     groups = symmetry.select(("attention",), (0,))
     matrices = {}
     for group in groups:
-        assert isinstance(group.kind, INSIDE_HEADS)
+        assert isinstance(group.kind, InsideHeads)
         each = torch.eye(group.kind.dim, dtype=torch.float64)
         heads = torch.eye(group.kind.heads, dtype=torch.float64)[seen]
         matrices[group.name] = 0.1 * torch.kron(heads, each) / (group.kind.heads * group.kind.dim)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.matching import rotary
-from fedrot.symmetry.actions import RotaryPhases, RotarySigns
+from fedrot.matching.rotary import RotarySolver
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.fedrot.oracles import seeded
 
 HEADS, FREQUENCIES = 3, 4
@@ -22,8 +22,8 @@ def test_the_ridge_is_relative_to_the_largest_evidence_of_each_head(ridge: float
     options = fedrot.AlignmentOptions(ridge=ridge)
     shape = (HEADS, HEADS, FREQUENCIES)
     evidence = SIZES * torch.randn(shape, generator=seeded(1), dtype=torch.complex128)
-    phases = rotary.best(RotaryPhases(HEADS, 2 * FREQUENCIES), evidence, options)
-    signs = rotary.best(RotarySigns(HEADS, 2 * FREQUENCIES), evidence, options)
+    phases = RotarySolver().best(RotaryPhases(HEADS, 2 * FREQUENCIES), evidence, options)
+    signs = RotarySolver().best(RotarySigns(HEADS, 2 * FREQUENCIES), evidence, options)
     assert phases.shape == signs.shape == shape
     for i, j in np.ndindex(HEADS, HEADS):
         of_head = evidence[i, j].numpy()
@@ -39,6 +39,6 @@ def test_the_best_elements_do_not_depend_on_the_unit_of_a_head_s_evidence(
 ) -> None:
     group, options = kind(HEADS, 2 * FREQUENCIES), fedrot.AlignmentOptions(ridge=0.3)
     evidence = torch.randn(HEADS, FREQUENCIES, generator=seeded(2), dtype=torch.complex128)
-    one, other = (rotary.best(group, e, options) for e in (evidence, SIZES * evidence))
+    one, other = (RotarySolver().best(group, e, options) for e in (evidence, SIZES * evidence))
     assert torch.allclose(one.double(), other.double(), rtol=0, atol=1e-12)
     assert group.moved(one).tolist() == [True] * HEADS

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.research import Learned, learn_alignment, loss_of
 from fedrot.research.learning import LearningOptions, _head_matrix, _initial, _matrix, _multiplied
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
@@ -60,12 +61,12 @@ def _batches(name: str = NAME, count: int = 2, labels: Any = None) -> list[Batch
 
 def _learn(
     anchor: State, update: State, name: str = NAME, batches: Any = None, **settings: Any
-) -> fedrot.research.learning.Learned:
+) -> Learned:
     start = settings.pop("start", None)
     options = LearningOptions(**{"steps": 5, **settings})
-    loss = fedrot.loss_of(_model(anchor, name))
+    loss = loss_of(_model(anchor, name))
     given = _batches(name) if batches is None else batches
-    return fedrot.learn_alignment(loss, given, update, anchor, symmetry_for(name), start, options)
+    return learn_alignment(loss, given, update, anchor, symmetry_for(name), start, options)
 
 
 def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
@@ -104,8 +105,8 @@ def test_the_function_is_preserved_in_float32(name: str) -> None:
     symmetry = symmetry_for(name)
     start = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL))
     model = _model(state_of(name), name).float()
-    found = fedrot.learn_alignment(
-        fedrot.loss_of(model), _batches(name), update, anchor, symmetry, start, LearningOptions(steps=3)
+    found = learn_alignment(
+        loss_of(model), _batches(name), update, anchor, symmetry, start, LearningOptions(steps=3)
     )
     moved = found.alignment.apply(update)
     assert {tensor.dtype for tensor in moved.values()} == {torch.float32}
@@ -144,7 +145,7 @@ def test_permutations_are_learned_back() -> None:
     swapped = dict(update)
     for slot in first.slots:
         swapped[slot.tensor] = move.on(swapped[slot.tensor], slot)
-    start = fedrot.alignment_of((), swapped, anchor, symmetry)
+    start = fedrot.alignment.alignment_of((), swapped, anchor, symmetry)
     batches = _batches(count=2, labels=_model(anchor))
     found = _learn(
         anchor, swapped, batches=batches, start=start, parts=("ffn",), steps=60, permutation_lr=0.1
@@ -250,8 +251,8 @@ def test_models_inputs_and_batches_are_not_changed(parts: tuple[str, ...]) -> No
     model = _model(state_of(NAME, 6))
     given = [anchor, update, dict(model.state_dict()), *batches]
     kept = [{k: v.clone() for k, v in tensors.items()} for tensors in given]
-    fedrot.learn_alignment(
-        fedrot.loss_of(model),
+    learn_alignment(
+        loss_of(model),
         batches,
         update,
         anchor,
@@ -289,7 +290,7 @@ def test_loss_of_is_the_models_own_and_differentiable() -> None:
     (batch,) = _batches(count=1)
     name = "bert.encoder.layer.0.attention.self.query.weight"
     leaf = other[name].clone().requires_grad_()
-    value = fedrot.loss_of(model)({**other, name: leaf}, batch)
+    value = loss_of(model)({**other, name: leaf}, batch)
     value.backward()
     theirs = _model(other)
     expected = theirs(**batch).loss
@@ -423,7 +424,7 @@ def test_nothing_to_learn_needs_no_batches() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_refused(value: float) -> None:
     anchor = state_of(NAME)
-    model_loss = fedrot.loss_of(_model(anchor))
+    model_loss = loss_of(_model(anchor))
     seen = []
 
     def loss(tensors: Any, batch: Any) -> Tensor:
@@ -431,7 +432,7 @@ def test_a_loss_that_is_not_finite_is_refused(value: float) -> None:
         return model_loss(tensors, batch) * (value if len(seen) == 3 else 1.0)
 
     with pytest.raises(fedrot.FedrotError, match="at step 3"):
-        fedrot.learn_alignment(
+        learn_alignment(
             loss,
             _batches(),
             near(anchor, 0.1),
@@ -472,7 +473,7 @@ def test_a_part_that_the_model_refuses_is_refused() -> None:
     name = "bert-bare"
     anchor = state_of(name)
     with pytest.raises(fedrot.SymmetryError, match="residual"):
-        fedrot.learn_alignment(
+        learn_alignment(
             lambda tensors, batch: torch.zeros(()),
             [{}],
             anchor,

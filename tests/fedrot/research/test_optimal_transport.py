@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.aggregation import Mean, OptimalTransport
+from fedrot.aggregation import Mean
+from fedrot.research import OptimalTransport
 from tests import families
 from tests.models import (
     CASES,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import GreedySoup, Mean
+from fedrot.aggregation import Mean
+from fedrot.research import GreedySoup
 from tests.fedrot.oracles import Array
 from tests.models import largest_difference
 

@@ -48,7 +48,7 @@ def test_the_function_stays_and_the_biases_go(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_gauges_are_where_they_should_be(name: str) -> None:
+def test_redundant_biases_are_where_they_should_be(name: str) -> None:
     redundant_biases = symmetry_for(name).redundant_biases
     keys = [redundant for redundant in redundant_biases if redundant.read is None]
     values = [redundant for redundant in redundant_biases if redundant.read is not None]
@@ -56,7 +56,7 @@ def test_gauges_are_where_they_should_be(name: str) -> None:
     assert len(keys) == (0 if name in VALUES_ONLY else len(values))
 
 
-def _other_gauge(name: str, seed: int) -> State:
+def _other_biases(name: str, seed: int) -> State:
     """Return the same function with other biases: written by hand, not by the library's table."""
     state, generator = state_of(name), torch.Generator().manual_seed(seed)
     for key in [k for k in state if k.endswith("attention.self.key.bias")]:
@@ -68,9 +68,9 @@ def _other_gauge(name: str, seed: int) -> State:
     return state
 
 
-def test_models_that_differ_in_a_gauge_alone_meet() -> None:
+def test_models_that_differ_in_redundant_biases_alone_meet() -> None:
     name = "bert"
-    state, other, symmetry = state_of(name), _other_gauge(name, 3), symmetry_for(name)
+    state, other, symmetry = state_of(name), _other_biases(name, 3), symmetry_for(name)
     assert squared_distance(state, other) > 1
     both = [fedrot.canonical_biases(tensors, symmetry) for tensors in (state, other)]
     assert largest_difference(*both) <= 1e-12
@@ -81,7 +81,7 @@ def test_alignment_by_canonical_biases(name: str) -> None:
     """A client in other coordinates and another redundant bias meets its anchor; by default it does
     not."""
     anchor, symmetry = state_of(name), symmetry_for(name)
-    start = _other_gauge(name, 4) if name == "bert" else anchor
+    start = _other_biases(name, 4) if name == "bert" else anchor
     update = fedrot.random_equivalent(start, symmetry, 5)
     options = fedrot.AlignmentOptions(canonical_biases=True)
     alignment = fedrot.align(update, anchor, symmetry, options)

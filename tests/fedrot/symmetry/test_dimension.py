@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.precision import Float64
-from fedrot.symmetry.actions import HeadRotation, Kind, Rescale, RotaryPhases
+from fedrot.symmetry.actions import HeadRotation, Kind, Rescale
+from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests.fedrot.oracles import seeded
 from tests.models import randomise
 

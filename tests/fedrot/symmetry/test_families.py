@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.symmetry.actions import HeadRotation, RotaryPhases
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
+from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.transport import Move, apply_moves
-from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
+from tests.families import ALIBI, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance
 
 BOTH = [(name, attention) for name, member in MEMBERS.items() for attention in member.attention]
@@ -41,8 +43,17 @@ def test_a_random_element_of_the_full_group_preserves_the_function(name: str, at
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_only_bare_models_refuse_anything(name: str) -> None:
-    assert set(symmetry_for(name).refused) == ({"residual"} if MEMBERS[name].bare else set())
+def test_only_bare_models_and_those_with_alibi_refuse_anything(name: str) -> None:
+    refused = {"residual"} if MEMBERS[name].bare else {"heads"} if name in ALIBI else set()
+    assert set(symmetry_for(name).refused) == refused
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_heads_with_slopes_of_their_own_keep_their_order_and_say_so(name: str) -> None:
+    symmetry = symmetry_for(name)
+    assert not [group for group in symmetry.groups if group.part == "heads"]
+    with pytest.raises(fedrot.SymmetryError, match=r"'heads' cannot be moved: .* slopes .* order"):
+        fedrot.random_equivalent(state_of(name), symmetry, 3, fedrot.WHOLE_MODEL)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -51,6 +62,7 @@ def test_only_bare_models_refuse_anything(name: str) -> None:
 )
 def test_hidden_coordinates_inside_the_layers_are_recovered(name: str, parts: tuple[str, ...]) -> None:
     state, symmetry = state_of(name), symmetry_for(name)
+    parts = _parts(symmetry, parts)
     moved = fedrot.random_equivalent(state, symmetry, 4, parts)
     alignment = fedrot.align(moved, state, symmetry, fedrot.AlignmentOptions(parts=parts))
     assert largest_difference(alignment.apply(moved), state) <= 1e-8
@@ -73,7 +85,7 @@ def test_distance_never_grows_and_is_reported_as_it_is(name: str, scale: float |
     update = state_of(name, 1) if scale is None else near(anchor, scale)
     whole = _parts(symmetry, fedrot.WHOLE_MODEL)
     before = squared_distance(update, anchor)
-    for parts in (("attention", "ffn"), FULL, whole):
+    for parts in (("attention", "ffn"), _parts(symmetry, FULL), whole):
         alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
         after = squared_distance(alignment.apply(update), anchor)
         assert after <= before * (1 + 1e-12)
@@ -96,15 +108,19 @@ def test_the_function_of_an_aligned_model_is_the_update_s(name: str) -> None:
 def test_activations_recover_whole_models(name: str, weight: float) -> None:
     """Beside the weights and alone; what does not show in activations is left to the weights."""
     state, symmetry = state_of(name), symmetry_for(name)
-    moved = fedrot.random_equivalent(state, symmetry, 6, fedrot.WHOLE_MODEL)
+    parts = _parts(symmetry, fedrot.WHOLE_MODEL)
+    moved = fedrot.random_equivalent(state, symmetry, 6, parts)
     anchor, client = model_of(name, state), model_of(name, moved)
     activations = fedrot.collect_activations(anchor, client, [inputs(name, rows=128)], symmetry)
-    options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, activation_weight=weight)
+    options = fedrot.AlignmentOptions(parts=parts, activation_weight=weight)
     alignment = fedrot.align(moved, state, symmetry, options, activations)
     assert largest_difference(alignment.apply(moved), state) <= 1e-4  # moments are float32
     matched = {group.name for group in symmetry.groups if activations.cross(group) is not None}
     asked = ("residual", "attention", "ffn")
-    assert matched >= {group.name for group in symmetry.groups if group.part in asked}
+    # Experts are no modules of their own, in which hooks could see them.
+    hidden = (ExpertPermutation, ExpertNeurons)
+    seen = [g for g in symmetry.groups if g.part in asked and not isinstance(g.kind, hidden)]
+    assert matched >= {group.name for group in seen}
 
 
 @pytest.mark.parametrize(("share", "accepted"), [(0.5e-12, False), (2e-12, True)])

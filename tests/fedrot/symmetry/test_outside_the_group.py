@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import (
-    INSIDE_HEADS,
     HeadPermutation,
     HeadRotation,
+    InsideHeads,
     Kind,
     Permutation,
     QueryPermutation,
-    RotaryPhases,
-    RotarySigns,
     SignedPermutation,
 )
 from fedrot.symmetry.groups import NO_LAYER, Group, Slot
+from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.transport import Move, apply_moves
-from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
+from tests.families import ALIBI, MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State
 
@@ -41,13 +41,18 @@ ROTARY = [
     "qwen2",
     "phi3",
 ]
-ROTARY += ["phi3-partial", "modernbert", "modernbert-biased"]
-PARTIAL = ["gpt-neox", "gpt-neox-odd", "gpt-neox-tokens", "phi3-partial"]
+MIXTURES = ["mixtral", "mixtral-classifier"]
+ROTARY += ["phi3-partial", "modernbert", "modernbert-biased", *MIXTURES]
+ROTARY += ["gptj", "gptj-whole", "falcon-7b", "falcon-11b", "falcon-40b"]
+PARTIAL = ["gpt-neox", "gpt-neox-odd", "gpt-neox-tokens", "gptj", "phi3-partial"]
 NORMED = ["qwen3", "gemma3"]
 GROUPED = ["llama", "llama-factor", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "phi3-partial"]
+GROUPED += MIXTURES
+ONE_KEY_HEAD = ["mistral", "falcon-7b"]
 GATED = [*GROUPED, "llama-biased", "modernbert", "modernbert-biased"]
 GATED += ["t5-gated", "t5-classifier", "mt5"]
 RMS = [*GROUPED, "llama-biased", "t5", "t5-gated", "t5-classifier", "mt5"]
+GROUPED += ["falcon-7b", "falcon-11b", "falcon-40b"]
 BARE = ["t5-encoder", "clip-text-bare"]
 #: DeBERTa with projections of positions alone.
 SEPARATE = ["deberta", "deberta-c2p", "deberta-embedding", "deberta-v2", "deberta-v2-conv"]
@@ -59,6 +64,7 @@ LAYERNORM = [name for name in MEMBERS if name not in (*RMS, *BARE)]
 _HIDDEN = ["bert", "roberta", "camembert", "electra", "mpnet", "mpnet-mlm", "albert", "albert-groups"]
 _HIDDEN += ["bart", "bart-classifier", "vit", "deit", "gpt2", "gpt2-classifier"]
 _HIDDEN += [
+    *ALIBI,
     "opt",
     "opt-open",
     "opt-projected",
@@ -114,7 +120,7 @@ def _side(group: Group, contravariant: bool) -> Group:
 
 def _heads(group: Group) -> tuple[int, int]:
     """Return how many heads a group inside heads has, and their units."""
-    assert isinstance(group.kind, INSIDE_HEADS)
+    assert isinstance(group.kind, InsideHeads)
     return group.kind.heads, group.kind.dim
 
 
@@ -155,7 +161,7 @@ def test_the_lists_above_are_those_of_the_symmetries() -> None:
 
 
 def _signed(group: Group) -> bool:
-    return isinstance(group.kind, SignedPermutation)
+    return isinstance(group.kind, SignedPermutation | ExpertNeurons)
 
 
 # Every tensor of the description is needed
@@ -253,10 +259,10 @@ def _mixing(heads: int, dim: int) -> Tensor:
     return torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
 
 
-@pytest.mark.parametrize("name", [name for name in MEMBERS if name != "mistral"])
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name not in ONE_KEY_HEAD])
 @pytest.mark.parametrize("pair", ["qk", "vo"])
 def test_heads_do_not_mix(name: str, pair: str) -> None:
-    """Not even by a rotation of equal units, which commutes with rotary positions (Mistral has 1)."""
+    """Not even by a rotation of equal units, which commutes with rotary positions."""
     for values in _groups(name, lambda g: g.name.endswith("vo")):
         heads, dim = _heads(values)
         groups = {g.name: g for g in symmetry_for(name).groups}
@@ -290,7 +296,7 @@ def test_heads_that_share_a_bias_move_in_all_layers_or_none(name: str) -> None:
             assert _change(name, Move(_with(group, group.kind, slots), element)) > VISIBLE
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPED if name != "mistral"])
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in ONE_KEY_HEAD])
 def test_query_heads_stay_with_their_key_head(name: str) -> None:
     for group in _of_kind(name, QueryPermutation):
         heads = group.kind.units
@@ -331,12 +337,43 @@ def test_neurons_without_a_gate_have_no_sign(name: str) -> None:
 
 @pytest.mark.parametrize("name", GATED)
 def test_the_sign_of_gated_neurons_is_that_of_up_and_down(name: str) -> None:
-    for group in _groups(name, lambda g: g.part == "ffn"):
+    for group in _groups(name, lambda g: g.part == "ffn" and _signed(g)):
         sign = _one_sign(group.kind.units)
+        if isinstance(group.kind, ExpertNeurons):
+            sign = (_one_sign(group.kind.n)).expand(group.kind.experts, -1)
         on_gate = [s if s.contravariant else replace(s, unsigned=not s.unsigned) for s in group.slots]
         assert sum(slot.unsigned for slot in on_gate) == sum(slot.unsigned for slot in group.slots)
         assert _change(name, Move(group, sign)) <= ROUNDING
         assert _change(name, Move(_with(group, group.kind, on_gate), sign)) > VISIBLE
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_neurons_do_not_change_experts(name: str) -> None:
+    """Neither two of them, nor all neurons of two experts without the router's rows."""
+    for group in _groups(name, lambda g: isinstance(g.kind, ExpertNeurons)):
+        assert isinstance(group.kind, ExpertNeurons)
+        experts, state = group.kind.experts, state_of(name)
+        for slot in group.slots:
+            units = slot.of(state[slot.tensor]).movedim(slot.axis, 1)
+            units[:2, 0] = units[:2, 0].flip(0).clone()
+        assert _changed(name, state, _before(name)) > VISIBLE
+        order = torch.arange(experts).roll(1)
+        whole = _groups(name, lambda g, inside=group: g.name == inside.within)[0]
+        inner = [slot for slot in whole.slots if "gate.weight" not in slot.tensor]
+        assert len(inner) == 2
+        assert _change(name, Move(whole, order)) <= ROUNDING
+        assert _change(name, Move(_with(whole, whole.kind, inner), order)) > VISIBLE
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_heads_with_slopes_of_their_own_do_not_change_places(name: str) -> None:
+    """The order of heads is a symmetry of all else that the layer computes."""
+    for values in _groups(name, lambda g: g.name.endswith("vo.scale")):
+        groups = {g.name: g for g in symmetry_for(name).groups}
+        scores = groups[f"{values.name.removesuffix('vo.scale')}qk.scale"]
+        heads = values.kind.units
+        moved = _with(values, HeadPermutation(heads), (*scores.slots, *values.slots))
+        assert _change(name, Move(moved, torch.arange(heads).roll(1))) > VISIBLE
 
 
 # The residual stream, and the hidden units of task heads

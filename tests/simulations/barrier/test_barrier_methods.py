@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from fedrot import random_equivalent, symmetry_of, unit_statistics
-from fedrot.research.interpolation import Barrier, interpolate
+from fedrot import random_equivalent, symmetry_of
+from fedrot.research import Barrier, interpolate, unit_statistics
 from fedrot.research.learning import LearningOptions
 from fedrot.simulations.barrier import barrier_methods, barrier_report
 from fedrot.simulations.barrier.barrier_lines import (

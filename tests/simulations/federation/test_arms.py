@@ -16,7 +16,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.aggregation import Fisher, GreedySoup, OptimalTransport, RegMean
+from fedrot.aggregation import Fisher, RegMean
+from fedrot.collect import kinds
+from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.federation.arms import (
@@ -144,15 +146,15 @@ def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module
 
 
 def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> None:
-    kinds = {"regmean": RegMean, "fisher": Fisher, "greedy": GreedySoup, "ot": OptimalTransport}
+    classes = {"regmean": RegMean, "fisher": Fisher, "greedy": GreedySoup, "ot": OptimalTransport}
     for name in AGGREGATIONS:
         build = aggregation_of(Arm.parse(name), task, 0, shell)
-        if name not in kinds:
+        if name not in classes:
             assert build is None
             continue
         assert build is not None
         first, second = build(), build()
-        assert isinstance(first, kinds[name])
+        assert isinstance(first, classes[name])
         assert first is not second
     assert aggregation_of(Arm.parse("joined"), task, 0, shell) is None
 
@@ -321,7 +323,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:
-        collect = getattr(fedrot, name)
+        collect = getattr(kinds, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             names.append(name)
@@ -330,7 +332,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in ("collect_gram", "collect_fisher"):
-        monkeypatch.setattr(fedrot, name, counted(name))
+        monkeypatch.setattr(kinds, name, counted(name))
     return names
 
 

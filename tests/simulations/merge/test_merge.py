@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 
 import fedrot
-from fedrot.aggregation import Fisher, RegMean
-from fedrot.simulations.merge import merging
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.simulations.merge.merge_inputs import batches_of
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
@@ -696,7 +695,7 @@ def test_nothing_is_left_when_it_fails(
         fail()
 
     if stage == "merging":
-        monkeypatch.setattr(merging.Mean, "result", fail)
+        monkeypatch.setattr(Mean, "result", fail)
     elif stage == "writing":
         monkeypatch.setattr(model_files, "_save", half)
     else:

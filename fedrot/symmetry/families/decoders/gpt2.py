@@ -1,73 +1,28 @@
-"""GPT-2: a pre-norm decoder whose projections are ``Conv1D``, query, key and value side by side.
-
-Left unused as in BERT: the rest of ``GL(d_h)``, redundant biases of keys and values, and those of
-LayerNorm;
-before the layers' parts, norms let what reads them hold all gains and biases, and the stream then
-rotate.
-"""
+"""GPT-2: a pre-norm decoder whose projections are ``Conv1D``; one holds query, key and value."""
 
 from __future__ import annotations
 
-from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
+from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.task_heads import PLAIN, read_out
 
 
-def _layer(config: Config, layer: int) -> Block:
-    p, width = f"h.{layer}.", config["n_embd"]
-    query, key, value = (Units(f"{p}attn.c_attn", start=i * width, conv1d=True) for i in range(3))
+def _layer(config: Config, names: Names, p: str) -> Block:
+    heads = Heads.of(config, "n_head", "n_embd")
+    output, up, down = (Units(f"{p}{n}", conv1d=True) for n in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
     return together(
         norm(f"{p}ln_1"),
-        attention(
-            p,
-            layer,
-            Heads(config["n_head"], width // config["n_head"]),
-            query=query,
-            key=key,
-            value=value,
-            output=Units(f"{p}attn.c_proj", conv1d=True),
-        ),
+        attention(p, heads, Projections.fused(f"{p}attn.c_attn", heads, output)),
         norm(f"{p}ln_2"),
-        feed_forward(
-            p,
-            layer,
-            config.get("n_inner") or 4 * width,
-            up=Units(f"{p}mlp.c_fc", conv1d=True),
-            down=Units(f"{p}mlp.c_proj", conv1d=True),
-        ),
-    )
-
-
-def _body(config: Config, names: Names) -> Block:
-    layers = range(config["n_layer"])
-    # Buffers of earlier versions of transformers.
-    masks = [
-        {f"h.{layer}.attn.bias": (None,) * 4, f"h.{layer}.attn.masked_bias": ()} for layer in layers
-    ]
-    return together(
-        embedding("wte"),
-        embedding("wpe"),
-        *(_layer(config, layer) for layer in layers),
-        {name: axes for name, axes in merged(*masks).items() if name in names},
-        norm("ln_f"),
-    )
-
-
-def _heads(config: Config, names: Names) -> Axes:
-    return merged(
-        linear("lm_head", None, RESIDUAL),
-        linear("score", None, RESIDUAL),
-        linear("classifier", None, RESIDUAL),
-        linear("qa_outputs", None, RESIDUAL),
-        linear("multiple_choice_head.summary", None, RESIDUAL),
+        feed_forward(p, config.get("n_inner") or 4 * config["n_embd"], up, down),
     )
 
 
 FAMILY = Family(
     name="gpt2",
     model_types=("gpt2",),
-    stacks=("h",),
-    body=_body,
-    heads=_heads,
-    encoder=("wte", "wpe", "h", "ln_f"),
+    body=(embedding("wte"), embedding("wpe"), Stack("h", "n_layer", _layer), norm("ln_f")),
+    task_heads=(PLAIN, read_out(modules="multiple_choice_head.summary")),
+    buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
 )

@@ -1,60 +1,40 @@
-"""DistilBERT: BERT's groups under its own module names. Left unused as in BERT."""
+"""DistilBERT: a smaller BERT under module names of its own."""
 
 from __future__ import annotations
 
-from fedrot.symmetry.family import Config, Family, Names
-from fedrot.symmetry.layers import Block, Heads, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Axes, embedding, linear, merged, norm
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
 
 
-def _layer(config: Config, layer: int) -> Block:
-    p, heads = f"transformer.layer.{layer}.", config["n_heads"]
+def _layer(config: Config, names: Names, p: str) -> Block:
+    projections = Projections.separate(f"{p}attention.", ("q_lin", "k_lin", "v_lin", "out_lin"))
+    up, down = Units(f"{p}ffn.lin1"), Units(f"{p}ffn.lin2")
     return together(
-        attention(
-            p,
-            layer,
-            Heads(heads, config["dim"] // heads),
-            query=Units(f"{p}attention.q_lin"),
-            key=Units(f"{p}attention.k_lin"),
-            value=Units(f"{p}attention.v_lin"),
-            output=Units(f"{p}attention.out_lin"),
-        ),
+        attention(p, Heads.of(config, "n_heads", "dim"), projections),
         norm(f"{p}sa_layer_norm"),
-        feed_forward(
-            p, layer, config["hidden_dim"], up=Units(f"{p}ffn.lin1"), down=Units(f"{p}ffn.lin2")
-        ),
+        feed_forward(p, config["hidden_dim"], up, down),
         norm(f"{p}output_layer_norm"),
-    )
-
-
-def _body(config: Config, names: Names) -> Block:
-    return together(
-        embedding("embeddings.word_embeddings"),
-        embedding("embeddings.position_embeddings"),
-        norm("embeddings.LayerNorm"),
-        *(_layer(config, layer) for layer in range(config["n_layers"])),
-    )
-
-
-def _heads(config: Config, names: Names) -> Axes:
-    classified = "pre_classifier" if "pre_classifier.weight" in names else RESIDUAL
-    # The language-model head leads back to the residual stream: it shares the embeddings' table.
-    return merged(
-        linear("pre_classifier", "pre_classifier", RESIDUAL),
-        linear("classifier", None, classified),
-        linear("qa_outputs", None, RESIDUAL),
-        linear("vocab_transform", RESIDUAL, RESIDUAL),
-        norm("vocab_layer_norm"),
-        linear("vocab_projector", None, RESIDUAL),
-        {"embeddings.position_ids": (None, None)},
     )
 
 
 FAMILY = Family(
     name="distilbert",
     model_types=("distilbert",),
-    stacks=("transformer.layer",),
-    body=_body,
-    heads=_heads,
-    encoder=("embeddings", "transformer"),
+    body=(
+        embedding("embeddings.word_embeddings"),
+        embedding("embeddings.position_embeddings"),
+        norm("embeddings.LayerNorm"),
+        Stack("transformer.layer", "n_layers", _layer),
+    ),
+    task_heads=(
+        linear("pre_classifier", "pre_classifier", RESIDUAL),
+        linear("classifier", None, "pre_classifier"),
+        linear("qa_outputs", None, RESIDUAL),
+        # The language model's head leads back to the residual stream: it shares the embeddings' table.
+        linear("vocab_transform", RESIDUAL, RESIDUAL),
+        norm("vocab_layer_norm"),
+        linear("vocab_projector", None, RESIDUAL),
+    ),
+    spaces={"pre_classifier": Space(present="pre_classifier.weight")},
 )

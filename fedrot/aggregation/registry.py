@@ -1,0 +1,138 @@
+"""The registry of aggregations: what they share, and how they are found by their name.
+
+Strategies, the arms of comparisons, ``fedrot merge`` and the documentation read it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from fedrot.errors import FedrotError
+from fedrot.statistic_kinds import Statistics, kind_named
+from fedrot.tensors import Tensors
+
+
+class Aggregator(Protocol):
+    """An object that averages updates which are in the same coordinates.
+
+    Attributes:
+        needs: statistic kinds that every update must bring.
+    """
+
+    needs: tuple[str, ...]
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """Remarks about the last result, by tensor; empty if there are none."""
+
+    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+        """Add one update; raises ``UpdateError``, and has added nothing then."""
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the merged tensors so far."""
+
+
+Built = TypeVar("Built", bound=Aggregator)
+
+
+@dataclass(frozen=True)
+class AggregationEntry:
+    """One registered aggregation.
+
+    Attributes:
+        name: in ``FedRot(aggregation=NAME)``, in arms and in ``fedrot merge --method NAME``.
+        build: the class.
+        needs: statistic kinds that every update must bring.
+        meaning: one line for the documentation.
+        by_tensor: whether every tensor can be merged without the others.
+    """
+
+    name: str
+    build: Callable[..., Aggregator]
+    needs: tuple[str, ...]
+    meaning: str
+    by_tensor: bool = False
+
+    @property
+    def path(self) -> str:
+        """The class as users import it, ``fedrot.aggregation.RegMean``."""
+        package, _, module = self.build.__module__.rpartition(".")
+        return f"{package or module}.{self.build.__name__}"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Arguments of the constructor that have no default: a symmetry or a score."""
+        parameters = inspect.signature(self.build).parameters
+        return tuple(name for name, p in parameters.items() if p.default is p.empty)
+
+    @property
+    def follows_rotations(self) -> bool:
+        """Whether the statistics it needs can follow rotations of heads."""
+        return all(kind_named(kind).follows_rotations for kind in self.needs)
+
+
+_ENTRIES: dict[str, AggregationEntry] = {}
+
+
+def register_aggregation(
+    name: str, meaning: str, *, by_tensor: bool = False
+) -> Callable[[type[Built]], type[Built]]:
+    """Return a class decorator that registers an aggregation; see ``AggregationEntry``."""
+
+    def register(build: type[Built]) -> type[Built]:
+        _ENTRIES[name] = AggregationEntry(name, build, build.needs, meaning, by_tensor)
+        return build
+
+    return register
+
+
+def aggregations(given: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
+    """Return the registered aggregations whose inputs are among the given; all of them if None."""
+    return tuple(e for e in _ENTRIES.values() if given is None or set(e.inputs) <= set(given))
+
+
+def entry_named(name: str) -> AggregationEntry:
+    """Return a registered aggregation; raises ``FedrotError`` if there is none of this name."""
+    if name not in _ENTRIES:
+        raise FedrotError(f"Unknown aggregation '{name}'; choose from {', '.join(_ENTRIES)}.")
+    return _ENTRIES[name]
+
+
+def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], Aggregator]:
+    """Return a function that builds a new aggregator.
+
+    >>> aggregation_named("regmean", alpha=lambda: 0.5)().alpha
+    0.5
+
+    Args:
+        name: of a registered aggregation.
+        **given: by argument of its constructor, a function that returns the value. Arguments that the
+            constructor does not have are ignored.
+
+    Raises:
+        FedrotError: the name is unknown, or an argument without a default is not given.
+    """
+    entry = entry_named(name)
+    missing = [argument for argument in entry.inputs if argument not in given]
+    if missing:
+        raise FedrotError(
+            f"Aggregation '{name}' needs the argument '{missing[0]}': write "
+            f"aggregation=lambda: {entry.path}({', '.join(entry.inputs)})."
+        )
+    used = given.keys() & inspect.signature(entry.build).parameters.keys()
+    return lambda: entry.build(**{argument: given[argument]() for argument in used})
+
+
+def aggregations_table() -> str:
+    """Return the aggregations as a Markdown table."""
+    rows = ["| name | class | statistics | arguments | result |", "|---|---|---|---|---|"]
+    for entry in _ENTRIES.values():
+        lists = (", ".join(f"`{name}`" for name in names) for names in (entry.needs, entry.inputs))
+        cells = [f"`{entry.name}`", f"`{entry.path}`", *lists, entry.meaning]
+        rows.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
+    return "\n".join(rows)

@@ -1,0 +1,58 @@
+"""Forward hooks for all collectors: inputs and outputs of named modules, and padding left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def watched(
+    model: nn.Module, names: Iterable[str], seen: Callable[[str, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Call ``seen(name, input, output)`` whenever a named module runs.
+
+    Inside the context the model is in evaluation mode and no gradients are recorded.
+    """
+    with ExitStack() as stack, torch.no_grad(), evaluating(model):
+        for name in names:
+
+            def hook(
+                module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
+            ) -> None:
+                seen(name, (*args, *kwargs.values())[0], output)
+
+            handle = model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
+    """Return ``[..., units]`` as rows ``[tokens, units]``: the tokens that the attention mask shows."""
+    if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
+        return units[mask.reshape(units.shape[:2]).bool()]
+    return units.flatten(0, -2)
+
+
+def input_axis(module: nn.Module | None) -> int | None:
+    """Return the axis of a module's weight that its input is multiplied with; None if there is none."""
+    if isinstance(module, nn.Linear):
+        return 1
+    # Conv1D of transformers, recognised by name: this package does not import transformers.
+    return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None

@@ -1,0 +1,53 @@
+"""Masks of the rows that a client has trained: the other rows do not enter the average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.statistic_kinds import TRAINED, along_rows
+from fedrot.tensors import Tensors, check_update
+
+
+def completed(
+    update: Tensors,
+    received: Tensors,
+    rows: Mapping[str, Iterable[int]] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Fill in what a client has not trained, and mark it, so that it does not enter the average.
+
+    Args:
+        update: the client's tensors; a task head that the client does not have may be absent.
+        received: the model that the client received, with every tensor.
+        rows: by tensor, the rows that the client trained: the labels it has seen, for the weight and
+            bias of a classifier. The other rows become the received ones.
+
+    Returns:
+        The complete update, and its statistics ``{"trained": masks}`` for
+        ``fedrot.aggregation``.
+
+    Raises:
+        UpdateError: the update has a tensor that was not received, or of another shape, or ``rows``
+            names a tensor or row that it does not have.
+    """
+    for name in (*update, *(rows or {})):
+        if name not in received:
+            raise UpdateError(f"The tensor '{name}' is not part of the received model.")
+    shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
+    check_update({**received, **update}, shapes)
+    full = {name: update.get(name, tensor) for name, tensor in received.items()}
+    masks = {name: torch.tensor(False) for name in received if name not in update}
+    for name, chosen in (rows or {}).items():
+        mask = torch.zeros(len(received[name]), dtype=torch.bool)
+        places = list(chosen)
+        if places and name not in update:
+            raise UpdateError(f"Rows of the tensor '{name}' are named, but the update does not have it.")
+        if any(not 0 <= place < len(mask) for place in places):
+            raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
+        mask[places] = True
+        masks[name] = mask
+        full[name] = torch.where(along_rows(mask, full[name]), full[name], received[name])
+    return full, {TRAINED: masks} if masks else {}

@@ -1,0 +1,127 @@
+"""Matching of a mixture's experts: their order, and the order of the neurons inside each.
+
+The score of client expert ``j`` at anchor expert ``i`` is the similarity of their router rows plus that
+of their neurons in the best order, which is an assignment of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedrot.matching import assignment
+from fedrot.matching.pairs import Pair, by_sign, squared_distance
+from fedrot.matching.problem import Match, Problem
+from fedrot.matching.stages import solves
+from fedrot.symmetry.groups import Group
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The neurons of all experts as pairs of blocks ``[experts, n, rest]``, by whether signs show."""
+
+    plain: list[Pair]
+    signed: list[Pair]
+
+    def scores(self, i: int, j: int) -> tuple[Tensor, Tensor]:
+        """Return the similarities ``[n, n]`` of anchor expert ``i`` and client expert ``j``."""
+        plain, signed = (
+            sum((a[i] @ c[j].mT for a, c in side), start=torch.zeros(()))
+            for side in (self.plain, self.signed)
+        )
+        return plain, signed
+
+    def bound(self, i: int, j: int) -> float:
+        """Return no less than ``worth``: every neuron of the anchor gets its best partner."""
+        plain, signed = self.scores(i, j)
+        return float((plain + signed.abs()).amax(1).double().sum())
+
+    def worth(self, i: int, j: int) -> float:
+        """Return the similarity of two experts whose neurons are in the best order."""
+        plain, signed = self.scores(i, j)
+        _, gain = assignment.assignment(plain, signed)
+        return float((plain + signed).diagonal().double().sum()) + gain / 2
+
+
+@solves(ExpertPermutation)
+def match_experts(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    """Assign experts by what their router rows and their neurons, once in order, have in common."""
+    return [_match(group, problem) for group in groups]
+
+
+def _match(group: Group, problem: Problem) -> Match:
+    neurons = next(g for g in problem.symmetry.groups if g.within == group.name)
+    inside = {slot.tensor for slot in neurons.slots}
+    blocks = problem.pairs(group)
+    router = [b for slot, b in zip(group.slots, blocks, strict=True) if slot.tensor not in inside]
+    before = after = problem.distance(group, blocks)
+    bound = assignment.separation([a for a, _ in router])
+    if assignment.certified(assignment.row_distances(router), bound) and _in_place(neurons, problem):
+        return Match(None, before, before, certified=True)
+    routed = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
+    element, gain = _best_order(_pool(neurons, problem), routed)
+    if element is not None:
+        after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
+    return Match(element, before, after, gain)
+
+
+def _in_place(neurons: Group, problem: Problem) -> bool:
+    """Whether no other order of the neurons is closer, even if they could change experts."""
+    distances = assignment.row_distances(problem.pairs(neurons))
+    return assignment.identity_certified(distances, partial(problem.anchor.separation, neurons))
+
+
+def _pool(neurons: Group, problem: Problem) -> _Pool:
+    kind = cast(ExpertNeurons, neurons.kind)
+    size = (kind.experts, kind.n)
+    blocks = [(a.unflatten(0, size), c.unflatten(0, size)) for a, c in problem.pairs(neurons)]
+    return _Pool(*by_sign(neurons, blocks))
+
+
+def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
+    """Return the best order of the experts, and by how much it lowers the squared distance.
+
+    The worth of a pair costs an assignment of all neurons. It is computed only for pairs that the best
+    order uses; upper bounds stand for the others.
+    """
+    experts = range(len(routed))
+    scores = torch.tensor(
+        [[pool.worth(i, j) if i == j else pool.bound(i, j) for j in experts] for i in experts],
+        dtype=torch.float64,
+    )
+    routed, exact = routed.cpu(), torch.eye(len(routed), dtype=torch.bool)
+    while True:
+        element, gain = assignment.best_assignment(scores + routed)
+        used = [] if element is None else list(enumerate(element.tolist()))
+        missing = [(i, j) for i, j in used if not exact[i, j]]
+        if not missing:
+            place = pool.signed[0][1].device
+            return None if element is None else element.to(place), gain
+        for i, j in missing:
+            scores[i, j], exact[i, j] = pool.worth(i, j), True
+
+
+@solves(ExpertNeurons)
+def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    """Assign the neurons inside each expert, unless distances alone show that they are in place."""
+    matches = []
+    for group in groups:
+        before = problem.distance(group, problem.pairs(group))
+        if _in_place(group, problem):
+            matches.append(Match(None, before, before, certified=True))
+            continue
+        kind, pool = cast(ExpertNeurons, group.kind), _pool(group, problem)
+        found = [assignment.assignment(*pool.scores(i, i)) for i in range(kind.experts)]
+        gain = sum(gained for _, gained in found)
+        still = torch.arange(1, kind.n + 1)
+        orders = [still if element is None else element.cpu() for element, _ in found]
+        place = pool.signed[0][1].device
+        element = torch.stack(orders).to(place) if gain > 0 else None
+        matches.append(Match(element, before, max(before - gain, 0.0), gain))
+    return matches

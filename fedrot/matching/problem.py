@@ -1,0 +1,146 @@
+"""The matching problem of one client: ``Anchor``, ``Problem``, and ``Match``, the result per group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedrot.collect.activations import Activations
+from fedrot.errors import UpdateError
+from fedrot.matching import assignment
+from fedrot.matching.pairs import Pair, by_sign, distance_once, pairs, squared_distance
+from fedrot.options import AlignmentOptions
+from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.tensors import Tensors, check_finite
+from fedrot.transport import Move, apply_moves
+
+
+@dataclass
+class Anchor:
+    """An anchor's tensors, with bounds on its neurons' separation that all clients share."""
+
+    tensors: Tensors
+    _separation: dict[tuple[str, int | None], Tensor] = field(default_factory=dict, repr=False)
+    _last: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _sizes: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def separation(self, group: Group, columns: int | None) -> Tensor:
+        """Return the bound of ``assignment.separation`` for one group; computed once."""
+        key = (group.name, columns)
+        if key not in self._separation:
+            blocks = [a for a, _ in pairs(group, self.tensors, self.tensors)]
+            self._separation[key] = assignment.separation(*by_sign(group, blocks), columns)
+            self._sizes.setdefault(group.name, assignment.largest(blocks))
+        return self._separation[key]
+
+    def note(self, group: Group, distances: Tensor) -> None:
+        """Store the squared distances ``[n]`` of a client whose neurons keep their order."""
+        self._last[group.name] = distances
+
+    def towards_last(self, tensors: Tensors, share: float) -> Anchor:
+        """Return an anchor with new tensors, ``share`` (0 to 1) of the way to the last aligned client.
+
+        Each neuron has moved by at most ``share`` times its noted distance. The known bounds on the
+        separation stay valid once reduced by the neuron's own movement, by the largest movement, and
+        by the rounding error.
+        """
+        moved = Anchor(tensors)
+        for (name, columns), bound in self._separation.items():
+            if name in self._last:
+                way = share * self._last[name].sqrt() * assignment.SLACK
+                size = self._sizes[name] + way.max()
+                rounding = 4 * torch.finfo(torch.float32).eps * size
+                moved._separation[name, columns] = (bound - way - way.max() - rounding).clamp_min(0)
+                moved._sizes[name] = size
+        return moved
+
+
+@dataclass(frozen=True)
+class Match:
+    """The best element of one group, and the group's squared distances to the anchor.
+
+    Attributes:
+        element: None for the identity.
+        before: squared distance of the group's weights as they came.
+        after: squared distance once the element has moved them.
+        gain: decrease of the objective, in units of squared distance. It differs from
+            ``before - after`` for head permutations, which include the best rotation inside the heads,
+            and where activations enter the objective.
+        certified: True if the identity is proved to be optimal without solving an assignment.
+    """
+
+    element: Tensor | None
+    before: float
+    after: float
+    gain: float = 0.0
+    certified: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of an anchor and of a client, the options, and activations if there are any."""
+
+    anchor: Anchor
+    client: Tensors
+    symmetry: Symmetry
+    options: AlignmentOptions
+    activations: Activations | None = None
+
+    def moved(self, moves: Sequence[Move]) -> Problem:
+        """Return the problem with the moves applied to the client."""
+        activations = None if self.activations is None else self.activations.moved(moves)
+        return replace(self, client=apply_moves(self.client, moves), activations=activations)
+
+    def pairs(self, group: Group) -> list[Pair]:
+        """Return the pairs of all slots of a group."""
+        return pairs(group, self.anchor.tensors, self.client)
+
+    def distance(self, group: Group, blocks: Sequence[Pair]) -> float:
+        """Return the squared distance of a group's pairs; raise ``UpdateError`` if it is not finite."""
+        return self.finite(squared_distance(blocks), group)
+
+    def finite(self, value: float, group: Group) -> float:
+        """Return a group's squared distance; raise ``UpdateError`` if it is not finite."""
+        if not math.isfinite(value):
+            for tensors in (self.client, self.anchor.tensors):
+                check_finite({slot.tensor: tensors[slot.tensor] for slot in group.slots})
+            raise UpdateError(
+                f"The squared distance to the anchor overflows in group '{group.name}': its values are "
+                "too large for float32. Check the client's training."
+            )
+        return value
+
+    def evidence(self, group: Group, blocks: Sequence[Pair]) -> tuple[float, Tensor | None]:
+        """Return the factor of the weights' similarity, and the activations' term to add to it.
+
+        Both are in units of squared distance. With ``w = options.activation_weight``, a group's
+        activations count ``w / (1 - w)`` times its weights; with ``w = 1`` the weights' factor is 0.
+        """
+        weight = self.options.activation_weight
+        cross = None if self.activations is None else self.activations.cross(group)
+        if cross is None or weight == 0:
+            return 1.0, None
+        cross = cross.to(blocks[0][1].device)
+        norms = (torch.stack([torch.linalg.vector_norm(m).double() for m in pair]) for pair in blocks)
+        size = float(torch.stack([n.square() for n in norms]).sum(0).sqrt().prod())
+        if weight == 1:
+            return 0.0, size * cross
+        return 1.0, weight / (1 - weight) * size * cross
+
+    def total(self, groups: Sequence[Group]) -> float:
+        """Return the squared distance of all entries that the groups act on, each counted once."""
+        slots = dict.fromkeys(slot for group in groups for slot in group.slots)
+        return distance_once(slots, self.anchor.tensors, self.client)
+
+    def objective(self, groups: Sequence[Group]) -> float:
+        """Return what the solvers minimise: squared distance minus twice the activations' traces."""
+        only_activations = self.activations is not None and self.options.activation_weight == 1
+        value = 0.0 if only_activations else self.total(groups)
+        for group in groups:
+            _, addition = self.evidence(group, self.pairs(group))
+            value -= 0.0 if addition is None else 2 * float(addition.trace())
+        return value

@@ -1,0 +1,95 @@
+"""Solvers for permutations of units: neurons, hidden units of task heads, the residual stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedrot.matching import assignment
+from fedrot.matching.pairs import Pair, by_sign, pairs
+from fedrot.matching.problem import Match, Problem
+from fedrot.matching.stages import COUPLED, solves
+from fedrot.symmetry.actions import Permutation, SignedPermutation
+from fedrot.symmetry.groups import Group
+from fedrot.transport import Move, apply_moves
+
+
+@solves(Permutation, SignedPermutation)
+def match_units(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    """Assign units, with signs where the action has signs."""
+    if groups and groups[0].part in COUPLED:
+        return _match_across_layers(groups, problem)
+    return [_match_neurons(group, problem) for group in groups]
+
+
+def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    """Match one group after another: they may share tensors.
+
+    A tensor with two axes in the group depends on the element twice. The other axis is held fixed while
+    the element is found; the element is kept only if the objective falls.
+    """
+    matches = []
+    for group in groups:
+        blocks = problem.pairs(group)
+        before = problem.finite(problem.total([group]), group)
+        scores = _scores(group, blocks, problem.evidence(group, blocks))
+        element, gain = assignment.best_assignment(*scores)
+        if element is not None:
+            moved = problem.moved([Move(group, element)])
+            if max(Counter(slot.tensor for slot in group.slots).values()) > 1:
+                gain = problem.objective([group]) - moved.objective([group])
+            if gain > 0:
+                matches.append(Match(element, before, moved.total([group]), gain))
+                problem = moved
+                continue
+        matches.append(Match(None, before, before))
+    return matches
+
+
+def _match_neurons(group: Group, problem: Problem) -> Match:
+    """Certify the identity from distances alone where possible, else solve the assignment."""
+    blocks = problem.pairs(group)
+    distances = assignment.row_distances(blocks)
+    before = problem.finite(float(distances.sum()), group)
+    evidence = problem.evidence(group, blocks)
+    if evidence[1] is not None:
+        element, gain = assignment.best_assignment(*_scores(group, blocks, evidence))
+        after = before if element is None else _distance_after(group, element, problem)
+        return Match(element, before, after, gain)
+    if assignment.identity_certified(distances, partial(problem.anchor.separation, group)):
+        if not set(COUPLED) & set(problem.options.parts):
+            problem.anchor.note(group, distances)
+        return Match(None, before, before, certified=True)
+    element, gain = assignment.assignment(*_scores(group, blocks, evidence))
+    return Match(element, before, max(before - gain, 0.0), gain)
+
+
+def _scores(
+    group: Group, blocks: Sequence[Pair], evidence: tuple[float, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the similarities of units ``[n, n]`` whose sign stays, and of those whose sign is free."""
+    factor, addition = evidence
+    plain, signed = (
+        factor * _product(side) if factor else torch.zeros(()) for side in by_sign(group, blocks)
+    )
+    if not isinstance(group.kind, SignedPermutation):
+        return plain if addition is None else plain + addition, None
+    return plain, signed if addition is None else signed + addition
+
+
+def _product(blocks: Sequence[Pair]) -> Tensor:
+    """Return ``sum of A C^T`` over the blocks, ``[n, n]``; a scalar 0 if there are none."""
+    total: Tensor | None = None
+    for a, c in blocks:
+        total = a @ c.mT if total is None else torch.addmm(total, a, c.mT)
+    return torch.zeros(()) if total is None else total
+
+
+def _distance_after(group: Group, element: Tensor, problem: Problem) -> float:
+    names = {slot.tensor for slot in group.slots}
+    moved = apply_moves({name: problem.client[name] for name in names}, [Move(group, element)])
+    return problem.distance(group, pairs(group, problem.anchor.tensors, moved))

@@ -1,0 +1,95 @@
+"""A mixture of experts: the actions on the experts' order and on their neurons, and its block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedrot.symmetry.actions import Kind, Permutation
+from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
+from fedrot.symmetry.layers import Block
+from fedrot.symmetry.spaces import RESIDUAL
+
+
+@dataclass(frozen=True)
+class ExpertPermutation(Permutation):
+    """The orders of ``n`` experts. The router's rows move with them."""
+
+    stage: ClassVar[str] = "experts"
+
+
+@dataclass(frozen=True)
+class ExpertNeurons(Kind):
+    """The orders and signs of the ``n`` gated neurons inside each of ``experts`` experts.
+
+    An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for expert ``i``.
+    It acts on tensors whose axis 0 numbers the experts.
+    """
+
+    stage: ClassVar[str] = "expert neurons"
+
+    experts: int
+    n: int
+
+    @property
+    def units(self) -> int:
+        return self.experts * self.n
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        shape = [{0: self.experts, axis: self.n}.get(d, 1) for d in range(x.ndim)]
+        index, signs = (element.abs() - 1).to(x.device), element.sign().to(x)
+        return torch.take_along_dim(x, index.reshape(shape), axis) * signs.reshape(shape)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        order = torch.argsort(element.abs(), dim=1)
+        return (order + 1) * element.sign().gather(1, order)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        signs = 2 * torch.randint(2, (self.experts, self.n), generator=generator) - 1
+        orders = [torch.randperm(self.n, generator=generator) for _ in range(self.experts)]
+        return (torch.stack(orders) + 1) * signs
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return first.gather(1, second.abs() - 1) * second.sign()
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return element.abs()
+
+    def moved(self, element: Tensor) -> Tensor:
+        return (element.cpu() != torch.arange(1, self.n + 1)).flatten()
+
+    def contains(self, element: Tensor) -> bool:
+        right = element.dtype == torch.int64 and tuple(element.shape) == (self.experts, self.n)
+        ordered = element.abs().sort(dim=1).values.cpu() if right else element
+        return right and bool((ordered == torch.arange(1, self.n + 1)).all())
+
+
+def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, down: str) -> Block:
+    """Return a mixture of gated experts (Jiang et al. 2024) whose weights are stored as one tensor.
+
+    Experts change their order together with the router's rows. The neurons of each expert change their
+    order and their sign among themselves.
+
+    Args:
+        name: begins the names of the groups.
+        experts: how many there are.
+        neurons: of each expert.
+        router: the tensor ``[experts, in]``.
+        gate_up: the tensor ``[experts, 2 * neurons, in]``, rows of the gate first.
+        down: the tensor ``[experts, out, neurons]``.
+    """
+    whole = tuple(Slot(tensor, 0, Slice(0, experts)) for tensor in (router, gate_up, down))
+    first, second = Slice(0, neurons), Slice(neurons, 2 * neurons)
+    units = (
+        Slot(gate_up, 1, first, unsigned=True, experts=True),
+        Slot(gate_up, 1, second, experts=True),
+        Slot(down, 2, first, contravariant=True, experts=True),
+    )
+    order = Group(f"{name}experts", NO_LAYER, "ffn", ExpertPermutation(experts), whole)
+    kind = ExpertNeurons(experts, neurons)
+    inside = Group(f"{name}ffn", NO_LAYER, "ffn", kind, units, within=order.name)
+    read, written = (None, None, RESIDUAL), (None, RESIDUAL, None)
+    return Block((order, inside), {router: (None, RESIDUAL), gate_up: read, down: written})

@@ -1,0 +1,52 @@
+"""Compact copies of run folders: the form in which ``docs/results`` keeps published runs.
+
+``python -m fedrot.simulations.report.compact runs/one-shot docs/results/one-shot`` writes one. The rows
+become Parquet files, which ``read_rows`` and ``fedrot report`` read as they read JSON lines. Plots and
+page are left out: ``fedrot report`` draws them again.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedrot._io import replacing
+from fedrot.simulations.federation.run_folder import read_rows
+
+ROWS = ("rows.jsonl", "alignment.jsonl")
+SMALL = ("config.json", "versions.json", "status.json", "partition.json", "models.jsonl", "summary.md")
+
+
+def compact(run: Path, out: Path) -> Path:
+    """Write a compact copy of the run folder ``run`` into the folder ``out``; returns ``out``.
+
+    Raises:
+        FileNotFoundError: ``run`` holds no rows.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (*ROWS, *SMALL):
+        if name in SMALL and (run / name).exists():
+            shutil.copyfile(run / name, out / name)
+        elif name == ROWS[0] or (name in ROWS and (run / name).exists()):
+            write_parquet((out / name).with_suffix(".parquet"), read_rows(run, name))
+    return out
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a Parquet file with a column per key; null stands for a key that a row lacks."""
+    import pyarrow
+    from pyarrow import parquet
+
+    keys = dict.fromkeys(key for row in rows for key in row)
+    present = [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+    table = pyarrow.table({key: [row.get(key) for row in present] for key in keys})
+    with replacing(path) as temporary:
+        parquet.write_table(table, temporary, compression="zstd", compression_level=19)
+
+
+if __name__ == "__main__":
+    compact(Path(sys.argv[1]), Path(sys.argv[2]))

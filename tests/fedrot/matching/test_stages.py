@@ -1,0 +1,131 @@
+"""Solvers belong to actions: what is registered is used, what is not is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedrot
+from fedrot.matching import stages
+from fedrot.matching.problem import Match, Problem
+from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
+from fedrot.symmetry.groups import Group
+from fedrot.transport import Move, apply_moves
+from tests.models import largest_difference, near, state_of, symmetry_for
+
+NAME = "bert-classifier"
+
+
+@dataclass(frozen=True)
+class Reversal(Permutation):
+    """Either all units in reverse order, or none: a group that fedrot does not know."""
+
+    stage: ClassVar[str] = "heads"
+
+
+def _with_reversals(symmetry: fedrot.Symmetry) -> fedrot.Symmetry:
+    groups = [replace(g, kind=Reversal(g.kind.units)) if g.part == "ffn" else g for g in symmetry.groups]
+    return replace(symmetry, groups=tuple(groups))
+
+
+def _match_reversals(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    matches = []
+    for group in groups:
+        element = torch.arange(group.kind.units).flip(0)
+        before = problem.total([group])
+        after = problem.moved([Move(group, element)]).total([group])
+        best: Tensor | None = element if after < before else None
+        matches.append(Match(best, before, min(before, after), max(before - after, 0.0)))
+    return matches
+
+
+def test_an_action_without_a_solver_is_refused_by_name() -> None:
+    state, symmetry = state_of(NAME), _with_reversals(symmetry_for(NAME))
+    group = next(g.name for g in symmetry.groups if g.part == "ffn")
+    told = rf"group '{group}' .* no solver is registered for its action Reversal.*solves\(Reversal\)"
+    with pytest.raises(fedrot.SymmetryError, match=told):
+        fedrot.align(state, state, symmetry)
+    # The other groups are matched as ever.
+    fedrot.align(state, state, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+
+
+def test_a_solver_is_not_inherited_by_larger_groups() -> None:
+    """Rotations solved for in ``GL(d)`` would be wrong without a word."""
+    state, symmetry = state_of(NAME), symmetry_for(NAME)
+    groups = [
+        replace(g, kind=HeadLinear(g.kind.heads, g.kind.dim)) if isinstance(g.kind, HeadRotation) else g
+        for g in symmetry.groups
+    ]
+    with pytest.raises(fedrot.SymmetryError, match="action HeadLinear"):
+        fedrot.align(state, state, replace(symmetry, groups=tuple(groups)))
+
+
+def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_SOLVERS", dict(stages._SOLVERS))
+    called: list[int] = []
+
+    @stages.solves(Reversal)
+    def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
+        called.append(len(groups))
+        return _match_reversals(groups, problem)
+
+    symmetry = _with_reversals(symmetry_for(NAME))
+    anchor, order = state_of(NAME), []
+    for group in symmetry.groups:
+        if isinstance(group.kind, Reversal):
+            assert stages.stage_of(group) == "heads"
+            assert stages.solver_of(group) is match
+            order.append(Move(group, torch.arange(group.kind.units).flip(0)))
+    client = near(anchor, 0.01)
+    moved = apply_moves(client, order)
+    options = fedrot.AlignmentOptions(parts=("ffn",))
+    alignment = fedrot.align(moved, anchor, symmetry, options)
+    assert called == [len(order)] == [2]
+    assert largest_difference(alignment.apply(moved), client) == 0
+    assert [row.moved for row in alignment.report.groups] == [g.group.kind.units for g in order]
+
+
+def test_groups_of_different_solvers_share_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each solver sees its own groups once, and matches come back in the order of the groups."""
+    monkeypatch.setattr(stages, "_SOLVERS", dict(stages._SOLVERS))
+    seen: list[list[str]] = []
+
+    def named(solver: str) -> stages.Solver:
+        def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
+            seen.append([solver, *(group.name for group in groups)])
+            return [Match(None, float(group.layer), 0.0) for group in groups]
+
+        return match
+
+    first, second = (g for g in symmetry_for(NAME).groups if g.part == "ffn")
+    groups = [
+        replace(group, name=f"{group.name}-{place}", kind=kind, layer=place)
+        for place, (group, kind) in enumerate(
+            [(first, Reversal(4)), (first, Permutation(4)), (second, Reversal(4))]
+        )
+    ]
+    stages.solves(Reversal)(named("reversals"))
+    stages.solves(Permutation)(named("permutations"))
+    problem = Problem(fedrot.Anchor({}), {}, symmetry_for(NAME), fedrot.AlignmentOptions())
+    matches = stages.match_stage(groups, problem)
+    assert [match.before for match in matches] == [0, 1, 2]
+    assert seen == [["reversals", groups[0].name, groups[2].name], ["permutations", groups[1].name]]
+
+
+def test_an_action_of_an_unknown_stage_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_SOLVERS", dict(stages._SOLVERS))
+
+    @dataclass(frozen=True)
+    class Late(Permutation):
+        stage: ClassVar[str] = "late"
+
+    state, symmetry = state_of(NAME), symmetry_for(NAME)
+    stages.solves(Late)(_match_reversals)
+    groups = [replace(g, kind=Late(g.kind.units)) if g.part == "ffn" else g for g in symmetry.groups]
+    with pytest.raises(fedrot.SymmetryError, match=r"stage 'late' of its action Late .*: residual"):
+        fedrot.align(state, state, replace(symmetry, groups=tuple(groups)))

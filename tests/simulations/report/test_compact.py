@@ -1,0 +1,95 @@
+"""Compact copies of run folders, and the published ones in docs/results."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrot.simulations.federation.run_folder import read_rows, refuse_used
+from fedrot.simulations.report.compact import compact, write_parquet
+from fedrot.simulations.report.run_page import write_report
+from fedrot.simulations.report.tables import markdown_table
+
+DOCS = Path(__file__).parents[3] / "docs"
+ROW = {"setting": "s", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}
+ROWS = [{**ROW, "metric": "loss", "value": 0.1 + 0.2}, {**ROW, "metric": "accuracy", "value": None}]
+GROUP = {"group": "layer.0.qk", "layer": 0, "part": "attention", "before": 2.0, "after": 1.0}
+ALIGNED = {key: value for key, value in ROW.items() if key != "scope"}
+ALIGNMENT = [{**ALIGNED, "client": 0, **GROUP}, {**ALIGNED, "client": 1, "dropped": "not finite"}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "plots").mkdir(parents=True)
+    for name, rows in (("rows.jsonl", ROWS), ("alignment.jsonl", ALIGNMENT)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name in ("config.json", "versions.json", "rows.csv", "report.html", "plots/loss.png"):
+        (folder / name).write_text("{}\n", encoding="utf-8")
+    return folder
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: "NaN" if v != v else v for k, v in row.items()} for row in rows]
+
+
+def test_a_compact_copy_has_the_same_rows_and_gives_the_same_page(run: Path, tmp_path: Path) -> None:
+    # The page carries the folder's name.
+    copy = compact(run, tmp_path / "copies" / "run")
+    assert {path.name for path in copy.iterdir()} == {
+        *("config.json", "versions.json", "rows.parquet", "alignment.parquet")
+    }
+    for name in ("rows.jsonl", "alignment.jsonl"):
+        assert comparable(read_rows(copy, name)) == comparable(read_rows(run, name))
+    assert math.isnan(read_rows(copy)[1]["value"])
+    assert "before" not in read_rows(copy, "alignment.jsonl")[1]
+    assert write_report(copy).read_text() == write_report(run).read_text()
+
+
+def test_a_compact_copy_counts_as_a_run(run: Path, tmp_path: Path) -> None:
+    copy = compact(run, tmp_path / "copy")
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        refuse_used(copy)
+
+
+def test_a_folder_without_rows_cannot_be_made_compact(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
+        compact(tmp_path, tmp_path / "copy")
+
+
+def test_numbers_survive_to_the_last_bit(tmp_path: Path) -> None:
+    rows = [{"value": value} for value in (1 / 3, 5e-324, 1.7976931348623157e308, -0.0)]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    assert [row["value"].hex() for row in read_rows(tmp_path)] == [row["value"].hex() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "left_out"),
+    [
+        ("one-shot", "results.md", ("start", "seeds")),
+        ("rounds", "results.md", ("start", "seeds")),
+        ("different-one-shot", "different-starts.md", ("start",)),
+        ("different-rounds", "different-starts.md", ("start",)),
+        ("different-short-rounds", "different-starts.md", ("start",)),
+    ],
+)
+def test_published_rows_give_the_published_table(
+    name: str, document: str, left_out: tuple[str, ...]
+) -> None:
+    table = markdown_table(read_rows(DOCS / "results" / name), ["accuracy", "loss"])
+    header, _, *lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    keep = [index for index, title in enumerate(header) if title not in left_out]
+    published = (DOCS / document).read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        assert f"| {' | '.join(line[index] for index in keep)} |" in published
+
+
+def test_published_results_stay_small() -> None:
+    drawn = {"plots", "report.html"}  # by `fedrot report`; git ignores them
+    files = [path for path in (DOCS / "results").rglob("*") if path.is_file()]
+    kept = [path for path in files if not drawn & set(path.parts)]
+    assert sum(path.stat().st_size for path in kept) < 1_000_000

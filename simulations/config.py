@@ -1,4 +1,4 @@
-"""Configuration of a simulation, validated and serialisable, and the grammar of its arms."""
+"""Configuration of a simulation, validated and serialisable."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedrot.aggregation import aggregations, entry_named
-from fedrot.anchors import ANCHORS
-from fedrot.options import AlignmentOptions
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.data.partition import parse_partition
 from fedrot.simulations.data.sources import BUNDLED, DIGITS
-from fedrot.strategies import DEFAULT_ANCHOR
-from fedrot.symmetry import WHOLE_MODEL
 
 TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
 Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
@@ -48,107 +44,6 @@ TASKS: Mapping[str, TaskTraits] = {
 
 #: The largest number of seeds; a larger number was meant as a seed.
 MOST_SEEDS = 10_000
-
-#: Evidence for matching replies in another basis: weights and activations on random tokens, weights
-#: alone, activations on the clients' data (matched at the clients), or learning at the clients.
-EVIDENCE = ("probe", "weights", "clients", "learned")
-
-#: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
-#: their probabilities.
-ENSEMBLES = ("ensemble", "ensemble-probabilities")
-
-#: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
-AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
-
-#: The arm of one model trained on all clients' data, an upper bound.
-JOINED = "joined"
-
-
-class Arm(BaseModel):
-    """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
-
-    ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
-    another basis. ``PARTS`` are any of residual, output, heads, attention, ffn, rescale joined by
-    ``+``, or ``whole``; the arm moves these parts of every reply. ``@ANCHOR`` and ``~EVIDENCE`` may be
-    left out: the defaults are the strategy's anchor and the first of ``EVIDENCE``.
-
-    Each may end in ``/AGGREGATION``; ``ensemble`` is short for ``plain/ensemble``. ``joined`` trains one
-    model on all clients' data.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    align: bool
-    parts: tuple[str, ...] = ()
-    anchor: str = DEFAULT_ANCHOR
-    evidence: str = EVIDENCE[0]
-    aggregation: str = AGGREGATIONS[0]
-    other_basis: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Arm:
-        """Read an arm from its name; raises ``ValueError`` with the known names."""
-        if text == JOINED:
-            return cls(name=text, align=False)
-        full = f"plain/{text}" if text in AGGREGATIONS else text
-        move, slash, aggregation = full.partition("/")
-        rest, _, evidence = move.partition("~")
-        what, _, anchor = rest.partition("@")
-        anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
-        aggregation = aggregation if slash else AGGREGATIONS[0]
-        for name, value, known in (
-            ("anchor", anchor, ANCHORS),
-            ("evidence", evidence, EVIDENCE),
-            ("aggregation", aggregation, AGGREGATIONS),
-        ):
-            if value not in known:
-                raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
-        if move not in ("plain", what) and _aligns_at_clients(aggregation):
-            raise ValueError(
-                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
-                "statistics cannot follow rotations; leave out the anchor and the evidence"
-            )
-        if move == "plain":
-            return cls(name=text, align=False, aggregation=aggregation)
-        if aggregation in ENSEMBLES:
-            raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
-        named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
-        parts = named.get(what) or tuple(what.split("+"))
-        other_basis = what == "aligned"
-        if evidence in ("clients", "learned") and not other_basis:
-            raise ValueError(f"arm '{text}': evidence '{evidence}' goes with 'aligned'")
-        try:
-            AlignmentOptions(parts=parts)
-        except ValueError as error:
-            raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
-        return cls(
-            name=text,
-            align=True,
-            parts=parts,
-            anchor=anchor,
-            evidence=evidence,
-            aggregation=aggregation,
-            other_basis=other_basis,
-        )
-
-    @property
-    def ensemble(self) -> bool:
-        """Whether the arm averages the answers of the clients' models."""
-        return self.aggregation in ENSEMBLES
-
-    @property
-    def aligns_at_clients(self) -> bool:
-        """Whether clients align before they compute statistics, which cannot follow rotations."""
-        return self.align and _aligns_at_clients(self.aggregation)
-
-    def takes(self, argument: str) -> bool:
-        """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
-        return not self.ensemble and argument in entry_named(self.aggregation).inputs
-
-
-def _aligns_at_clients(aggregation: str) -> bool:
-    return aggregation not in ENSEMBLES and not entry_named(aggregation).follows_rotations
 
 
 class SimulationConfig(BaseModel):

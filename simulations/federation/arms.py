@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.aggregation import Aggregator, aggregation_named
-from fedrot.simulations.config import Arm
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task
 from fedrot.symmetry import Symmetry, symmetry_of

@@ -18,7 +18,8 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.config import JOINED, Arm, SimulationConfig, Start
+from fedrot.simulations.arm import JOINED, Arm
+from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.arms import aggregation_of, evaluate_ensemble, train_joined
 from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.federation.ordered_grid import OrderedGrid

@@ -19,7 +19,8 @@ import fedrot
 from fedrot.aggregation import Fisher, RegMean
 from fedrot.collect import kinds
 from fedrot.research import GreedySoup, OptimalTransport
-from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
+from fedrot.simulations.arm import AGGREGATIONS, Arm
+from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.federation.arms import (
     Ensemble,

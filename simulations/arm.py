@@ -1,4 +1,4 @@
-"""Arms of a comparison: their names, read as alignment, anchor, evidence and aggregation."""
+"""Arms of a comparison: ways to average, and the grammar of their names."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class Arm(BaseModel):
         ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
-        if move not in ("plain", what) and _aligns_at_clients(aggregation):
-            raise ValueError(
-                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
-                "statistics cannot follow rotations; leave out the anchor and the evidence"
-            )
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
         if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
+        if move != what and not entry_named(aggregation).follows_rotations:
+            raise ValueError(
+                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
+                "statistics cannot follow rotations; leave out the anchor and the evidence"
+            )
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
         other_basis = what == "aligned"
@@ -101,12 +101,8 @@ class Arm(BaseModel):
     @property
     def aligns_at_clients(self) -> bool:
         """Whether clients align before they compute statistics, which cannot follow rotations."""
-        return self.align and _aligns_at_clients(self.aggregation)
+        return self.align and not entry_named(self.aggregation).follows_rotations
 
     def takes(self, argument: str) -> bool:
         """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
         return not self.ensemble and argument in entry_named(self.aggregation).inputs
-
-
-def _aligns_at_clients(aggregation: str) -> bool:
-    return aggregation not in ENSEMBLES and not entry_named(aggregation).follows_rotations

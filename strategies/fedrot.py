@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean, aggregation_named
-from fedrot.collect.statistic_kinds import FISHER, TRAINED
+from fedrot.collect.statistic_kinds import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
@@ -114,15 +114,16 @@ class FedRot(Aligned, FedAvg):
         self.aggregation = aggregation
         self.statistics_every = statistics_every
         self._kinds = aggregation().needs if aggregation is not None else ()
-        self._check_fisher()
+        self._check_rotations()
 
-    def _check_fisher(self) -> None:
+    def _check_rotations(self) -> None:
         aligned = [self.options, self.other_bases.possible_options] if self.align else []
-        if FISHER in self._kinds and any(map(_rotates, aligned)):
+        fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
+        if fixed and any(map(_rotates, aligned)):
             raise FedrotError(
-                "Diagonal Fisher information cannot follow rotations of the heads. Let the clients "
-                "align before they compute it (fedrot.strategies.align_mod) and give align=False here, "
-                "or align permutations only, options=AlignmentOptions(parts=('heads', 'ffn'))."
+                f"The statistics '{fixed[0]}' cannot follow rotations of the heads. Let the clients "
+                "align before they compute them (fedrot.strategies.align_mod) and give align=False "
+                "here, or align permutations only, options=AlignmentOptions(parts=('heads', 'ffn'))."
             )
 
     def summary(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ class RegMean:
         self.notes: Mapping[str, str] = {}
         self._mean = Mean()
         self._layers: dict[str, _Layer] = {}
-        self._totals: dict[str, _Total] = {}
         #: Rows that every client has trained, of tensors of which some client has not trained all.
         self._trained: dict[str, Tensor] = {}
         self._lacking: set[str] = set()
@@ -73,36 +71,24 @@ class RegMean:
         for name, mask in statistics.get(TRAINED, {}).items():
             if name not in lacking and not bool(mask.all()):
                 self._trained[name] = self._trained.get(name, torch.tensor(True)) & mask
-        # Layers that read one input hold the same matrix: it is added up once, under the first's name.
-        first: dict[int, str] = {}
-        sharing = {name: first.setdefault(id(grams[name][1]), name) for name in sorted(grams)}
-        self._separate(sharing)
-        shrunk: dict[int, Tensor] = {}
-        added: set[str] = set()
+        # Layers that read one input bring the same matrix, and share its sum as long as they do.
+        groups: dict[tuple[int, int], list[str]] = {}
         for name, (kind, gram) in grams.items():
-            if id(gram) not in shrunk:
-                shrunk[id(gram)] = weight * self._shrunk(_as_blocks(gram).double())
-            matrix = _oriented(kind, update[name])
             if name not in self._layers:
-                # A layer that an earlier client lacked has fewer matrices than the others.
-                total = name if self._lacking else sharing[name]
-                self._layers[name] = _Layer(kind, total, matrix)
-            layer = self._layers[name]
-            layer.product = layer.product + _times(matrix - layer.reference, shrunk[id(gram)])
-            if layer.total not in added:
-                added.add(layer.total)
-                self._totals.setdefault(layer.total, _Total()).add(shrunk[id(gram)], gram.dtype)
-
-    def _separate(self, sharing: Mapping[str, str]) -> None:
-        """Copy totals that layers share, for layers that have different matrices in this update."""
-        groups: dict[str, list[str]] = {}
-        for name, layer in self._layers.items():
-            groups.setdefault(layer.total, []).append(name)
-        for key, names in groups.items():
-            if len({sharing.get(name) for name in names}) > 1:
-                for name in names:
-                    self._totals[name] = copy(self._totals[key])
-                    self._layers[name].total = name
+                self._layers[name] = _Layer(kind, _oriented(kind, update[name]))
+            groups.setdefault((id(self._layers[name].total), id(gram)), []).append(name)
+        for names in groups.values():
+            gram = grams[names[0]][1]
+            shrunk = weight * self._shrunk(_as_blocks(gram).double())
+            total = self._layers[names[0]].total + shrunk
+            # The rounding error of bfloat16 cannot be told from unseen directions: it counts as seen.
+            exact = torch.float64 if gram.dtype == torch.float64 else torch.float32
+            for name in names:
+                layer = self._layers[name]
+                matrix = _oriented(layer.kind, update[name])
+                layer.product = layer.product + _times(matrix - layer.reference, shrunk)
+                layer.total = total
+                layer.rounding = max(layer.rounding, torch.finfo(exact).eps)
 
     def _check(self, grams: Mapping[str, tuple[str, Tensor]], lacking: set[str]) -> None:
         if not grams:
@@ -112,7 +98,7 @@ class RegMean:
         check_alike("Gram matrix", grams.keys(), lacking, self._layers.keys(), self._lacking)
         for name in grams.keys() & self._layers.keys():
             (kind, gram), layer = grams[name], self._layers[name]
-            if kind != layer.kind or _as_blocks(gram).shape != self._totals[layer.total].gram.shape:
+            if kind != layer.kind or _as_blocks(gram).shape != layer.total.shape:
                 raise UpdateError(
                     f"The Gram matrix of '{name}' has another kind or form than in the first update. "
                     "Send one form from every client."
@@ -130,12 +116,10 @@ class RegMean:
             UpdateError: nothing was added.
         """
         merged, notes = self._mean.result(), dict[str, str]()
-        inverses = {
-            key: _Inverse(self._totals[key].gram, self._totals[key].rounding)
-            for key in {layer.total for layer in self._layers.values()}
-        }
+        shared = {id(layer.total): layer for layer in self._layers.values()}
+        inverses = {key: _Inverse(layer.total, layer.rounding) for key, layer in shared.items()}
         for name, layer in self._layers.items():
-            inverse = inverses[layer.total]
+            inverse = inverses[id(layer.total)]
             found = layer.reference + inverse.solved(layer.product)
             if inverse.unseen:
                 mean = _oriented(layer.kind, merged[name])
@@ -151,32 +135,27 @@ class RegMean:
         return merged
 
 
-@dataclass
-class _Total:
-    """The sum of one input's Gram matrices ``[blocks, n, n]``, and the relative error of its entries."""
-
-    gram: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    rounding: float = 0.0
-
-    def add(self, gram: Tensor, dtype: torch.dtype) -> None:
-        self.gram = self.gram + gram
-        # The rounding error of bfloat16 cannot be told from unseen directions: it counts as seen.
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        self.rounding = max(self.rounding, torch.finfo(exact).eps)
+_ZERO = torch.zeros((), dtype=torch.float64)
 
 
 @dataclass
 class _Layer:
-    """The sum of one layer's weights times Gram matrices.
+    """The sums of one layer.
 
-    Weights are taken relative to ``reference``, the first update's, so that sums of similar models lose
-    fewer digits. ``total`` is the key of the sum of the layer's Gram matrices.
+    Attributes:
+        kind: of its Gram matrices.
+        reference: the first update's weight ``[out, in]``; other weights are taken relative to it, so
+            that sums of similar models lose fewer digits.
+        product: sum of relative weights times Gram matrices ``[out, in]``.
+        total: sum of Gram matrices ``[blocks, n, n]``; layers with the same inputs hold one tensor.
+        rounding: relative error of the entries of ``total``.
     """
 
     kind: str
-    total: str
     reference: Tensor
-    product: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    product: Tensor = _ZERO
+    total: Tensor = _ZERO
+    rounding: float = 0.0
 
 
 def _oriented(kind: str, weight: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
+from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, SignedPermutation
 from fedrot.symmetry.groups import Group, Slot, Symmetry
@@ -28,6 +29,8 @@ from fedrot.transport import Move
 
 #: Differentiable loss of a model's tensors on one batch.
 Loss = Callable[[Tensors, Tensors], Tensor]
+
+LEARNED_PARTS = ("attention", "ffn", "residual")
 
 _SINKHORN_STEPS = 10
 
@@ -55,11 +58,10 @@ class LearningOptions:
     temperature: float = 0.3
 
     def __post_init__(self) -> None:
-        unknown = [part for part in self.parts if part not in ("attention", "ffn", "residual")]
-        if unknown:
-            raise FedrotError(
-                f"Part '{unknown[0]}' cannot be learned; choose from attention, ffn, residual."
-            )
+        for part in self.parts:
+            if part not in LEARNED_PARTS:
+                known = ", ".join(LEARNED_PARTS)
+                raise FedrotError(f"Part '{part}' cannot be learned; choose from {known}.")
         sizes = (self.lr, self.permutation_lr, self.temperature)
         if self.steps < 0 or not all(0 < size < float("inf") for size in sizes):
             raise FedrotError("steps must not be negative; rates and temperature must be positive.")
@@ -190,25 +192,19 @@ def _head_matrix(group: Group, parameter: Tensor) -> Tensor:
     return torch.matrix_exp(skew)
 
 
-def _order(parameter: Tensor) -> Tensor:
-    from scipy.optimize import linear_sum_assignment
-
-    scores = parameter.detach().cpu().numpy()
-    return torch.from_numpy(linear_sum_assignment(scores, maximize=True)[1])
-
-
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
     """Return the element in a form that has a gradient: a permutation as a matrix."""
     if isinstance(group.kind, HeadRotation):
         return _head_matrix(group, parameter)
     if isinstance(group.kind, RotaryPhases):
         return parameter
+    # A straight-through estimator: the value is the best assignment, the gradient is Sinkhorn's.
     soft = parameter / options.temperature
     for _ in range(_SINKHORN_STEPS):
         soft = soft - soft.logsumexp(1, keepdim=True)
         soft = soft - soft.logsumexp(0, keepdim=True)
     soft = soft.exp()
-    hard = torch.eye(len(parameter)).to(parameter)[_order(parameter).to(parameter.device)]
+    hard = torch.eye(len(parameter)).to(parameter)[best_columns(parameter.detach()).to(parameter.device)]
     return hard + soft - soft.detach()
 
 
@@ -229,5 +225,5 @@ def _element(group: Group, parameter: Tensor) -> Tensor:
         return _head_matrix(group, parameter.double())
     if isinstance(group.kind, RotaryPhases):
         return parameter.detach().double()
-    order = _order(parameter)
+    order = best_columns(parameter.detach())
     return order + 1 if isinstance(group.kind, SignedPermutation) else order

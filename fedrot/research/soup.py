@@ -18,8 +18,8 @@ class GreedySoup:
     """Greedy soup (Wortsman et al. 2022, recipe 1): the mean of a subset of the updates.
 
     Updates are sorted by their own score, highest first. Each one is added to the average if the
-    average's score does not fall. All updates are held until ``result``, which evaluates each update
-    alone, and every average but the first.
+    average's score does not fall. All updates are held until ``result``, which calls ``score`` for
+    each update alone and for each average that one more update makes.
 
     Args:
         score: from tensors to their score on held-out data, higher is better. NaN counts as the lowest

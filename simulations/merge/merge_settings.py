@@ -6,6 +6,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedrot.aggregation import aggregations
+
+#: The aggregations that need nothing but what a merge has.
+METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
+
 
 class MergeSettings(BaseModel):
     """How saved models are aligned and merged; ``merge`` checks the values."""
@@ -16,7 +21,7 @@ class MergeSettings(BaseModel):
         default=None, description="The model that the others are moved to; default: the first."
     )
     method: str = Field(
-        default="mean", description="mean, fisher, regmean or ot (pip install 'fedrot[ot]')."
+        default="mean", description=f"{', '.join(METHODS)} (ot: pip install 'fedrot[ot]')."
     )
     parts: str = Field(
         default="attention+ffn",

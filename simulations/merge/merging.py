@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
+from fedrot.aggregation import RegMean, Statistics, aggregation_named
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
 from fedrot.collect.statistic_kinds import kind_named
@@ -24,7 +24,7 @@ from fedrot.simulations.merge.merge_inputs import (
     reported,
 )
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
-from fedrot.simulations.merge.merge_settings import MergeSettings
+from fedrot.simulations.merge.merge_settings import METHODS, MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.symmetry import WHOLE_MODEL
@@ -33,9 +33,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 #: Rows of data to match on, for methods that collect no statistics.
 _ROWS = 1024
-
-#: The aggregations that need at most a symmetry.
-METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:

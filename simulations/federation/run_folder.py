@@ -1,4 +1,4 @@
-"""A run's folder: configuration, versions, raw rows; readable at any moment, complete or not."""
+"""Run folders: configuration, versions, partitions and rows, readable while the run goes on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,8 @@ import numpy as np
 from fedrot._io import replacing
 
 _PACKAGES = (
-    "fedrot",
-    "torch",
-    "numpy",
-    "scipy",
-    "flwr",
-    "ray",
-    "flwr-datasets",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "scikit-learn",
+    *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
+    *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
 
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
@@ -82,7 +73,7 @@ class RunFolder:
             temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def close(self, complete: bool) -> None:
-        """Finish: write the CSV beside the rows, and whether the run is complete."""
+        """Write ``rows.csv``, and ``status.json`` with whether the run is complete."""
         self._rows.close()
         self._alignments.close()
         with (

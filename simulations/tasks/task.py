@@ -1,4 +1,4 @@
-"""What client and server derive from a configuration: data, encodings, partitions; once per process."""
+"""The data of a configuration, encoded and partitioned once per process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import Encoded
 from fedrot.simulations.data.partition import parse_partition, split_clients
 from fedrot.simulations.data.texts import DataSet
-from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective
+from fedrot.simulations.tasks.objective import Objective
+from fedrot.simulations.tasks.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
 class Task:
-    """The data of one configuration, encoded, and what models are trained for on it."""
+    """The encoded data of one configuration, and the objective of training on it."""
 
     config: SimulationConfig
     data: DataSet[Any]

@@ -21,8 +21,9 @@ from fedrot.strategies import arguments
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.privacy import check_in_front, check_not_behind
 from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog
+from fedrot.strategies.reporting.rows import begin_rows
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import begin_rows, run
+from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
 from fedrot.strategies.round.evaluation import readable_evaluations
 from fedrot.strategies.round.inbox import Asked, Inbox

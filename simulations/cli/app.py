@@ -75,7 +75,7 @@ def _options(
     "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
     "fedrot simulate --out runs/mine --data mine.csv --dry-run",
     fields=SimulationConfig,
-    renamed={"starts": "start"},
+    renamed={"starts": "--start"},
     leave_out=("setting",),
 )
 def simulate(
@@ -135,7 +135,7 @@ def flower_app(
 )
 def report(
     run_or_file: Annotated[
-        Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
+        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
@@ -195,8 +195,9 @@ def barriers(
     workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
 ) -> None:
     """Train pairs of small models and measure their barriers under every method of a grid."""
-    from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
+    from fedrot.simulations.barrier.barrier_grid import Grid
     from fedrot.simulations.barrier.barrier_report import summarise, tables
+    from fedrot.simulations.barrier.grid_run import run_grid
 
     described = Grid.read(grid, data_dir)
     if only:

@@ -32,8 +32,8 @@ class Objective(ABC):
     def of(cls, config: SimulationConfig, data: Any) -> Objective:
         """Return the objective for a data set; raises ``DataError`` if the model cannot serve it."""
 
-    @staticmethod
-    def configure(settings: Any, data: Any) -> None:  # noqa: B027
+    @staticmethod  # noqa: B027
+    def configure(settings: Any, data: Any) -> None:
         """Set in a transformers configuration what the objective needs; nothing by default."""
 
     def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ from typing import TypeVar
 from flwr.app import Message, Metadata, RecordDict
 from flwr.common import log
 
+from fedrot.collect.statistic_kinds import brings, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import brings, check_statistics
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.wire.records import model_records, read_statistics, statistics_bytes

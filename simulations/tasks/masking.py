@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fedrot.simulations.data.encoding import IGNORED
 from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ Array: TypeAlias = npt.NDArray[Any]
 SHARE = 0.15
 #: Shares of the predicted tokens that training shows as the mask, and as a random token.
 MASKED, RANDOM = 0.8, 0.1
-#: Label of tokens that are not predicted.
-IGNORED = -100
 MASK_TOKENS = ("[MASK]", "<mask>")
 _EVALUATION_SEED = 15
 

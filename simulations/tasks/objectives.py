@@ -12,12 +12,13 @@ import torch
 from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.encoding import IGNORED, Encoded, EncodedTags
+from fedrot.simulations.data.labels import Kind
 from fedrot.simulations.data.readers import IMAGE, TAGGED, TEXT, Reader
 from fedrot.simulations.data.tagged import TagData
 from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
-from fedrot.simulations.tasks.scores import Kind, entity_scores, evaluate_predictions
+from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
 
 
 @dataclass(frozen=True)

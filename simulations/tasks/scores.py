@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Kind: TypeAlias = Literal["single", "multi", "regression"]
+from fedrot.simulations.data.labels import Kind
+
 Array: TypeAlias = npt.NDArray[Any]
 Score: TypeAlias = Callable[[Array, Array], float]
 

@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedrot._io import replacing
 
 _PACKAGES = (
@@ -50,20 +48,10 @@ class RunFolder:
         self._alignments.write(json.dumps(row) + "\n")
 
     def partition(
-        self,
-        setting: str,
-        seed: int,
-        labels: np.ndarray,
-        parts: Sequence[np.ndarray],
-        names: Sequence[str],
+        self, setting: str, seed: int, names: Sequence[str], sizes: list[int], counts: list[list[int]]
     ) -> None:
-        """Record how many rows of each class every client holds."""
-        from fedrot.simulations.data.partition import histogram, key_names
-
-        keys = key_names(labels, names)
-        counts = histogram(labels, parts, len(keys)).tolist()
-        sizes = [len(part) for part in parts]
-        by_setting = self._partitions.setdefault(setting, {"label_names": list(keys), "seeds": {}})
+        """Record a partition, see ``Task.partition``."""
+        by_setting = self._partitions.setdefault(setting, {"label_names": list(names), "seeds": {}})
         by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
         self.write_json("partition.json", self._partitions)
 

@@ -129,7 +129,6 @@ def simulate(
 
 
 def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
-    from fedrot.simulations.data.partition import histogram, key_names
     from fedrot.simulations.report.tables import partition_table
     from fedrot.simulations.tasks.task import task_of
 
@@ -137,8 +136,7 @@ def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> 
         task, seed = task_of(config.to_json()), config.seeds[0]
         if task.data.note:
             console.print(task.data.note, highlight=False)
-        names = key_names(task.data.train.labels, task.data.label_names)
-        counts = histogram(task.data.train.labels, task.clients(seed), len(names)).tolist()
+        names, _, counts = task.partition(seed)
         console.print(partition_table(counts, names, config.setting, seed))
 
 

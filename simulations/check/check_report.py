@@ -58,6 +58,7 @@ class CheckReport:
         refused: parts that cannot be moved in this model, with the reason.
         change: of all parts moved together, as in ``KindChecked``.
         holds: whether that and the changes of all kinds are at most ``tolerance``.
+        suspects: the groups that change the outputs and their tensors, in a sentence; empty if none.
         notes: what the user should know about the files, in sentences.
         seconds: wall time of everything, loading included.
     """
@@ -74,6 +75,7 @@ class CheckReport:
     change: float | None
     tolerance: float
     holds: bool
+    suspects: str
     notes: tuple[str, ...]
     seconds: float
 
@@ -109,10 +111,7 @@ def verdict(report: CheckReport) -> str:
     """Return a sentence: whether the model has the symmetry, and what to do if not."""
     if report.holds:
         return f"The function is preserved: outputs change by {report.change:.1e} of their size at most."
-    return (
-        f"'{report.model}' does something with its tensors that family '{report.family}' does not know: "
-        "its outputs change. Align it by other parts only."
-    )
+    return f"The function of '{report.model}' is not preserved: its outputs change. {report.suspects}"
 
 
 def families_table(families: Mapping[str, Iterable[str]]) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fedrot.check import TOLERANCE, output_change
+from fedrot.check import TOLERANCE, output_change, suspects
 from fedrot.errors import FedrotError
 from fedrot.simulations.check.check_report import CheckReport, GroupFound, KindChecked
 from fedrot.simulations.models.model_files import CONFIG, SUFFIX
@@ -45,6 +45,8 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
         for key in dict.fromkeys(map(_key, groups))
     )
     together = change(lambda group: True)
+    holds = together <= TOLERANCE and all(kind.holds for kind in kinds)
+    broken = tuple(dict.fromkeys(kind.part for kind in kinds if not kind.holds))
     return CheckReport(
         model=name,
         model_type=config.model_type,
@@ -57,7 +59,8 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
         kinds=kinds,
         change=_finite(together),
         tolerance=TOLERANCE,
-        holds=together <= TOLERANCE and all(kind.holds for kind in kinds),
+        holds=holds,
+        suspects="" if holds else suspects(symmetry, change, broken),
         notes=notes,
         seconds=time.perf_counter() - start,
     )

@@ -20,7 +20,6 @@ from fedrot.simulations.merge.merge_inputs import (
     aligned,
     batches_of,
     check_mergeable,
-    reported,
 )
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
@@ -99,8 +98,7 @@ def merge(
         check_mergeable(first, other)
     rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
     batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
-    inputs = aligned(saved, weights, options, batches)
-    reports = tuple(reported(one, inputs[0]) for one in inputs)
+    inputs, reports = zip(*aligned(saved, weights, options, batches), strict=True)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
     dtype = DTYPES.get(settings.dtype or "")
     written = _written(merged, first, dtype)

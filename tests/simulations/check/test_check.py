@@ -58,11 +58,11 @@ def test_a_sound_model_is_reported_in_full(model: Path) -> None:
     assert code == 0
     assert list(found) == [
         *("model", "model_type", "family", "architecture", "seed", "parts", "refused", "groups"),
-        *("kinds", "change", "tolerance", "holds", "notes", "seconds"),
+        *("kinds", "change", "tolerance", "holds", "suspects", "notes", "seconds"),
     ]
     assert found["architecture"] == "BertForSequenceClassification"
     assert (found["model"], found["model_type"], found["family"]) == (str(model), "bert", "bert")
-    assert (found["seed"], found["refused"], found["notes"]) == (0, {}, [])
+    assert (found["seed"], found["refused"], found["suspects"], found["notes"]) == (0, {}, "", [])
     assert found["parts"] == ["residual", "output", *INSIDE]
     assert (found["holds"], found["tolerance"]) == (True, 1e-6)
     assert 0 < found["change"] <= 1e-10
@@ -221,7 +221,8 @@ def test_a_model_that_looks_at_single_heads_is_caught(
     assert code == 1
     assert shown.count("BROKEN") == 2  # of the heads, and together
     assert "BROKEN attention" in shown
-    assert "does something with its tensors that family 'bert' does not know" in shown
+    assert "The description of family 'bert' is wrong for this model. Look at group" in shown
+    assert "'encoder.layer.0.heads' (heads), which acts on 'bert.encoder.layer.0.attention" in shown
     assert "is preserved" not in shown
     assert read(model, "--parts", "attention+ffn")[0] == 0
 

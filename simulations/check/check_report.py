@@ -58,7 +58,7 @@ class CheckReport:
         refused: parts that cannot be moved in this model, with the reason.
         change: of all parts moved together, as in ``KindChecked``.
         holds: whether that and the changes of all kinds are at most ``tolerance``.
-        suspects: the groups that change the outputs and their tensors, in a sentence; empty if none.
+        suspects: if not, the first group of each part that changes the outputs, with its tensors.
         notes: what the user should know about the files, in sentences.
         seconds: wall time of everything, loading included.
     """
@@ -111,7 +111,7 @@ def verdict(report: CheckReport) -> str:
     """Return a sentence: whether the model has the symmetry, and what to do if not."""
     if report.holds:
         return f"The function is preserved: outputs change by {report.change:.1e} of their size at most."
-    return f"The function of '{report.model}' is not preserved: its outputs change. {report.suspects}"
+    return f"The outputs of '{report.model}' change. {report.suspects}"
 
 
 def families_table(families: Mapping[str, Iterable[str]]) -> Table:

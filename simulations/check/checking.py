@@ -46,7 +46,7 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
     )
     together = change(lambda group: True)
     holds = together <= TOLERANCE and all(kind.holds for kind in kinds)
-    broken = tuple(dict.fromkeys(kind.part for kind in kinds if not kind.holds))
+    broken = dict.fromkeys(kind.part for kind in kinds if not kind.holds)
     return CheckReport(
         model=name,
         model_type=config.model_type,
@@ -60,7 +60,7 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
         change=_finite(together),
         tolerance=TOLERANCE,
         holds=holds,
-        suspects="" if holds else suspects(symmetry, change, broken),
+        suspects="" if holds else suspects(symmetry, change, tuple(broken)),
         notes=notes,
         seconds=time.perf_counter() - start,
     )

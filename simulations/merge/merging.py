@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import (
@@ -25,7 +26,6 @@ from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
-from fedrot.statistic_kinds import collector, kind_named
 from fedrot.symmetry import WHOLE_MODEL
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -189,7 +189,7 @@ def _statistics(
     for kind in kinds:
         follows = kind_named(kind).follows_rotations
         model.load_state_dict(one.own() if follows else one.alignment.apply(one.own()))
-        collected = collector(kind)(model, batches, limited=False)
+        collected = kind_named(kind).collected(model, batches, limited=False)
         for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
             # Tied tensors are merged once, under their first name.
             found[moved] = {name: value for name, value in by_name.items() if name in names}

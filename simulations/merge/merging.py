@@ -124,8 +124,8 @@ def _method(settings: MergeSettings) -> AggregationEntry:
     RegMean(settings.alpha)
     if method.needs and not settings.data:
         raise FedrotError(
-            f"Method '{settings.method}' collects statistics from data: give --data NAME, and where it "
-            "is with --data-dir. Any texts of the kind that the models are for will do."
+            f"Method '{settings.method}' collects statistics from data: give --data NAME, and its folder "
+            "with --data-dir. Any texts of the kind that the models are for will do."
         )
     if settings.rows is not None and settings.rows < 1:
         raise FedrotError(f"rows is {settings.rows}; at least one is needed.")
@@ -158,7 +158,7 @@ def _anchor_first(
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Merge the inputs, tensor by tensor where the method allows it; return its notes, too."""
+    """Merge the inputs, tensor by tensor if the method allows it; return the result and notes."""
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
@@ -229,6 +229,6 @@ def _remarks(
             yield f"'{report.name}' names its labels differently than the anchor."
         if model.tensors.unknown:
             yield (
-                f"'{report.name}' also stores what a {model.model_class.__name__} does not have, "
-                f"which is left out: {', '.join(model.tensors.unknown)}"
+                f"'{report.name}' also stores tensors that a {model.model_class.__name__} does not "
+                f"have; they are left out: {', '.join(model.tensors.unknown)}"
             )

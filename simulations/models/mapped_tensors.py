@@ -74,7 +74,7 @@ class MappedTensors:
 def _places(
     path: Path, stored: Mapping[str, Place], first: Mapping[str, str], model_class: str
 ) -> dict[str, Place]:
-    """Return where each tensor is stored; any copy of tied tensors will do, if all are equal."""
+    """Return the place of each tensor; of tied tensors the first copy, after a check of the others."""
     copies: dict[str, list[str]] = defaultdict(list)
     for name, one in first.items():
         copies[one] += [name] if name in stored else []

@@ -124,8 +124,8 @@ def _method(settings: MergeSettings) -> AggregationEntry:
     RegMean(settings.alpha)
     if method.needs and not settings.data:
         raise FedrotError(
-            f"Method '{settings.method}' collects statistics from data: give --data NAME, and its folder "
-            "with --data-dir. Any texts of the kind that the models are for will do."
+            f"Method '{settings.method}' collects statistics from data: give --data NAME, and its "
+            "folder with --data-dir. Any texts of the kind that the models are for will do."
         )
     if settings.rows is not None and settings.rows < 1:
         raise FedrotError(f"rows is {settings.rows}; at least one is needed.")

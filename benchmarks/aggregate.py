@@ -4,11 +4,10 @@ Both strategies get the same replies of BERT-base size, near the broadcast model
 within every repetition; a ratio is the median of the ratios within the repetitions. Ours decodes,
 checks, aligns and averages; FedAvg decodes and averages.
 
-Memory is measured in a process of its own for every strategy and number of clients: the high-water mark
-of the resident set during ``aggregate_train``, less the resident set before (the broadcast model is
-there by then). Replies come from an iterator that makes each one when it is asked for, as a grid does
-that fetches them one at a time. There glibc gives freed blocks back at once, so that what is measured is
-what is held, and not what the allocator keeps for later.
+Memory is measured in a separate process per strategy and number of clients: the high-water mark of the
+resident set during ``aggregate_train``, less the resident set before, broadcast model included.
+Replies come from an iterator that makes each one on demand, like a grid that fetches them one at a time.
+In these processes glibc returns freed blocks at once: memory that the allocator keeps is not counted.
 
     python benchmarks/aggregate.py [--clients 10] [--memory-clients 4 16 64] [--repeats 5] [--json FILE]
 """
@@ -43,7 +42,7 @@ from fedrot.strategies.wire.arrays import encode
 
 State = dict[str, Tensor]
 
-#: What is compared: names and how the strategies are built.
+#: The compared strategies: name and constructor, given the number of layers.
 CONTESTANTS = {
     "FedAvg": lambda layers: FedAvg(),
     "running": lambda layers: FedRot(config(layers)),
@@ -51,15 +50,15 @@ CONTESTANTS = {
 }
 OURS = ("running", "global")
 
-#: What makes glibc's malloc give freed blocks of a megabyte and more back to the system.
+#: Environment in which glibc's malloc returns freed blocks of a megabyte and more to the system.
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
-#: Extra memory at the most clients by that at the fewest, and seconds by FedAvg's.
+#: Limits: extra memory at the most clients over that at the fewest, and seconds over FedAvg's.
 BARS = {"memory": 1.05, "seconds": 1.0}
 
 
 class Nodes:
-    """As much of a grid as ``configure_train`` asks for."""
+    """A grid with the one method that ``configure_train`` calls."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -70,7 +69,7 @@ class Nodes:
 
 
 def asked(strategy: FedAvg, model: ArrayRecord, clients: int) -> list[Message]:
-    """Return what a strategy sends in its first round."""
+    """Return the messages of a strategy's first round."""
     return list(strategy.configure_train(1, model, ConfigRecord(), Nodes(clients)))  # type: ignore[arg-type]
 
 
@@ -81,7 +80,7 @@ def reply(to: Message, arrays: ArrayRecord) -> Message:
 
 
 def arriving(messages: list[Message], model: State, client: State) -> Iterator[Message]:
-    """Make the replies one at a time: every update lies elsewhere between the model and a client's."""
+    """Yield the replies one at a time; their updates lie on the line from the model to a client's."""
     for place, message in enumerate(messages):
         update = ArrayRecord()
         for name, tensor in model.items():
@@ -139,7 +138,7 @@ def peak_memory(name: str, clients: int, options: argparse.Namespace) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything measured, as plain data."""
+    """Return all measurements as plain data."""
     times = seconds(options)
     memory = {
         name: {

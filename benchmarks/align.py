@@ -3,14 +3,14 @@
 Attention and feed-forward alignment (``fedrot.align(...).apply(...)``) is compared with
 
 * a per-head loop: scipy's assignment in every layer, permutations as dense matrices that are
-  multiplied, one SVD per head, as published research code does it; and
+  multiplied, one SVD per head, like published research code; and
 * the time that Flower's own ``FedAvg`` spends on one reply (decode, multiply, add).
 
 The contestants take turns within every repetition; a ratio is the median of the ratios within the
 repetitions, so that a slow minute of the machine hits all of them. Peak memory is measured in a
-process of its own: the high-water mark of its resident set during one ``align`` and ``apply``, less
-the resident set before (anchor and update are loaded by then; one untimed pass over one layer's worth
-of numbers has loaded the numerical libraries). On systems without ``/proc`` it is the rise of
+separate process: the high-water mark of its resident set during one ``align`` and ``apply``, less the
+resident set before (anchor and update are loaded, and an untimed pass over the numbers of one layer has
+loaded the numerical libraries). On systems without ``/proc`` it is the rise of
 ``ru_maxrss``.
 
     python benchmarks/align.py [--regimes near] [--repeats 5] [--threads N] [--clock cpu] [--json FILE]
@@ -62,7 +62,7 @@ def config(layers: int) -> dict[str, Any]:
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of ``BertModel``'s tensors."""
+    """Return the names and shapes of the tensors of ``BertModel``."""
     out: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (VOCABULARY, WIDTH),
         "embeddings.position_embeddings.weight": (POSITIONS, WIDTH),
@@ -261,7 +261,7 @@ def ratio(times: dict[str, list[float]], above: str, below: str) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything measured, as plain data."""
+    """Return all measurements as plain data."""
     layers = options.layers
     parameters = sum(torch.Size(shape).numel() for shape in shapes(layers).values())
     result: dict[str, Any] = {

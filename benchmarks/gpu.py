@@ -1,15 +1,14 @@
 """Speed and memory of aligning one client on a GPU, layer by layer, against the floor.
 
-The floor is what nobody can beat, the time of moving every byte once over the bandwidths measured
-here: the update from the host to the device, or on the device the update and the mean read and the
-moved update and the mean written, whichever takes longer, for the two overlap.
+The floor is a lower bound, the time of moving every byte once at the measured bandwidths: the copy of
+the update to the device, or the work on the device (update and mean read, moved update and mean
+written). The longer of the two counts, because they overlap.
 
-Every layer takes the path that a server's layers take (``fedrot.strategies.round.layerwise``): near its
-anchor, into a
-mean that is held on the device in float32 and is the anchor of the clients after the first. All layers
-of a model hold the same random numbers, so that one layer is all that the host needs. ``first`` and
-``next`` are clients from the host's memory to the mean, copies and work overlapped; the stages are
-timed one after the other. It needs torch, rich and fedrot, nothing else.
+Every layer takes a server's path (``fedrot.strategies.round.layerwise``): the updates are near the
+anchor, and are added to a float32 mean on the device, which is the anchor of all clients but the first.
+All layers of a model hold the same random numbers, so that the host holds one layer only. ``first`` and
+``next`` are clients from the host's memory to the mean, with copies and work overlapped; the stages are
+timed one after the other. Required packages: torch, rich and fedrot.
 
     python benchmarks/gpu.py [--device cuda] [--models llama-8b] [--layers N] [--repeats 3] [--json FILE]
     python benchmarks/gpu.py --device cpu --models bert-base --layers 2
@@ -55,7 +54,7 @@ Model = Mapping[str, Tensor]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STAGES = ("upload", "finite", "neurons", "heads", "apply", "fold", "download")
 DRIFT = 0.02
-#: Bytes that bandwidth is measured with.
+#: Bytes per copy in the measurement of bandwidth.
 COPIED = 2**28
 #: Times the floor, layers' worth of memory, |R^T R - I|, and units in the last place.
 BARS = {"floor": 3.0, "memory": 2.0, "orthogonal": 1e-6, "difference": 2.0}
@@ -218,7 +217,7 @@ def bandwidths(device: torch.device, size: int) -> dict[str, float]:
 def staged(
     update: Model, anchor: Model, symmetry: fedrot.Symmetry, device: torch.device, repeats: int
 ) -> Seconds:
-    """Return the medians of what each stage takes for a client that is not a round's first."""
+    """Return the median seconds of each stage, for a client that is not the first of a round."""
     parts, reused, found = parts_of(symmetry), fedrot.Anchor(anchor), []
     means = [Mean() for _ in parts]
     for _ in range(repeats + 1):
@@ -292,7 +291,7 @@ def errors(
 
 
 def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) -> dict[str, Any]:
-    """Return everything measured of one model, as plain data."""
+    """Return all measurements of one model as plain data."""
     shape, device, dtype = MODELS[name], options.device, DTYPES[options.dtype]
     layers = options.layers or shape.layers
 
@@ -331,7 +330,7 @@ def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) 
 
 
 def bars(row: dict[str, Any]) -> dict[str, bool]:
-    """Return what is asked of one model, and whether it is met; of speed and memory on a GPU only."""
+    """Return the limits for one model and whether they hold; speed and memory count on a GPU only."""
     found = {
         f"rotations orthogonal to {BARS['orthogonal']:g}": row["orthogonal"] <= BARS["orthogonal"],
         f"within {BARS['difference']:g} units in the last place of the CPU": row["difference"]
@@ -381,7 +380,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def card(device: torch.device) -> str:
-    """Return the name of what computes."""
+    """Return the name of the processor or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

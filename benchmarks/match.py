@@ -1,9 +1,9 @@
 """Speed of matching one whole model of BERT-base size from another start, on the CPU.
 
-``whole`` is ``fedrot.align`` with ``WHOLE_MODEL``, from weights alone, until it converges; its peer in
-the same run is ``layers``, the default alignment of attention and neurons, once. Regimes: ``unrelated``
-models (nothing matches, the dearest case) and ``moved``, a client that drifted and was put into a
-random equivalent basis, which matching has to find.
+``whole`` is ``fedrot.align`` with ``WHOLE_MODEL``, from weights alone, until it converges. It is
+compared with ``layers``, one default alignment of attention and neurons in the same run. Regimes:
+``unrelated`` models (nothing matches, the slowest case) and ``moved``, a client that drifted and was
+moved to a random equivalent basis, which matching has to find.
 
     python benchmarks/match.py [--repeats 1] [--layers 12] [--threads N] [--json FILE]
 """

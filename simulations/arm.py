@@ -1,4 +1,4 @@
-"""``Arm``: one way to average in a comparison, and the grammar of its name."""
+"""Arms of a comparison: ways to average, and the grammar of their names."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Arm(BaseModel):
 
     @property
     def ensemble(self) -> bool:
-        """Whether the arm evaluates the clients' models together."""
+        """Whether the arm averages the answers of the clients' models."""
         return self.aggregation in ENSEMBLES
 
     @property

@@ -120,8 +120,8 @@ METHODS: dict[str, MatchingMethod] = {
     "whole": MatchingMethod(_WHOLE),
     "whole+probe": MatchingMethod(_WHOLE, "probe"),
     "whole+data": MatchingMethod(_WHOLE, "data"),
-    # Alternatives to the defaults: where activations of the residual stream are collected, and the
-    # weight of activations beside weights.
+    # Alternatives to the defaults: other places of the residual stream's activations, and other
+    # weights of activations.
     "whole+data@first": MatchingMethod(_WHOLE, "data", residual="first"),
     "whole+data@last": MatchingMethod(_WHOLE, "data", residual="last"),
     "whole+data@identity": MatchingMethod(replace(_WHOLE, parts=WHOLE_MODEL[1:]), "data"),

@@ -74,9 +74,8 @@ def compare_saved_models(
         "settings": task.config.model_dump(mode="json", exclude_defaults=True),
     }
     summaries = summarise(lines)
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as folder:
+    out.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out.resolve()) as folder:
         folder.mkdir()
         write_json(folder / "config.json", described)
         write_json(folder / "versions.json", versions())

@@ -10,7 +10,7 @@ from fedrot.simulations.barrier.barrier_methods import METHODS
 
 
 class BarrierSettings(BaseModel):
-    """What a barrier is measured with; ``compare_saved_models`` checks the values."""
+    """Data set, methods and sizes of a measurement; ``compare_saved_models`` checks the values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""The run of a grid of barriers: models are trained, lines measured, and what is missing is resumed."""
+"""Run of a grid of barriers: models are trained, lines are measured, finished pairs are skipped."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
 
     Args:
         name: a folder of a saved model, or a name on the hub.
-        parts: what is moved; all parts that can be moved if None.
+        parts: parts to move; all that can be moved if None.
         seed: of elements, inputs and noise; see ``fedrot.check_function``.
 
     Raises:

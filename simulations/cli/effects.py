@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_methods import METHODS
+from fedrot.simulations.barrier import barrier_methods
 from fedrot.simulations.cli.terminal import names
-from fedrot.simulations.merge import merging
+from fedrot.simulations.merge import merge_settings
+from fedrot.simulations.merge.merging import options_of
 
 Values = Mapping[str, Any]
 
@@ -32,17 +33,18 @@ class Effect:
 
 
 def _looks_at_data(values: Values) -> bool:
-    methods = [METHODS.get(name) for name in names(values["methods"]) or METHODS]
+    known = barrier_methods.METHODS
+    methods = [known.get(name) for name in names(values["methods"]) or known]
     return any(method is None or method.looks_at_data for method in methods)
 
 
 def _collects(values: Values) -> bool:
-    method = merging.METHODS.get(values["method"])
+    method = merge_settings.METHODS.get(values["method"])
     return method is None or bool(method.needs)
 
 
 def _merges_with_data(values: Values) -> bool:
-    return _collects(values) or "residual" in merging.options_of(values["parts"]).parts
+    return _collects(values) or "residual" in options_of(values["parts"]).parts
 
 
 _TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
-from fedrot.simulations.tasks.scores import Kind
+from fedrot.simulations.data.labels import Kind
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.images import Pixels, resized
 from fedrot.simulations.data.tagged import TagSplit
 from fedrot.simulations.data.texts import TextSplit
-from fedrot.simulations.tasks.masking import IGNORED
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+#: Label of tokens that are not predicted.
+IGNORED = -100
 Batch = dict[str, torch.Tensor]
 
 

@@ -6,14 +6,22 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from fedrot.simulations.data.data_set import DataSet, Split
 from fedrot.simulations.data.labels import METRICS_OF_KIND, label_columns, labels_of
-from fedrot.simulations.data.sources import DIGITS, Catalogue, Source, divided, find, other_columns
+from fedrot.simulations.data.sources import (
+    DIGITS,
+    Catalogue,
+    Selection,
+    Source,
+    divided,
+    find,
+    other_columns,
+)
 from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
@@ -55,12 +63,9 @@ def load_image_data(
     name: str = DIGITS,
     data_dir: Path | None = None,
     *,
-    text_column: str | None = None,
-    label_column: str | None = None,
-    train_limit: int | None = None,
-    test_limit: int | None = None,
     side: int | None = None,
     channels: int | None = None,
+    **selection: Unpack[Selection],
 ) -> ImageData:
     """Load images by name: a folder, a Parquet file, ``digits``, or a data set of the hub.
 
@@ -70,10 +75,6 @@ def load_image_data(
     splits one image in five of each class is held out, always the same ones.
 
     Args:
-        text_column: column of the images; ``image`` or ``img`` if not given.
-        label_column: see ``load_text_data``.
-        train_limit: see ``load_text_data``.
-        test_limit: see ``load_text_data``.
         side: of the model's square inputs, in pixels; that of the largest image, at most
             ``LARGEST_SIDE``, if not given.
         channels: 1 or 3; if not given, 1 if every image is grey, else 3.
@@ -81,9 +82,9 @@ def load_image_data(
     Raises:
         DataError: as for texts; or a folder is empty, or a file is no image.
     """
-    source = _find(name, data_dir).limited(name, train_limit, test_limit)
-    column = _image_column(source, text_column)
-    chosen = label_columns(source, label_column)
+    source = _find(name, data_dir).limited(name, selection)
+    column = _image_column(source, selection.get("text_column"))
+    chosen = label_columns(source, selection.get("label_column"))
     labels = labels_of(source, chosen)
     bound = side or LARGEST_SIDE
     train = _pixels(source.train, column, bound, f"{name} (train)")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedrot.simulations.data.sources import Source
 from fedrot.simulations.data.table_files import DataError
-from fedrot.simulations.tasks.scores import Kind
 
+Kind: TypeAlias = Literal["single", "multi", "regression"]
 LABEL_COLUMNS = ("label", "labels", "target", "class")
 
 CLASS_NAMES: Mapping[str, tuple[str, ...]] = {

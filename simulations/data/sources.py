@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
@@ -29,6 +29,25 @@ HELD_OUT_OF_FILE = ("test", "validation")
 HELD_OUT_SHARE = 5
 SPLIT_SEED = 0
 LIMIT_SEED = 0
+
+
+class Selection(TypedDict, total=False):
+    """Columns and rows of a data set.
+
+    Attributes:
+        text_column: column of the texts (``"first,second"`` for pairs), lists of words or images;
+            guessed if not given.
+        label_column: column of integer or string classes, float scores or lists of tags; guessed if
+            not given. Without one, boolean columns are the labels: single label if every row has
+            exactly one True, else multi-label.
+        train_limit: keep this many training rows, the first of a fixed shuffle.
+        test_limit: the same for the held-out rows.
+    """
+
+    text_column: str | None
+    label_column: str | None
+    train_limit: int | None
+    test_limit: int | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,7 @@ class Source:
             )
         return found
 
-    def limited(self, name: str, train: int | None, test: int | None) -> Source:
+    def limited(self, name: str, selection: Selection) -> Source:
         """Keep at most so many rows of each split, the first of a fixed shuffle.
 
         Raises:
@@ -76,8 +95,8 @@ class Source:
         """
         return replace(
             self,
-            train=_limited(self.train, f"{name} (train)", train),
-            test=_limited(self.test, f"{name} (held-out)", test),
+            train=_limited(self.train, f"{name} (train)", selection.get("train_limit")),
+            test=_limited(self.test, f"{name} (held-out)", selection.get("test_limit")),
         )
 
 

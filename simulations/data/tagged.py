@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from fedrot.simulations.data.data_set import DataSet, Split
-from fedrot.simulations.data.sources import Catalogue, Source, find, other_columns
+from fedrot.simulations.data.sources import Catalogue, Selection, Source, find, other_columns
 from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
@@ -48,33 +48,20 @@ class TagData(DataSet[TagSplit]):
     tags: tuple[str, ...]
 
 
-def load_tag_data(
-    name: str,
-    data_dir: Path | None = None,
-    *,
-    text_column: str | None = None,
-    label_column: str | None = None,
-    train_limit: int | None = None,
-    test_limit: int | None = None,
-) -> TagData:
+def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[Selection]) -> TagData:
     """Load tagged words by name, as ``load_text_data``; ``data_dir`` may have a folder ``ner``.
 
     Tags are BIO strings, or numbers that the hub has names for. Partitions by class divide the rows by
     the entity types that occur in them (multi-label).
 
-    Args:
-        text_column: column of lists of words; ``tokens`` or ``words`` if not given.
-        label_column: column of lists of tags; ``ner_tags`` or ``tags`` if not given.
-        train_limit: see ``load_text_data``.
-        test_limit: see ``load_text_data``.
-
     Raises:
         DataError: as for texts; or a row has unequal numbers of words and tags, a tag is not BIO, or
             there is no entity.
     """
-    source = find(name, data_dir, NER).limited(name, train_limit, test_limit)
-    tokens = _list_column(source, "word", text_column, TOKEN_COLUMNS, "--text-column")
-    column = _list_column(source, "tag", label_column, TAG_COLUMNS, "--label-column")
+    source = find(name, data_dir, NER).limited(name, selection)
+    words, labels = selection.get("text_column"), selection.get("label_column")
+    tokens = _list_column(source, "word", words, TOKEN_COLUMNS, "--text-column")
+    column = _list_column(source, "tag", labels, TAG_COLUMNS, "--label-column")
     splits = (("train", source.train), ("held-out", source.test))
     named = [_named(t, column, source.class_names.get(column), f"{name} ({s})") for s, t in splits]
     types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})

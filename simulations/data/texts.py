@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy.typing as npt
 
 from fedrot.simulations.data.data_set import DataSet, Split
 from fedrot.simulations.data.labels import METRICS_OF_KIND, label_columns, labels_of
-from fedrot.simulations.data.sources import BUNDLED, Source, find, other_columns
+from fedrot.simulations.data.sources import BUNDLED, Selection, Source, find, other_columns
 from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
@@ -57,11 +57,7 @@ TextData: TypeAlias = DataSet[TextSplit]
 def load_text_data(
     name: str = BUNDLED,
     data_dir: Path | None = None,
-    *,
-    text_column: str | None = None,
-    label_column: str | None = None,
-    train_limit: int | None = None,
-    test_limit: int | None = None,
+    **selection: Unpack[Selection],
 ) -> TextData:
     """Load a data set by name.
 
@@ -71,20 +67,13 @@ def load_text_data(
     ``owner/name:configuration``). A name that ends in ``.parquet``, ``.csv`` or ``.jsonl`` is the path
     of a file. Without a column ``split``, one row in five of each class is held out, always the same.
 
-    Args:
-        text_column: column of the text, ``"first,second"`` for pairs; guessed if not given.
-        label_column: column of integer or string classes, or float scores; guessed if not given.
-            Without one, boolean columns are the labels: single label if every row has exactly one
-            True, else multi-label.
-        train_limit: keep this many training rows, the first of a fixed shuffle.
-        test_limit: the same for the held-out rows.
-
     Raises:
         DataError: unknown data set (the message lists the available ones), unreadable file, missing
             column (the message lists the columns), empty split, or missing values.
     """
-    source = find(name, data_dir, label=label_column).limited(name, train_limit, test_limit)
-    texts, chosen = _text_columns(source, text_column), label_columns(source, label_column)
+    label = selection.get("label_column")
+    source = find(name, data_dir, label=label).limited(name, selection)
+    texts, chosen = _text_columns(source, selection.get("text_column")), label_columns(source, label)
     labels = labels_of(source, chosen)
     metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None
     return DataSet(

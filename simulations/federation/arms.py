@@ -1,4 +1,4 @@
-"""What arms compare beside federated averages: ensembles, greedy soups and joined training."""
+"""Ensembles, joined training, and the aggregators of arms."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fedrot.tensors import Tensors
 
 
 class Ensemble(nn.Module):
-    """Several classifiers that answer together (Jin et al. 2023, section 4.2).
+    """The average prediction of several classifiers (Jin et al. 2023, section 4.2).
 
     Args:
-        models: ``transformers`` models with one and the same head.
+        models: ``transformers`` models with the same task head.
         probabilities: average probabilities instead of logits; ``logits`` of the output are then their
-            logarithms (log odds where a row may have several labels). A regression has logits only.
+            logarithms (log odds of several labels). Regressions always average their outputs.
     """
 
     def __init__(self, models: Sequence[Any], probabilities: bool = False) -> None:
@@ -47,7 +47,7 @@ class Ensemble(nn.Module):
 def evaluate_ensemble(
     task: Task, arm: Arm, shell: nn.Module, states: Iterable[Tensors]
 ) -> dict[str, float]:
-    """Return the metrics of the clients' models together on the held-out split."""
+    """Return the metrics of the ensemble of the clients' models on the held-out split."""
     models = [with_state(shell, state) for state in states]
     ensemble = Ensemble(models, arm.aggregation == "ensemble-probabilities")
     return training.evaluate(ensemble, task, task.test, np.arange(len(task.test.labels)))

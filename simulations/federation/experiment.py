@@ -113,8 +113,7 @@ def run_cells(
     """
     task = task_of(config.to_json())
     for seed in config.seeds:
-        parts = task.clients(seed)
-        folder.partition(config.setting, seed, task.data.train.labels, parts, task.data.label_names)
+        folder.partition(config.setting, seed, *task.partition(seed))
     ordered = OrderedGrid(grid, stop, config.clients)
     for seed, cells in groupby(config.cells(), key=lambda cell: cell[0]):
         initial: dict[str, float] = {}

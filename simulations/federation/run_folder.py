@@ -1,4 +1,4 @@
-"""A run's folder: configuration, versions, raw rows; readable at any moment, complete or not."""
+"""Run folders: configuration, versions, partitions and rows, readable while the run goes on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedrot._io import replacing
 
 _PACKAGES = (
-    "fedrot",
-    "torch",
-    "numpy",
-    "scipy",
-    "flwr",
-    "ray",
-    "flwr-datasets",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "scikit-learn",
+    *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
+    *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
 
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
@@ -59,20 +48,10 @@ class RunFolder:
         self._alignments.write(json.dumps(row) + "\n")
 
     def partition(
-        self,
-        setting: str,
-        seed: int,
-        labels: np.ndarray,
-        parts: Sequence[np.ndarray],
-        names: Sequence[str],
+        self, setting: str, seed: int, names: Sequence[str], sizes: list[int], counts: list[list[int]]
     ) -> None:
-        """Record how many rows of each class every client holds."""
-        from fedrot.simulations.data.partition import histogram, key_names
-
-        keys = key_names(labels, names)
-        counts = histogram(labels, parts, len(keys)).tolist()
-        sizes = [len(part) for part in parts]
-        by_setting = self._partitions.setdefault(setting, {"label_names": list(keys), "seeds": {}})
+        """Record a partition, see ``Task.partition``."""
+        by_setting = self._partitions.setdefault(setting, {"label_names": list(names), "seeds": {}})
         by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
         self.write_json("partition.json", self._partitions)
 
@@ -82,7 +61,7 @@ class RunFolder:
             temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def close(self, complete: bool) -> None:
-        """Finish: write the CSV beside the rows, and whether the run is complete."""
+        """Write ``rows.csv``, and ``status.json`` with whether the run is complete."""
         self._rows.close()
         self._alignments.close()
         with (

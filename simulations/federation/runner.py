@@ -1,4 +1,4 @@
-"""Run simulations through Flower's engine, show progress, and leave a run folder behind."""
+"""Runs of configurations through Flower's simulation engine, with checks before and progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rich.progress import (
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import RunFolder, refuse_used
+from fedrot.simulations.federation.run_folder import RunFolder, read_rows, refuse_used
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -39,13 +39,13 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Set what is not set yet of ``ENVIRONMENT``; call before importing Flower."""
+    """Set the variables of ``ENVIRONMENT`` that are not set; call before importing Flower."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def check(configs: Sequence[SimulationConfig]) -> None:
-    """Load model, data and partitions of every configuration, so that bad input fails at once."""
+    """Load model, data and partitions of every configuration: bad input fails before any run."""
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of
@@ -53,7 +53,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
     for config in configs:
         if config.moves and config.model is not None:
-            # An unsupported family is refused before its tokenizer and weights are looked for.
+            # An unsupported family is refused before its tokenizer and weights are loaded.
             check_family(pretrained_settings(config.model))
         task = task_of(config.to_json())
         for seed in config.seeds:
@@ -65,7 +65,6 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 def present(out: Path, console: Console) -> None:
     """Print the table of a run folder and write its report."""
-    from fedrot.simulations.federation.run_folder import read_rows
     from fedrot.simulations.report.findings import scrambling
     from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import metrics_in
@@ -96,13 +95,12 @@ def simulate(
 
     Args:
         gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
-        dry_run: check everything and print the partitions, but run and write nothing, whatever there
-            is at ``out``.
+        dry_run: only check everything and print the partitions; nothing is run or written.
 
     Raises:
         FileExistsError: the folder holds another run.
-        FedrotError: data, partition or model cannot be used, or there are not so many GPUs.
-        RuntimeError: a simulation failed; what was done before is in the folder.
+        FedrotError: data, partition or model cannot be used, or the machine has fewer GPUs.
+        RuntimeError: a simulation failed; the finished part is in the folder.
     """
     from fedrot.simulations.federation.ordered_grid import Interrupted
 
@@ -123,7 +121,7 @@ def simulate(
                 _run(config, folder, stop, advance, gpus)
         complete = True
     except Interrupted:
-        console.print(f"Interrupted; what is done is in {out}.", style="yellow")
+        console.print(f"Interrupted; the finished part is in {out}.", style="yellow")
     finally:
         folder.close(complete)
         present(out, console)
@@ -131,7 +129,6 @@ def simulate(
 
 
 def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
-    from fedrot.simulations.data.partition import histogram, key_names
     from fedrot.simulations.report.tables import partition_table
     from fedrot.simulations.tasks.task import task_of
 
@@ -139,8 +136,7 @@ def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> 
         task, seed = task_of(config.to_json()), config.seeds[0]
         if task.data.note:
             console.print(task.data.note, highlight=False)
-        names = key_names(task.data.train.labels, task.data.label_names)
-        counts = histogram(task.data.train.labels, task.clients(seed), len(names)).tolist()
+        names, _, counts = task.partition(seed)
         console.print(partition_table(counts, names, config.setting, seed))
 
 
@@ -182,36 +178,36 @@ def _run(
 
 
 def check_gpus(gpus: float) -> None:
-    """Refuse GPUs per client that the engine could not lend.
+    """Check the number of GPUs per client.
 
     Raises:
         FedrotError: the number is negative, above 1 and not whole, or more than this machine has.
     """
     import torch
 
-    there = torch.cuda.device_count()
+    found = torch.cuda.device_count()
     if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
         raise FedrotError(f"gpus is {gpus:g}; give a share of one GPU, such as 0.5, or a whole number.")
-    if gpus > there:
+    if gpus > found:
         raise FedrotError(
-            f"gpus is {gpus:g} for each client, but PyTorch finds {there or 'no'} GPU(s) on this "
-            f"machine; {'give at most ' + str(there) if there else 'leave --gpus out'}."
+            f"gpus is {gpus:g} for each client, but PyTorch finds {found or 'no'} GPU(s) on this "
+            f"machine; {'give at most ' + str(found) if found else 'leave --gpus out'}."
         )
 
 
 def backend_config(gpus: float) -> dict[str, Any]:
-    """Return the configuration of Flower's engine for clients with one core and so many GPUs each."""
+    """Return the engine's configuration for clients with one core and ``gpus`` GPUs each."""
     import torch
 
-    there = torch.cuda.device_count() if gpus else 0
+    found = torch.cuda.device_count() if gpus else 0
     return {
-        "init_args": {"num_cpus": os.cpu_count() or 1, "num_gpus": there, "include_dashboard": False},
+        "init_args": {"num_cpus": os.cpu_count() or 1, "num_gpus": found, "include_dashboard": False},
         "client_resources": {"num_cpus": 1, "num_gpus": gpus},
     }
 
 
 def _log_to(path: Path) -> None:
-    """Send Flower's log to a file: the console belongs to the progress display."""
+    """Send Flower's log to a file; the console shows the progress."""
     logger = logging.getLogger("flwr")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -223,7 +219,7 @@ def _log_to(path: Path) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into a stop at the next opportunity; a second one kills as usual."""
+    """Set an event at the first Ctrl-C; the second one interrupts as usual."""
     stop = threading.Event()
 
     def interrupt(signum: int, frame: object) -> None:
@@ -239,23 +235,15 @@ def _interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     total = sum(len(config.cells()) * config.rounds for config in configs)
     with Progress(*columns, console=console, transient=False) as progress:
         bar = progress.add_task("starting Flower's engine", total=total)
 
         def advance(description: str, server_round: int, rounds: int) -> None:
-            progress.update(
-                bar,
-                description=f"{description} · round {server_round}/{rounds}",
-                advance=1 if server_round else 0,
-            )
+            shown = f"{description} · round {server_round}/{rounds}"
+            progress.update(bar, description=shown, advance=1 if server_round else 0)
             if not console.is_terminal:
                 console.print(f"{description}: round {server_round}/{rounds}", highlight=False)
 

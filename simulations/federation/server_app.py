@@ -1,4 +1,4 @@
-"""The Flower ServerApp for ``flwr run``: the cells of ``fedrot simulate``, in your own federation."""
+"""The Flower ServerApp for ``flwr run``: ``fedrot simulate`` in a federation of your own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what the app's run configuration describes; results go to the folder ``out``.
+    """Run the comparison of the app's run configuration; results go to the folder ``out``.
 
     Raises:
         ValueError: ``out`` is not an absolute path (Flower chooses the working directory).

@@ -35,18 +35,11 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Input:
-    """A saved model, its weight, and its alignment to the anchor.
-
-    Attributes:
-        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
-        seconds: wall time of the matching, activations included.
-    """
+    """A saved model, its weight, and its alignment to the anchor."""
 
     saved: SavedModel
     weight: float
     alignment: Alignment
-    cosine: float = 1.0
-    seconds: float = 0.0
 
     def own(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return tensors before alignment, at least in float32."""
@@ -90,7 +83,7 @@ def aligned(
     weights: Sequence[float],
     options: AlignmentOptions,
     batches: Batches,
-) -> list[Input]:
+) -> list[tuple[Input, InputReport]]:
     """Align all models to the first, one at a time; two models are mapped at once.
 
     Raises:
@@ -106,30 +99,33 @@ def aligned(
     symmetry = symmetry_of(first.config, ours)
     anchor, evidence = Anchor(ours), _evidence(first, symmetry, options, batches)
 
-    def matched(other: SavedModel, weight: float) -> Input:
-        cosine = base_cosine(other.tensors.read(), first.tensors.read(), symmetry)
-        start = time.perf_counter()
+    def matched(other: SavedModel) -> Alignment:
         theirs = other.tensors.read()
         with about(other.path):
-            found = align(theirs, anchor, symmetry, options, evidence(ours, theirs))
-        return Input(other, weight, found, cosine, time.perf_counter() - start)
+            return align(theirs, anchor, symmetry, options, evidence(ours, theirs))
 
-    identity = Alignment(symmetry, (), AlignmentReport((), 0.0, 0.0, 0.0))
+    def with_report(other: SavedModel, weight: float) -> tuple[Input, InputReport]:
+        cosine = base_cosine(other.tensors.read(), first.tensors.read(), symmetry)
+        start = time.perf_counter()
+        one = Input(other, weight, matched(other))
+        seconds, distances = time.perf_counter() - start, _distances(one, still)
+        return one, InputReport(other.name, weight, cosine, *distances, seconds, one.alignment.report)
+
+    still = Input(first, weights[0], Alignment(symmetry, (), AlignmentReport((), 0.0, 0.0, 0.0)))
+    report = InputReport(first.name, weights[0], 1.0, 0.0, 0.0, 0.0, still.alignment.report)
     rest = zip(others, weights[1:], strict=True)
-    return [Input(first, weights[0], identity), *(matched(*one) for one in rest)]
+    return [(still, report), *(with_report(*one) for one in rest)]
 
 
-def reported(one: Input, anchor: Input) -> InputReport:
-    """Return the report of an input, with its distances to the anchor over all tensors."""
+def _distances(one: Input, anchor: Input) -> tuple[float, float]:
+    """Return the squared distances to the anchor over all tensors, before and after alignment."""
     before = after = 0.0
-    for name in anchor.saved.tensors.names if one is not anchor else ():
+    for name in anchor.saved.tensors.names:
         ours = anchor.own([name])[name]
         if ours.is_floating_point():
             before += squared_distance([(ours, one.own([name])[name])])
             after += squared_distance([(ours, one.moved([name])[name])])
-    return InputReport(
-        one.saved.name, one.weight, one.cosine, before, after, one.seconds, one.alignment.report
-    )
+    return before, after
 
 
 def _evidence(

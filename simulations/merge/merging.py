@@ -21,7 +21,6 @@ from fedrot.simulations.merge.merge_inputs import (
     aligned,
     batches_of,
     check_mergeable,
-    reported,
 )
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import METHODS, MergeSettings
@@ -96,8 +95,7 @@ def merge(
         check_mergeable(first, other)
     rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
     batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
-    inputs = aligned(saved, weights, options, batches)
-    reports = tuple(reported(one, inputs[0]) for one in inputs)
+    inputs, reports = zip(*aligned(saved, weights, options, batches), strict=True)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
     dtype = DTYPES.get(settings.dtype or "")
     written = _written(merged, first, dtype)
@@ -123,8 +121,8 @@ def _method(settings: MergeSettings) -> AggregationEntry:
     RegMean(settings.alpha)
     if method.needs and not settings.data:
         raise FedrotError(
-            f"Method '{settings.method}' collects statistics from data: give --data NAME, and where it "
-            "is with --data-dir. Any texts of the kind that the models are for will do."
+            f"Method '{settings.method}' collects statistics from data: give --data NAME, and its "
+            "folder with --data-dir. Any texts of the kind that the models are for will do."
         )
     if settings.rows is not None and settings.rows < 1:
         raise FedrotError(f"rows is {settings.rows}; at least one is needed.")
@@ -157,7 +155,7 @@ def _anchor_first(
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Merge the inputs, tensor by tensor where the method allows it; return its notes, too."""
+    """Merge the inputs, tensor by tensor if the method allows it; return the result and notes."""
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
@@ -228,6 +226,6 @@ def _remarks(
             yield f"'{report.name}' names its labels differently than the anchor."
         if model.tensors.unknown:
             yield (
-                f"'{report.name}' also stores what a {model.model_class.__name__} does not have, "
-                f"which is left out: {', '.join(model.tensors.unknown)}"
+                f"'{report.name}' also stores tensors that a {model.model_class.__name__} does not "
+                f"have; they are left out: {', '.join(model.tensors.unknown)}"
             )

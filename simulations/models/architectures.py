@@ -59,9 +59,12 @@ def _sizes(config: SimulationConfig) -> dict[str, Any]:
 
 
 def _encoder(config: SimulationConfig) -> dict[str, Any]:
-    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    shared = {**_sizes(config), "intermediate_size": 4 * config.width}
-    return {**shared, **dict.fromkeys(dropouts, config.dropout)}
+    return {
+        **_sizes(config),
+        "intermediate_size": 4 * config.width,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout,
+    }
 
 
 def _bert(config: SimulationConfig, data: DataSet[Any]) -> Any:
@@ -80,7 +83,9 @@ def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
         n_layer=config.layers,
         n_head=config.heads,
         n_positions=config.max_length,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.model_files import SAVE_AGAIN, Place, opened, stored_tensors
+from fedrot.simulations.models.model_files import SAVE_AGAIN, Place, read_places, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -62,27 +61,20 @@ class MappedTensors:
         return tuple(self.places)
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors by name, those of the whole state dict by default.
+        """Return tensors by name, those of the whole state dict by default; see ``read_places``.
 
-        They are views of the mapped files. A file stays mapped as long as one of its tensors is kept,
-        and the pages that were read stay in memory as long. Tied names share one tensor.
+        Names that are tied share one tensor.
         """
         wanted = list(self.first if names is None else names)
-        found: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            handles: dict[Path, Any] = {}
-            for name in dict.fromkeys(self.first[name] for name in wanted):
-                file, stored = self.places[name]
-                if file not in handles:
-                    handles[file] = stack.enter_context(opened(file))
-                found[name] = handles[file].get_tensor(stored)
+        first = dict.fromkeys(self.first[name] for name in wanted)
+        found = read_places({name: self.places[name] for name in first})
         return {name: found[self.first[name]] for name in wanted}
 
 
 def _places(
     path: Path, stored: Mapping[str, Place], first: Mapping[str, str], model_class: str
 ) -> dict[str, Place]:
-    """Return where each tensor is stored; any copy of tied tensors will do, if all are equal."""
+    """Return the place of each tensor; of tied tensors the first copy, after a check of the others."""
     copies: dict[str, list[str]] = defaultdict(list)
     for name, one in first.items():
         copies[one] += [name] if name in stored else []
@@ -103,10 +95,7 @@ def _places(
         )
     for one, *others in copies.values():
         for other in others:
-            (file, here), (beside, there) = stored[one], stored[other]
-            with opened(file) as a, opened(beside) as b:
-                same = torch.equal(a.get_tensor(here), b.get_tensor(there))
-            if not same:
+            if not torch.equal(*read_places({name: stored[name] for name in (one, other)}).values()):
                 raise FedrotError(
                     f"'{path}' holds different values in '{one}' and '{other}', which its configuration "
                     "ties. Set its 'tie_word_embeddings' to what the model was trained with."

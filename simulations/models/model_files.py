@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,8 @@ def about(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises ``FedrotError`` if it is damaged.
-
-    Tensors that are read stay views of the mapped file after it is closed.
-    """
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; raises ``FedrotError`` if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -147,8 +144,20 @@ def _listed(path: Path) -> dict[str, tuple[Path, str]]:
     return {name: (file, dtypes[file][name]) for name, file in files.items()}
 
 
+def read_places(places: Mapping[str, Place]) -> dict[str, Tensor]:
+    """Return the tensors that are stored at these places.
+
+    They are views of the mapped files. A file stays mapped as long as one of its tensors is kept, and
+    the pages that were read stay in memory as long.
+    """
+    with ExitStack() as stack:
+        files = dict.fromkeys(file for file, _ in places.values())
+        handles = {file: stack.enter_context(_opened(file)) for file in files}
+        return {name: handles[file].get_tensor(stored) for name, (file, stored) in places.items()}
+
+
 def _dtypes(file: Path) -> dict[str, str]:
-    with opened(file) as handle:
+    with _opened(file) as handle:
         names = handle.keys()
         return {name: handle.get_slice(name).get_dtype() for name in names}
 

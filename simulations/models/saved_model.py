@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from fedrot.simulations.models.model_files import (
     WEIGHTS,
     about,
     instead,
-    opened,
+    read_places,
     refuse_quantised,
     stored_tensors,
 )
@@ -151,19 +151,14 @@ class SavedModel:
         return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
 
     def _unwrapped(self) -> dict[str, Tensor] | None:
-        """Return all tensors without wrappers' names, or None if transformers finds them itself."""
+        """Return all tensors by names without wrappers; None if transformers knows the stored names."""
         there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (self.path / file).is_file()]
         if there and there[0] in PICKLED:
             return None
         stored = stored_tensors(self.path)
         if all(name == as_stored for name, (_, as_stored) in stored.items()):
             return None
-        with ExitStack() as stack:
-            files = dict.fromkeys(file for file, _ in stored.values())
-            handles = {file: stack.enter_context(opened(file)) for file in files}
-            return {
-                name: handles[file].get_tensor(as_stored) for name, (file, as_stored) in stored.items()
-            }
+        return read_places(stored)
 
 
 def open_saved_model(

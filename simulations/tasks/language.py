@@ -1,4 +1,4 @@
-"""Language modelling: predicting hidden tokens, or each token from those before it."""
+"""Language modelling: the prediction of hidden tokens, or of each token from those before it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import Batch, EncodedText, tokenizer_for
+from fedrot.simulations.data.encoding import IGNORED, Batch, EncodedText, tokenizer_for
 from fedrot.simulations.data.readers import TEXT, Reader
 from fedrot.simulations.data.texts import TextData
-from fedrot.simulations.tasks.masking import IGNORED, Array, Vocabulary, for_evaluation, for_training
+from fedrot.simulations.tasks.masking import Array, Vocabulary, for_evaluation, for_training
 from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
 
 
 @dataclass(frozen=True)
 class MaskedLanguageModelling(Objective):
-    """Predict hidden tokens of a row; labels of the data set play no part.
+    """Prediction of the hidden tokens of a row; labels of the data set are not used.
 
     The headline metric is the pseudo-perplexity of Verma & Elbayad (2024), equation 11: ``exp`` of
     the loss, which is the mean negative log likelihood of the hidden tokens.
@@ -36,20 +38,20 @@ class MaskedLanguageModelling(Objective):
     def of(cls, config: SimulationConfig, data: TextData) -> MaskedLanguageModelling:
         return cls(Vocabulary.of(tokenizer_for(config)))
 
-    @staticmethod
-    def configure(settings: Any, data: TextData) -> None:
-        """Leave it alone: the output is the vocabulary, which the configuration has."""
-
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
-        """Rows without an ordinary token (empty text, unknown characters only) have nothing to hide."""
+        """Leave out rows without an ordinary token: empty ones, unknown characters only."""
         found = [bool(self.vocabulary.maskable(encoded.ids[row]).any()) for row in rows]
         return rows[np.array(found, dtype=bool)]
 
     def batch(self, encoded: EncodedText, rows: np.ndarray, rng: np.random.Generator) -> Batch:
         return _hiding(encoded, rows, lambda ids, text: for_training(ids, text, self.vocabulary, rng))
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(*_predictions(model, batch))
+    def fixed_batch(self, encoded: EncodedText, rows: np.ndarray) -> Batch:
+        """Return the rows as inputs and ``labels`` of an evaluation, the same at every call."""
+        return _hiding(encoded, rows, lambda ids, text: for_evaluation(ids, text, self.vocabulary, rows))
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(*_predictions(model, batch))
 
     def evaluate(
         self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
@@ -58,29 +60,18 @@ class MaskedLanguageModelling(Objective):
         hits = tokens = 0
         for places in pieces(by_length(encoded, rows), 64):
             logits, labels = _predictions(model, self.fixed_batch(encoded, rows[places]))
-            surprise += torch.nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
+            surprise += cross_entropy(logits.double(), labels, reduction="sum")
             hits += int((logits.argmax(dim=1) == labels).sum())
             tokens += len(labels)
-        loss = surprise / tokens
-        if not torch.isfinite(loss):
-            return dict.fromkeys((*self.metrics, "loss"), float("nan"))
-        return {
-            "pseudo_perplexity": float(loss.exp()),
-            "accuracy": hits / tokens,
-            "loss": float(loss),
-        }
-
-    def fixed_batch(self, encoded: EncodedText, rows: np.ndarray) -> Batch:
-        """Return the rows as inputs and ``labels`` of an evaluation, the same at every call."""
-        return _hiding(encoded, rows, lambda ids, text: for_evaluation(ids, text, self.vocabulary, rows))
+        return _scores(self, surprise / tokens, accuracy=hits / tokens)
 
 
 @dataclass(frozen=True)
 class CausalLanguageModelling(Objective):
-    """Predict each token of a row but the first from those before it; labels play no part.
+    """Prediction of each token of a row from those before it; labels of the data set are not used.
 
     The headline metric is the perplexity: ``exp`` of the loss, which is the mean negative log
-    likelihood of all predicted tokens of all rows, the token that ends a text included.
+    likelihood of all tokens but the first of all rows, the token that ends a text included.
     """
 
     auto_model: ClassVar[str] = "AutoModelForCausalLM"
@@ -92,22 +83,18 @@ class CausalLanguageModelling(Objective):
     def of(cls, config: SimulationConfig, data: TextData) -> CausalLanguageModelling:
         return cls()
 
-    @staticmethod
-    def configure(settings: Any, data: TextData) -> None:
-        """Leave it alone: the output is the vocabulary, which the configuration has."""
-
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
-        """A row of one token has no second one to predict."""
+        """Leave out rows of one token, which have no second one to predict."""
         return rows[encoded.lengths(rows) > 1]
 
     def batch(self, encoded: EncodedText, rows: np.ndarray, rng: np.random.Generator) -> Batch:
-        """``labels`` are the tokens, as transformers has it: each is predicted a place before."""
+        """``labels`` are the tokens, as transformers has it: each is predicted at the place before."""
         batch = encoded.batch(rows)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return {**batch, "labels": labels}
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(*_predictions(model, _shifted(batch)))
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(*_predictions(model, _shifted(batch)))
 
     def evaluate(
         self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
@@ -118,19 +105,21 @@ class CausalLanguageModelling(Objective):
         for places in pieces(by_length(encoded, rows), 16):
             batch = _shifted(self.batch(encoded, rows[places], unused))
             logits, labels = _predictions(model, batch)
-            of_tokens = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
-            surprise += of_tokens.double().sum()
+            surprise += cross_entropy(logits.float(), labels, reduction="none").double().sum()
             tokens += len(labels)
-        loss = surprise / tokens
-        if not torch.isfinite(loss):
-            return dict.fromkeys((*self.metrics, "loss"), float("nan"))
-        return {"perplexity": float(loss.exp()), "loss": float(loss)}
+        return _scores(self, surprise / tokens)
+
+
+def _scores(objective: Objective, loss: Tensor, **others: float) -> dict[str, float]:
+    """Return the perplexity, which is the headline metric, the other metrics and the loss."""
+    if not torch.isfinite(loss):
+        return objective.diverged()
+    return {objective.metrics[0]: float(loss.exp()), **others, "loss": float(loss)}
 
 
 def _shifted(batch: Batch) -> Batch:
-    """Put every label where it is predicted, a place before its token."""
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return {**batch, "labels": labels}
+    """Move every label to the place where it is predicted, one before its token."""
+    return {**batch, "labels": pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
 def _hiding(
@@ -141,8 +130,8 @@ def _hiding(
     return {**batch, "input_ids": torch.from_numpy(shown), "labels": torch.from_numpy(labels)}
 
 
-def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits ``[labels, vocabulary]`` where a batch has labels, and these labels."""
+def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the logits ``[labels, vocabulary]`` at the labelled tokens, and the labels."""
     inputs = dict(batch)
     labels = inputs.pop("labels")
     labelled = labels != IGNORED
@@ -151,8 +140,8 @@ def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
 
 
 @contextmanager
-def _output_at(model: Any, chosen: torch.Tensor) -> Iterator[None]:
-    """Let the output layer, the most work of a small model, see the chosen ``[rows, tokens]`` only."""
+def _output_at(model: Any, chosen: Tensor) -> Iterator[None]:
+    """Apply the output layer, the most work of a small model, at the chosen ``[rows, tokens]`` only."""
     output = model.get_output_embeddings()
     handle = output.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen],))
     try:

@@ -1,4 +1,4 @@
-"""Which tokens masked language modelling hides, in training and in evaluation."""
+"""The choice of hidden tokens in masked language modelling, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fedrot.simulations.data.encoding import IGNORED
 from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
@@ -15,19 +16,17 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = npt.NDArray[Any]
 
-#: Share of a row's ordinary tokens that is to be predicted, at least one of them.
+#: Share of a row's ordinary tokens that is predicted, at least one of them.
 SHARE = 0.15
-#: Of the tokens to be predicted, training shows this share as the mask, this one as a random token.
+#: Shares of the predicted tokens that training shows as the mask, and as a random token.
 MASKED, RANDOM = 0.8, 0.1
-#: Label of the tokens that are not to be predicted.
-IGNORED = -100
 MASK_TOKENS = ("[MASK]", "<mask>")
 _EVALUATION_SEED = 15
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking knows of a tokenizer: the mask, the special and all other token ids."""
+    """Token ids of a tokenizer: the mask, the special and the ordinary ones."""
 
     mask: int
     special: Array
@@ -48,7 +47,7 @@ class Vocabulary:
         return cls(mask, special, np.setdiff1d(list(vocabulary.values()), special))
 
     def maskable(self, ids: Array) -> npt.NDArray[np.bool_]:
-        """Return where ``ids`` are no special tokens (padding is one)."""
+        """Return where ``ids`` are ordinary tokens; padding is a special one."""
         return ~np.isin(ids, self.special)
 
 
@@ -62,7 +61,7 @@ def for_training(
         attended: 1 where ``ids`` is text and 0 where it is padding, of the same shape.
 
     Returns:
-        The ids to show and the labels, which are ``IGNORED`` where nothing is to be predicted.
+        The shown ids, and the labels: ``IGNORED`` at tokens that are not predicted.
     """
     chosen = _chosen(vocabulary.maskable(ids) & (attended == 1), rng.random(ids.shape))
     fate = rng.random(ids.shape)
@@ -77,12 +76,12 @@ def for_training(
 def for_evaluation(
     ids: Array, attended: Array, vocabulary: Vocabulary, rows: Array
 ) -> tuple[Array, Array]:
-    """Hide tokens behind the mask, the same ones of a row of the data set at every call.
+    """Replace tokens by the mask, the same ones of a row of the data set at every call.
 
     Args:
-        rows: where the rows of ``ids`` stand in the data set; with their ids, all that decides.
+        rows: places of the rows of ``ids`` in the data set. They decide, with the ids.
 
-    Arguments and result are otherwise those of ``for_training``.
+    The other arguments and the result are those of ``for_training``.
     """
     scores = np.stack(
         [np.random.default_rng([_EVALUATION_SEED, int(row)]).random(ids.shape[1]) for row in rows]

@@ -1,4 +1,4 @@
-"""What every purpose of training shares: how to build, train and evaluate a model for it."""
+"""The interface of training objectives, and the helpers that they share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Objective(ABC):
     Attributes:
         auto_model: name of the class of ``transformers`` that builds the model.
         reader: the kind of data that it reads.
-        metrics: what ``evaluate`` returns beside ``loss``, the headline metric first.
+        metrics: names in the result of ``evaluate`` beside ``loss``, the headline metric first.
     """
 
     auto_model: ClassVar[str]
@@ -32,13 +32,12 @@ class Objective(ABC):
     def of(cls, config: SimulationConfig, data: Any) -> Objective:
         """Return the objective for a data set; raises ``DataError`` if the model cannot serve it."""
 
-    @staticmethod
-    @abstractmethod
+    @staticmethod  # noqa: B027
     def configure(settings: Any, data: Any) -> None:
-        """Set in a transformers configuration what the objective needs."""
+        """Set in a transformers configuration what the objective needs; nothing by default."""
 
     def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
-        """Return those of the rows that there is something to predict in."""
+        """Return those of the rows that have something to predict; all by default."""
         return rows
 
     def batch(self, encoded: Any, rows: np.ndarray, rng: np.random.Generator) -> Batch:
@@ -55,6 +54,10 @@ class Objective(ABC):
 
         The model is in evaluation mode, and gradients are off.
         """
+
+    def diverged(self) -> dict[str, float]:
+        """Return the result of an evaluation whose loss is not defined: NaN for everything."""
+        return dict.fromkeys((*self.metrics, "loss"), float("nan"))
 
 
 def by_length(encoded: Encoded, rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What models are trained for: a task is an entry of ``OBJECTIVES``."""
+"""The registry ``OBJECTIVES`` of tasks, and the objectives that classify texts, images and words."""
 
 from __future__ import annotations
 
@@ -11,30 +11,19 @@ import torch
 
 from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.encoding import Encoded, EncodedTags
+from fedrot.simulations.data.encoding import IGNORED, Encoded, EncodedTags
+from fedrot.simulations.data.labels import Kind
 from fedrot.simulations.data.readers import IMAGE, TAGGED, TEXT, Reader
 from fedrot.simulations.data.tagged import TagData
 from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
-from fedrot.simulations.tasks.masking import IGNORED
 from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
-from fedrot.simulations.tasks.scores import Kind, entity_scores, evaluate_predictions
-
-__all__ = [
-    "OBJECTIVES",
-    "CausalLanguageModelling",
-    "Classification",
-    "ImageClassification",
-    "MaskedLanguageModelling",
-    "Objective",
-    "TokenClassification",
-    "model_inputs",
-]
+from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
 
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """Predict a row's label, labels or score."""
+    """Prediction of a row's label, labels or score."""
 
     auto_model: ClassVar[str] = "AutoModelForSequenceClassification"
     reader: ClassVar[Reader] = TEXT
@@ -55,7 +44,7 @@ class Classification(Objective):
             "regression": "regression",
         }[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
-            # Decoders answer at the last token that is no padding.
+            # Decoders classify at the last token that is not padding.
             settings.pad_token_id = pad_id_of(settings)
 
     def evaluate(self, model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> dict[str, float]:
@@ -70,7 +59,7 @@ class Classification(Objective):
 
 @dataclass(frozen=True)
 class ImageClassification(Classification):
-    """Predict the label of an image."""
+    """Prediction of the label of an image."""
 
     auto_model: ClassVar[str] = "AutoModelForImageClassification"
     reader: ClassVar[Reader] = IMAGE
@@ -78,11 +67,11 @@ class ImageClassification(Classification):
 
 @dataclass(frozen=True)
 class TokenClassification(Objective):
-    """Predict the tag of every word at its first piece.
+    """Prediction of the tag of every word at its first piece.
 
     The headline metric is the F1 of whole entities, micro-averaged: an entity counts if its type, its
-    first and its last word are right. Words beyond the cut are tagged as outside, so that the entities
-    there are missed. The loss is the mean over the words that the model sees.
+    first and its last word are right. Words beyond the maximum length count as tagged outside. The loss
+    is the mean over the words that the model sees.
     """
 
     auto_model: ClassVar[str] = "AutoModelForTokenClassification"
@@ -101,7 +90,7 @@ class TokenClassification(Objective):
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
 
     def usable(self, encoded: EncodedTags, rows: np.ndarray) -> np.ndarray:
-        """Rows without words, or of unknown characters only, have no tag to predict."""
+        """Leave out rows without a tag to predict: no words, or unknown characters only."""
         return rows[np.array([len(encoded.places[row]) > 0 for row in rows], dtype=bool)]
 
     def evaluate(
@@ -122,11 +111,12 @@ class TokenClassification(Objective):
                 guesses[place][encoded.places[rows[place]]] = found[seen].numpy()
         loss = surprise / words
         if not torch.isfinite(loss):
-            return dict.fromkeys((*self.metrics, "loss"), float("nan"))
+            return self.diverged()
         truth = [encoded.words[row] for row in rows]
         return {**entity_scores(truth, guesses, self.tags), "loss": float(loss)}
 
 
+#: A new task registers here, and in ``config.TASKS``.
 OBJECTIVES: Mapping[TaskName, type[Objective]] = {
     "classification": Classification,
     "mlm": MaskedLanguageModelling,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Kind: TypeAlias = Literal["single", "multi", "regression"]
+from fedrot.simulations.data.labels import Kind
+
 Array: TypeAlias = npt.NDArray[Any]
+Score: TypeAlias = Callable[[Array, Array], float]
 
 
 def evaluate_predictions(
     kind: Kind, metrics: Sequence[str], outputs: Array, labels: Array
 ) -> dict[str, float]:
-    """Score model outputs; the result holds every metric asked for, and ``loss``.
+    """Score model outputs; the result holds ``metrics`` and ``loss``.
 
     Args:
         kind: decides the loss: mean cross-entropy (``single``), mean binary cross-entropy over
@@ -28,11 +30,11 @@ def evaluate_predictions(
             0), or predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
 
-    A correlation that is not defined (constant predictions) counts as 0. Where an output is not
-    finite the model has diverged, and every score is NaN: the largest of NaNs is no prediction.
+    A correlation that is not defined (constant predictions) counts as 0. All scores are NaN if an output
+    is not finite: the model has diverged.
 
     Raises:
-        ValueError: no rows, shapes that do not fit, or a metric that does not exist for ``kind``.
+        ValueError: there are no rows, shapes do not fit, or ``kind`` has no such metric.
     """
     outputs = np.asarray(outputs, dtype=np.float64)
     if kind == "regression":
@@ -53,7 +55,9 @@ def evaluate_predictions(
         )
     if not np.isfinite(outputs).all():
         return dict.fromkeys((*metrics, "loss"), math.nan)
-    predicted = _predict(kind, outputs)
+    predicted = outputs
+    if kind != "regression":
+        predicted = np.argmax(outputs, axis=1) if kind == "single" else np.where(outputs > 0, 1, 0)
     scores = {metric: functions[metric](labels, predicted) for metric in metrics}
     return {**scores, "loss": _LOSSES[kind](labels, outputs)}
 
@@ -63,8 +67,8 @@ def entity_scores(
 ) -> dict[str, float]:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
-    An entity is right if its type, its first and its last word are. As in CoNLL's evaluation, an
-    ``I-`` that continues no entity of its type begins one. Without any entity a score is 0.
+    An entity is right if its type, its first and its last word are right. As in CoNLL's evaluation, an
+    ``I-`` that does not continue an entity of its type begins one. Without any entity a score is 0.
 
     Args:
         truth: of each row int64 ``[words]``, numbers of ``tags``.
@@ -82,24 +86,10 @@ def entity_scores(
     return {metric: float(getattr(strict, metric)) for metric in ("f1", "precision", "recall")}
 
 
-def _predict(kind: Kind, outputs: Array) -> Array:
-    if kind == "single":
-        return np.argmax(outputs, axis=1)
-    return np.where(outputs > 0, 1, 0) if kind == "multi" else outputs
-
-
 def _cross_entropy(labels: Array, logits: Array) -> float:
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
     return float((log_sum - shifted[np.arange(len(labels)), labels]).mean())
-
-
-def _binary_cross_entropy(labels: Array, logits: Array) -> float:
-    return float((np.logaddexp(0.0, logits) - labels * logits).mean())
-
-
-def _squared_error(labels: Array, predictions: Array) -> float:
-    return float(((predictions - labels) ** 2).mean())
 
 
 def _accuracy(labels: Array, predicted: Array) -> float:
@@ -107,22 +97,16 @@ def _accuracy(labels: Array, predicted: Array) -> float:
     return float((hits if hits.ndim == 1 else hits.all(axis=1)).mean())
 
 
-def _f1(average: str) -> Callable[[Array, Array], float]:
+def _sklearn(name: str, **options: Any) -> Score:
     def score(labels: Array, predicted: Array) -> float:
-        from sklearn.metrics import f1_score
+        from sklearn import metrics
 
-        return float(f1_score(labels, predicted, average=average, zero_division=0))
+        return float(getattr(metrics, name)(labels, predicted, **options))
 
     return score
 
 
-def _matthews(labels: Array, predicted: Array) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(labels, predicted))
-
-
-def _correlation(name: str) -> Callable[[Array, Array], float]:
+def _correlation(name: str) -> Score:
     def score(labels: Array, predictions: Array) -> float:
         from scipy import stats
 
@@ -134,16 +118,16 @@ def _correlation(name: str) -> Callable[[Array, Array], float]:
     return score
 
 
-_CLASSIFICATION: dict[str, Callable[[Array, Array], float]] = {
+_CLASSIFICATION: dict[str, Score] = {
     "accuracy": _accuracy,
-    "macro_f1": _f1("macro"),
-    "micro_f1": _f1("micro"),
-    "f1": _f1("binary"),
-    "matthews": _matthews,
+    "macro_f1": _sklearn("f1_score", average="macro", zero_division=0),
+    "micro_f1": _sklearn("f1_score", average="micro", zero_division=0),
+    "f1": _sklearn("f1_score", average="binary", zero_division=0),
+    "matthews": _sklearn("matthews_corrcoef"),
 }
 _REGRESSION = {"pearson": _correlation("pearsonr"), "spearman": _correlation("spearmanr")}
-_LOSSES: dict[Kind, Callable[[Array, Array], float]] = {
+_LOSSES: dict[Kind, Score] = {
     "single": _cross_entropy,
-    "multi": _binary_cross_entropy,
-    "regression": _squared_error,
+    "multi": lambda labels, logits: float((np.logaddexp(0.0, logits) - labels * logits).mean()),
+    "regression": lambda labels, predictions: float(((predictions - labels) ** 2).mean()),
 }

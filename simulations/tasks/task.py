@@ -1,23 +1,33 @@
-"""What client and server derive from a configuration: data, encodings, partitions; once per process."""
+"""The data of a configuration, encoded and partitioned once per process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.encoding import Encoded
-from fedrot.simulations.data.partition import parse_partition, split_clients
-from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective
+from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
+from fedrot.simulations.tasks.objective import Objective
+from fedrot.simulations.tasks.objectives import OBJECTIVES
+
+
+class RowCounts(NamedTuple):
+    """Rows by client: names of the classes, ``sizes`` [clients] and ``counts`` [clients][classes]."""
+
+    names: Sequence[str]
+    sizes: list[int]
+    counts: list[list[int]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """The data of one configuration, encoded, and what models are trained for on it."""
+    """The encoded data of one configuration, and the objective of training on it."""
 
     config: SimulationConfig
     data: DataSet[Any]
@@ -28,6 +38,13 @@ class Task:
     def clients(self, seed: int) -> list[np.ndarray]:
         """Return each client's rows of the training split."""
         return _clients(self.config.to_json(), seed)
+
+    def partition(self, seed: int) -> RowCounts:
+        """Return how many rows of each class every client holds."""
+        labels, parts = self.data.train.labels, self.clients(seed)
+        names = key_names(labels, self.data.label_names)
+        counts = histogram(labels, parts, len(names)).tolist()
+        return RowCounts(names, [len(part) for part in parts], counts)
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a client's training rows and its own held-out rows."""

@@ -1,4 +1,4 @@
-"""Local training and evaluation, the same bits for the same seed."""
+"""Local training and evaluation; the same seed gives the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedrot.simulations.data.encoding import Encoded
-from fedrot.simulations.tasks.objectives import model_inputs
+from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.task import Task
 
 #: Batches are drawn from this many batches' worth of shuffled rows, sorted by length.
@@ -37,7 +37,7 @@ def batches(
 def step_batches(
     task: Task, model: torch.nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield at most ``limit`` random ones of the training rows, in batches as training has them."""
+    """Yield at most ``limit`` random training rows, in the form of training batches."""
     rng = np.random.default_rng(seed)
     chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
     for places in batches(task.train, chosen, size, rng):
@@ -52,7 +52,7 @@ def lent_device() -> torch.device:
 
 @contextmanager
 def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
-    """Run a model on a device: its inputs go there and its outputs come back, as it does in the end."""
+    """Run a model on a device: inputs are moved there, outputs and in the end the model to the CPU."""
     if device == torch.device("cpu"):
         yield
         return
@@ -85,10 +85,9 @@ def train(
 ) -> float:
     """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
 
-    A GPU that the simulation engine lent to this process is used; see ``lent_device``.
-
-    Half an epoch is half the batches, rounded up; they are other ones for another seed. Returns the
-    mean loss over the last epoch's steps, NaN if no row has anything to predict.
+    It runs on the GPU that the simulation engine lent to this process, if any. Half an epoch is half the
+    batches, rounded up, and the seed decides which. Returns the mean loss over the last epoch's steps,
+    NaN if no row has anything to predict.
     """
     with running_on(lent_device(), model):
         return _train(model, task, rows, seed, epochs)
@@ -129,7 +128,7 @@ def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarra
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):
-        return dict.fromkeys((*task.objective.metrics, "loss"), float("nan"))
+        return task.objective.diverged()
     model.eval()
     with running_on(lent_device(), model), torch.inference_mode():
         return task.objective.evaluate(model, split, rows)

@@ -119,20 +119,23 @@ def test_a_bundled_grid_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_
     (tmp_path / "data").mkdir()
     rows = {"text": ["a", "b"] * 20, "label": [0, 1] * 20, "split": ["train"] * 30 + ["test"] * 10}
     pq.write_table(pa.table(rows), tmp_path / "data" / "dair_emotion.parquet")
-    for line, expected in (
-        ("compare one-shot --data-dir data --out run --dry-run", "160 cells (seed, start and arm)"),
-        ("flower-app app", "Flower app: app"),
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", "fedrot", *line.split()],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert expected in " ".join(result.stdout.split())
+    code = (
+        "from fedrot.simulations.cli.app import app\n"
+        "for line in ('compare one-shot --data-dir data --out run --dry-run', 'flower-app app'):\n"
+        "    app(line.split(), standalone_mode=False)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    output = " ".join(result.stdout.split())
+    assert "160 cells (seed, start and arm)" in output
+    assert "Flower app: app" in output
     assert not (tmp_path / "run").exists()
     assert (
         "fedrot.simulations.federation.server_app:app" in (tmp_path / "app/pyproject.toml").read_text()

@@ -48,7 +48,6 @@ task = "mlm"
 [task.pairs]
 disjoint = [[0, 1], [2, 3]]
 """
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +275,7 @@ def test_a_grid_of_something_else_than_tables_is_refused(
 
 
 def test_the_experiment_is_a_grid_of_nine_cells() -> None:
-    grid = Grid.read(ROOT / "experiments" / "barriers.toml", Path("anywhere"))
+    grid = Grid.read(Path("barriers"), Path("anywhere"))
     assert len(grid.cells) == 9
     assert sum(len(cell.pairs) for cell in grid.cells) == 22
     assert set(grid.methods) <= set(METHODS)

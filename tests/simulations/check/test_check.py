@@ -62,7 +62,7 @@ def test_a_sound_model_is_reported_in_full(model: Path) -> None:
     ]
     assert found["architecture"] == "BertForSequenceClassification"
     assert (found["model"], found["model_type"], found["family"]) == (str(model), "bert", "bert")
-    assert (found["seed"], found["refused"], found["notes"]) == (0, {}, [])
+    assert (found["seed"], found["refused"], found["suspects"], found["notes"]) == (0, {}, "", [])
     assert found["parts"] == ["residual", "output", *INSIDE]
     assert (found["holds"], found["tolerance"]) == (True, 1e-6)
     assert 0 < found["change"] <= 1e-10

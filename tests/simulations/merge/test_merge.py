@@ -624,7 +624,7 @@ def test_requests_that_make_no_sense(
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_data_and_foreign_tokens_are_refused(
+def test_unknown_data_and_unknown_tokens_are_refused(
     pair: tuple[Path, Path], texts: dict[str, Any], tmp_path: Path
 ) -> None:
     save_tokenizer(pair[0])
@@ -632,7 +632,7 @@ def test_unknown_data_and_foreign_tokens_are_refused(
     code, output = invoke(*pair, *options, *as_options({**texts, "data": "nothing"}))
     assert (code, "data set 'nothing' is" in output) == (2, True), output
     code, output = invoke(*pair, *options, *as_options({**texts, "text_column": "content"}))
-    assert (code, "no column 'content'; columns are words" in output) == (2, True), output
+    assert (code, "no text column 'content'; columns are words" in output) == (2, True), output
     path = pair[0] / "tokenizer.json"
     path.write_text(path.read_text().replace('"w5":10', '"w5":70').replace('"w5": 10', '"w5": 70'))
     code, output = invoke(*pair, *options, *as_options(texts))

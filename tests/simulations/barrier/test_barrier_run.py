@@ -21,10 +21,10 @@ from tests.simulations.commands import SMALL, invoke
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("checkpoints")
+    folder = tmp_path_factory.mktemp("models")
     for name in ("classification", "mlm", "image"):
         config = SimulationConfig(task=name, **SMALL)
         task = task_of(config.to_json())
@@ -41,12 +41,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["classification", "mlm", "image"])
-def test_two_checkpoints(name: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_two_saved_models(name: str, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     code, output = invoke(
         "barrier",
-        checkpoints / f"{name}0",
-        checkpoints / f"{name}1",
+        models / f"{name}0",
+        models / f"{name}1",
         *("--task", name, "--out", out, "--points", 5, "--rows", 64, "--test-limit", 60),
         *("--methods", "vanilla,whole,verma"),
     )
@@ -102,41 +102,39 @@ def _spoil(folder: Path, kind: str) -> None:
         ("classification0", "classification1", None, ["--test-limit", "0"], "test_limit"),
     ],
 )
-def test_checkpoints_that_cannot_be_compared(
+def test_models_that_cannot_be_compared(
     a: str,
     b: str,
     spoilt: str | None,
     options: list[str],
     expected: str,
-    checkpoints: Path,
+    models: Path,
     tmp_path: Path,
 ) -> None:
-    other = checkpoints / b
+    other = models / b
     if spoilt:
         other = Path(shutil.copytree(other, tmp_path / "spoilt"))
         _spoil(other, spoilt)
-    code, output = invoke("barrier", checkpoints / a, other, "--out", tmp_path / "out", *options)
+    code, output = invoke("barrier", models / a, other, "--out", tmp_path / "out", *options)
     assert code == 2, output
     assert expected in output.lower()
     assert not (tmp_path / "out").exists()
 
 
-def test_data_of_other_classes_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+def test_data_of_other_classes_is_refused(models: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     columns = {"text": ["one", "two"] * 4, "label": [0, 1] * 4, "split": ["train", "test"] * 4}
     pq.write_table(pa.table(columns), tmp_path / "two.parquet")
     options = ["--data", "two", "--data-dir", tmp_path, "--out", tmp_path / "out"]
-    pair = [checkpoints / "classification0", checkpoints / "classification1"]
+    pair = [models / "classification0", models / "classification1"]
     code, output = invoke("barrier", *pair, *options)
     assert code == 2
     assert "has 7 outputs, but two has 2 classes" in output
 
 
-def test_a_model_without_tokenizer_needs_the_bundled_vocabulary(
-    checkpoints: Path, tmp_path: Path
-) -> None:
+def test_a_model_without_tokenizer_needs_the_bundled_vocabulary(models: Path, tmp_path: Path) -> None:
     config = SimulationConfig(**SMALL)
     model: Any = build_model(config, task_of(config.to_json()).data, 0)
     model.resize_token_embeddings(50)
@@ -146,20 +144,18 @@ def test_a_model_without_tokenizer_needs_the_bundled_vocabulary(
     assert "has no tokenizer, and the bundled one has 6000 tokens where the model has 50" in output
 
 
-def test_tokenizers_of_other_words_are_refused(checkpoints: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(checkpoints / "mlm1", tmp_path / "b"))
+def test_tokenizers_of_other_words_are_refused(models: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(models / "mlm1", tmp_path / "b"))
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"the"', '"zzzzz"'))
-    code, output = invoke(
-        "barrier", checkpoints / "mlm0", other, "--task", "mlm", "--out", tmp_path / "out"
-    )
+    code, output = invoke("barrier", models / "mlm0", other, "--task", "mlm", "--out", tmp_path / "out")
     assert code == 2
     assert "Different vocabularies" in output
 
 
-def test_a_filled_folder_is_left_alone(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_filled_folder_is_left_alone(models: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("1")
-    pair = [checkpoints / "classification0", checkpoints / "classification1"]
+    pair = [models / "classification0", models / "classification1"]
     code, output = invoke("barrier", *pair, "--out", tmp_path)
     assert code == 2
     assert "Choose another --out" in output
@@ -167,13 +163,13 @@ def test_a_filled_folder_is_left_alone(checkpoints: Path, tmp_path: Path) -> Non
 
 
 def test_nothing_is_written_when_a_method_fails(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> Any:
         raise FedrotError("out of luck")
 
     monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))
-    pair = [checkpoints / "classification0", checkpoints / "classification1"]
+    pair = [models / "classification0", models / "classification1"]
     options = ["--methods", "vanilla,failing", "--points", "3", "--test-limit", "60"]
     code, output = invoke("barrier", *pair, *options, "--out", tmp_path / "out")
     assert code == 2

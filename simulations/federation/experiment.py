@@ -30,9 +30,6 @@ from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import own_id
-from fedrot.strategies.round.merge import Aggregated, Merge, Wrapped
-from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import Execution, OtherBasis, Reporting
 from fedrot.tensors import Tensors
@@ -170,25 +167,6 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         cell.record("alignment", server_round, dict(metrics))
 
 
-@dataclass(frozen=True)
-class KeepingMerge:
-    """Another merge whose accepted updates are kept in ``kept``."""
-
-    merge: Merge
-    kept: list[Tensors]
-
-    def add(self, update: Update) -> bool:
-        """Hand an update on; True if it was accepted."""
-        accepted = self.merge.add(update)
-        if accepted:
-            self.kept.append(update.tensors)
-        return accepted
-
-    def result(self, wrapped: Wrapped) -> Aggregated:
-        """Return the new model and metrics."""
-        return self.merge.result(wrapped)
-
-
 class ArmStrategy(FedRot):
     """FedRot for one cell: samples the same clients in every arm, and writes the cell's rows.
 
@@ -231,18 +209,16 @@ class ArmStrategy(FedRot):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self.current_round = server_round
+        self.current_round, self.updates = server_round, []
         # Flower samples clients from the global generator.
         random.seed(f"{self.cell.seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def merge(self, this_round: Round, store: Store) -> Merge:
-        """Return what takes a round's updates; an ensemble keeps them."""
-        merge = super().merge(this_round, store)
-        if not self.cell.arm.ensemble:
-            return merge
-        self.updates = []
-        return KeepingMerge(merge, self.updates)
+    def on_update(self, update: Update) -> None:
+        """Keep the updates of an ensemble."""
+        super().on_update(update)
+        if self.cell.arm.ensemble:
+            self.updates.append(update.tensors)
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the global model, or the ensemble of the last round's updates."""

@@ -1,10 +1,11 @@
-"""Files that are there as a whole or not at all."""
+"""Writing of files: atomic replacement, flushing to disk, and rows as JSON lines."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +14,30 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside a file, which takes the file's place if the block succeeds."""
+    """Give a temporary path beside a file or folder, which takes its place if the block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
         temporary.replace(path)
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write an indented JSON file whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
 def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's entries, would survive a power failure."""
+    """Flush a file's contents, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,14 +46,14 @@ def sync(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file in one write; it and its folder are made if need be."""
+    """Append rows to a JSON-lines file in one write; create the file and its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json_line(row) for row in rows))
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON: numbers that are not finite as null, what JSON lacks as text."""
+    """Return a row as a line of JSON; non-finite numbers become null, unknown types text."""
     return json.dumps(_finite(row), allow_nan=False, default=str) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Move a client update into the coordinates of an anchor, and say what that changed."""
+"""``align``, which moves an update into an anchor's coordinates, and ``Alignment``, its result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
+from fedrot.collect.statistic_kinds import transport_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
@@ -17,7 +18,6 @@ from fedrot.matching.problem import Anchor, Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.statistic_kinds import transport_statistics
 from fedrot.symmetry.biases import canonical_biases
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
@@ -26,9 +26,9 @@ from fedrot.transport import Move, apply_moves
 
 @dataclass(frozen=True)
 class Alignment:
-    """A group element, as the sequence of moves that carries an update to its anchor.
+    """The moves that bring an update to an anchor, and their report.
 
-    ``print(alignment)`` shows what it removes of the distance, part by part.
+    ``print(alignment)`` shows the share of the distance that each part removes.
     """
 
     symmetry: Symmetry = field(repr=False)
@@ -41,7 +41,7 @@ class Alignment:
         return f"Alignment of {model}\n{self.report}"
 
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return a new dictionary with the moves applied, to canonical biases if so asked.
+        """Return a new dictionary with the moves applied; redundant biases are 0 if the options said so.
 
         The input is never changed. Tensors outside every group are returned as the same objects.
         """
@@ -51,7 +51,7 @@ class Alignment:
         return apply_moves(tensors, self.moves)
 
     def inverse(self) -> Alignment:
-        """Return the alignment that undoes this one (its report is this one's)."""
+        """Return the alignment that undoes this one; it has the same report."""
         undone = tuple(move.inverse for move in reversed(self.moves))
         return Alignment(self.symmetry, undone, self.report)
 
@@ -66,15 +66,14 @@ class Alignment:
                 the tensor. ``trained``: masks ``[rows]`` of the rows that a client trained.
 
         Raises:
-            FedrotError: an unknown kind, or a diagonal of a tensor that was rotated: the diagonal
-                does not determine the rotated diagonal. Align first and compute it after, or align
-                by permutations only (``parts=("heads", "ffn")``). Or the alignment changes biases, and
-                with them what the statistics were computed from.
+            FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not
+                determine the rotated diagonal (compute it after aligning, or align by permutations only,
+                ``parts=("heads", "ffn")``); or the alignment changed biases.
         """
-        if self.canonical_biases and self.symmetry.redundant_biases:
+        if statistics and self.canonical_biases and self.symmetry.redundant_biases:
             raise FedrotError(
                 "Canonical biases change activations, so that statistics cannot follow. Apply "
-                "fedrot.canonical_biases to the model first, and compute them then."
+                "fedrot.canonical_biases to the model before the statistics are computed."
             )
         return transport_statistics(statistics, self.moves, self.symmetry.shapes)
 
@@ -82,10 +81,7 @@ class Alignment:
 def alignment_of(
     moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry, seconds: float = 0.0
 ) -> Alignment:
-    """Return given moves, one per group, as an alignment with a report of what they do.
-
-    ``seconds`` is what finding them took.
-    """
+    """Return given moves, one per group, as an alignment; ``seconds`` goes into its report."""
     found = tuple(moves)
     groups = tuple(move.group for move in found)
     current = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
@@ -110,16 +106,18 @@ def align(
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
+    The stages (``fedrot.matching.stages.STAGES``) run in a fixed order, each in closed form given the
+    stages before it: head permutation, rotation (Zhang et al. 2025, Eq. 8-10), scale (Eq. 11-12), neuron
+    permutation (Eq. 7). No stage increases the squared distance to the anchor by more than rounding.
+
     Args:
         update: the client's tensors, float64, float32, float16 or bfloat16, on any device.
-        anchor: tensors of the same names and shapes on the same device. Pass an ``Anchor`` to reuse
-            what is computed from it once (its neurons' separation) for all clients of a round.
+        anchor: tensors of the same names and shapes on the same device. An ``Anchor`` keeps bounds that
+            are computed once for all clients of a round.
         symmetry: from ``symmetry_of``.
         options: defaults to rotation of the heads and permutation of the neurons.
-
-    The stages run in a fixed order, each in closed form given the ones before it: head permutation,
-    rotation (Zhang et al. 2025, Eq. 8-10), scale (Eq. 11-12), neuron permutation (Eq. 7). No stage
-    increases the squared distance to the anchor by more than rounding.
+        activations: of both models on the same inputs, from ``collect_activations``; they count besides
+            the weights as ``options.activation_weight`` says.
 
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
@@ -140,21 +138,20 @@ def align(
         anchor = replace(anchor, tensors=canonical_biases(anchor.tensors, symmetry))
         update = canonical_biases(update, symmetry)
     with torch.no_grad():
-        found = solve(Problem(anchor, update, symmetry, options, activations), groups)
-    seconds = time.perf_counter() - start
-    report = AlignmentReport(found.rows, found.before, found.after, seconds)
-    return Alignment(symmetry, found.moves, report, options.canonical_biases)
+        moves, report = solve(Problem(anchor, update, symmetry, options, activations), groups)
+    report = replace(report, seconds=time.perf_counter() - start)
+    return Alignment(symmetry, moves, report, options.canonical_biases)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:
     for name in sorted({slot.tensor for group in groups for slot in group.slots}):
         u, a = update[name], anchor[name]
-        other = next((t for t in (u, a) if not isinstance(t, Tensor)), None)
-        if other is not None:
-            raise UpdateError(
-                f"'{name}' is a {type(other).__name__}, not a torch tensor; convert it with "
-                "torch.as_tensor."
-            )
+        for t in (u, a):
+            if not isinstance(t, Tensor):
+                raise UpdateError(
+                    f"'{name}' is a {type(t).__name__}, not a torch tensor; convert it with "
+                    "torch.as_tensor."
+                )
         if not (u.is_floating_point() and a.is_floating_point()):
             raise UpdateError(
                 f"The tensor '{name}' is {u.dtype} (anchor: {a.dtype}); only floating-point weights "
@@ -173,7 +170,7 @@ def random_equivalent(
     seed: int = 0,
     parts: tuple[str, ...] = DEFAULT_PARTS,
 ) -> dict[str, Tensor]:
-    """Return the same function in other coordinates: a random element of the given parts, applied.
+    """Return the tensors moved by a random element of the given parts: the function stays the same.
 
     The input is never changed. The same seed gives the same element on every device.
 

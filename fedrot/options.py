@@ -1,4 +1,4 @@
-"""What alignment moves, and when."""
+"""``AlignmentOptions``: what alignment moves, and when."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from dataclasses import dataclass
 from fedrot.errors import FedrotError
 from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS
 
-#: Layers by their place.
+#: What may move inside heads.
+WITHIN_HEADS = ("rotation", "permutation")
+
 _LAYERS = re.compile(r"all|(first|last):[0-9]+")
 
 
 @dataclass(frozen=True)
 class AlignmentOptions:
-    """What to move, and when.
+    """Options of ``align``.
 
     Attributes:
-        parts: any of ``residual`` (permutation of the residual stream), ``output`` (permutation,
-            with signs under odd activations, of the task heads' hidden units), ``heads`` (head
-            permutation), ``attention`` (per-head rotation), ``rescale`` (per-head scale), ``ffn``
-            (neuron permutation). ``fedrot.WHOLE_MODEL`` is all of them but ``rescale``.
+        parts: any of ``residual`` (permutation of the residual stream), ``output`` (permutation of the
+            task heads' hidden units, with signs under odd activations), ``heads`` (permutation of the
+            attention heads), ``attention`` (rotation inside each head), ``rescale`` (scale of each
+            head), ``ffn`` (permutation of the neurons). ``fedrot.WHOLE_MODEL`` is all but ``rescale``.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
-        ridge: pull of the rotation towards "do not move", relative to the largest singular value of
-            each head's cross matrix; 0 is plain Procrustes.
-        within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, which
-            is all that Git Re-Basin and Verma & Elbayad allow.
-        threshold: a move that removes less than this share of its group's squared distance is
-            skipped and reported as skipped; 0 moves whatever helps.
-        sweeps: at most so many passes over all parts where they depend on each other (with
-            ``residual`` or ``output`` among them); passes stop when one removes less than
-            ``tolerance`` of the squared distance.
-        tolerance: see ``sweeps``.
-        restarts: further starts of the residual stream, from random permutations; the best wins.
-        canonical_biases: set attention biases that change nothing to 0 in anchor and update, and in
-            what ``Alignment.apply`` returns (``fedrot.canonical_biases``): they say nothing about the
-            function, but distances see them. Then aligning a moved model gives back its function, not
-            its biases.
-        activation_weight: share of activations against weights in a group's similarity, between 0
-            and 1; it matters only where activations are given.
+        ridge: pull of the rotation towards the identity, relative to the largest singular value of each
+            head's cross matrix; 0 is plain Procrustes.
+        within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
+            Re-Basin and Verma & Elbayad.
+        threshold: a move that removes less than this share of its group's squared distance is skipped,
+            and reported as skipped.
+        sweeps: largest number of passes over all stages if ``parts`` has ``residual`` or ``output``; the
+            other parts need one pass.
+        tolerance: passes stop when one lowers the objective by less than this share.
+        restarts: number of further starts from random permutations of the residual stream; the best
+            result is kept.
+        activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
+            only where activations are given.
+        canonical_biases: set redundant attention biases to 0 in anchor and update before matching, and
+            in the result of ``Alignment.apply`` (see ``fedrot.canonical_biases``). They change
+            distances, but not the function.
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
@@ -69,22 +70,17 @@ class AlignmentOptions:
             raise FedrotError(
                 f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
             )
-        if not self.ridge >= 0:
-            raise FedrotError(f"ridge is {self.ridge}; it must be 0 or positive.")
-        if self.within_heads not in ("rotation", "permutation"):
-            raise FedrotError(
-                f"within_heads is '{self.within_heads}'; choose from 'rotation', 'permutation'."
-            )
-        if self.sweeps < 1 or self.restarts < 0:
-            raise FedrotError(
-                f"sweeps is {self.sweeps} and restarts {self.restarts}; at least 1 and 0 are needed."
-            )
-        if not self.tolerance >= 0:
-            raise FedrotError(f"tolerance is {self.tolerance}; it must be 0 or positive.")
-        if not 0 <= self.activation_weight <= 1:
-            raise FedrotError(f"activation_weight is {self.activation_weight}; it must lie in [0, 1].")
-        if not 0 <= self.threshold < 1:
-            raise FedrotError(f"threshold is {self.threshold}; it must lie in [0, 1).")
+        for name, fits, needed in (
+            ("ridge", self.ridge >= 0, "be 0 or positive"),
+            ("within_heads", self.within_heads in WITHIN_HEADS, f"be one of {WITHIN_HEADS}"),
+            ("threshold", 0 <= self.threshold < 1, "lie in [0, 1)"),
+            ("sweeps", self.sweeps >= 1, "be at least 1"),
+            ("tolerance", self.tolerance >= 0, "be 0 or positive"),
+            ("restarts", self.restarts >= 0, "be 0 or positive"),
+            ("activation_weight", 0 <= self.activation_weight <= 1, "lie in [0, 1]"),
+        ):
+            if not fits:
+                raise FedrotError(f"{name} is {getattr(self, name)!r}; it must {needed}.")
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""
@@ -101,14 +97,10 @@ class AlignmentOptions:
 
 
 def checked_options(options: AlignmentOptions | None) -> AlignmentOptions:
-    """Return options, the defaults if None.
-
-    Raises:
-        FedrotError: they are something else.
-    """
+    """Return options, the defaults if None; raise ``FedrotError`` if they are something else."""
     if not isinstance(options, AlignmentOptions | None):
         raise FedrotError(
-            f"options is a {type(options).__name__}; pass fedrot.AlignmentOptions, "
-            "AlignmentOptions(parts=('attention',)), say."
+            f"options is a {type(options).__name__}; pass fedrot.AlignmentOptions, for example "
+            "AlignmentOptions(parts=('attention',))."
         )
     return options or AlignmentOptions()

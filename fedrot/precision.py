@@ -1,8 +1,4 @@
-"""What is computed to many digits, whatever the model or the user asks for.
-
-Products that have to stay orthogonal are float32 to the last bit, never TF32; and what is checked to
-many digits is computed in float64 where a model asks for float32.
-"""
+"""Contexts for numerical precision: float32 products without TF32, and float64 in place of float32."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """While it lasts, float32 matrices are multiplied as they are, not rounded to TF32 or bfloat16.
+    """Multiply float32 matrices without rounding to TF32 or bfloat16, inside the context or decorator.
 
-    A user may have allowed that for training (``torch.set_float32_matmul_precision``), on a GPU or on a
-    CPU; a rotation would lose its orthogonality to 1e-3. What the user had is restored. Also a
-    decorator. Like torch's own switches it holds for all threads of the process.
+    Users may allow the rounding for training (``torch.set_float32_matmul_precision``); a rotation would
+    then be orthogonal to 1e-3 only. The user's setting is restored. Like torch's own switches, it holds
+    for all threads of the process.
     """
     try:
         chosen = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user chose with the switches below, which the old way cannot express
+    except RuntimeError:  # the user set the switches below, which this function cannot express
         chosen = "highest"
     had = [switch.fp32_precision for switch in _SWITCHES]
     torch.set_float32_matmul_precision("highest")
@@ -39,7 +35,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _switches() -> tuple[Any, ...]:
-    """Return what says how a backend multiplies; torch before 2.9 has one setting for all."""
+    """Return the settings of the backends; torch before 2.9 has one setting for all."""
     products = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     return tuple(switch for switch in products if hasattr(switch, "fp32_precision"))
 
@@ -48,10 +44,10 @@ _SWITCHES = _switches()
 
 
 class Float64(TorchFunctionMode):
-    """While it lasts, every ``float32`` that torch is asked for becomes ``float64``.
+    """Replace ``float32`` by ``float64`` in all calls of torch functions inside the context.
 
-    Norms and softmaxes of many models compute in float32 whatever the model's dtype; reordered sums then
-    differ by 1e-7, which hides small mistakes.
+    Norms and softmaxes of many models compute in float32 whatever the model's dtype. Sums in another
+    order then differ by 1e-7, which would hide small mistakes.
     """
 
     def __torch_function__(

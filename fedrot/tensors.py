@@ -1,4 +1,4 @@
-"""Tensors by name: their type, the dtype they are compared in, and checks of what a client sent."""
+"""``Tensors``, a mapping from names to tensors, and checks of a client's tensors and weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return float64 for float64 tensors, else float32: the dtype in which they are compared."""
+    """Return the dtype for computations with a tensor: float64 for float64 tensors, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -26,26 +26,22 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
 
 
 class Shaped(Protocol):
-    """A tensor, or what stands for one before it is decoded."""
+    """A tensor, or a tensor that is not decoded yet."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its size on every axis."""
+        """The size of every axis."""
 
 
 #: Norm of a tensor above which sums of squared distances could overflow float32.
 LARGEST_NORM = 1e17
 
-#: Weights outside of this range would overflow or vanish in float32 sums.
+#: Update weights outside of this range would overflow or vanish in float32 sums.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12
 
 
 def check_weight(weight: float) -> None:
-    """Check an update's weight.
-
-    Raises:
-        UpdateError: it is not a positive number of a reasonable size.
-    """
+    """Raise ``UpdateError`` if an update's weight is not positive, or too small or too large."""
     if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
         raise UpdateError(
             f"The weight is {weight}; it must be positive, from {SMALLEST_WEIGHT:g} to "
@@ -54,11 +50,11 @@ def check_weight(weight: float) -> None:
 
 
 def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check names and shapes.
+    """Check names and shapes of an update.
 
     Raises:
-        UpdateError: the update is no mapping from names to tensors; or a tensor is missing, extra or has
-            another shape, and the message names the first.
+        UpdateError: the update is no mapping; or a tensor is missing, extra or has another shape; the
+            message names the first such tensor.
     """
     if not isinstance(update, Mapping):
         raise UpdateError(
@@ -81,7 +77,7 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
 
 
 def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why a tensor is missing, as far as the names tell, and what to do."""
+    """Return the message for a missing tensor, with the likely reason."""
     if update and all(other.isdigit() for other in update):
         return (
             "The tensors have numbers in place of names ('0', '1', ...), as if they were made from a "
@@ -97,12 +93,8 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple
     )
 
 
-def check_finite(update: Mapping[str, Tensor]) -> None:
-    """Check that no floating-point tensor holds NaN, Inf, or values whose squares overflow float32.
-
-    Raises:
-        UpdateError: naming the first tensor that does.
-    """
+def check_finite(update: Tensors) -> None:
+    """Raise ``UpdateError`` if a tensor holds NaN, Inf, or values whose squares overflow float32."""
     for name, tensor in update.items():
         if not tensor.is_floating_point():
             continue

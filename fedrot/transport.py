@@ -1,8 +1,8 @@
-"""``Move``, one element of one group, and how moves act on tensors."""
+"""``Move``, one element of one group, and the application of moves to tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import Group, Slot
-from fedrot.tensors import compute_dtype
+from fedrot.tensors import Tensors, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,10 @@ class Move:
         return Move(self.group, self.group.kind.inverse(self.element))
 
     def on(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """Return ``tensor`` with one slot moved, same dtype, contiguous; the input is unchanged."""
-        stretch = slot.of(tensor.detach())
+        """Return a contiguous copy of a tensor with one slot moved, in the same dtype."""
         element = self.element.abs() if slot.unsigned else self.element
-        moved = self.group.kind.act(
-            element, stretch.to(compute_dtype(tensor)), slot.axis, slot.contravariant
-        ).to(tensor.dtype)
+        part = slot.of(tensor.detach()).to(compute_dtype(tensor))
+        moved = self.group.kind.act(element, part, slot.axis, slot.contravariant).to(tensor.dtype)
         if slot.size == tensor.shape[slot.axis]:
             return moved.contiguous()
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -40,7 +38,7 @@ class Move:
 
 
 @full_float32()
-def apply_moves(tensors: Mapping[str, Tensor], moves: Iterable[Move]) -> dict[str, Tensor]:
+def apply_moves(tensors: Tensors, moves: Iterable[Move]) -> dict[str, Tensor]:
     """Return a new dictionary with the moves applied in order; untouched tensors are shared."""
     out = dict(tensors)
     with torch.no_grad():

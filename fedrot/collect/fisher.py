@@ -1,8 +1,8 @@
-"""Diagonal Fisher information of a model on a client's data."""
+"""Collection of the diagonal Fisher information of a model on a client's data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal
 
@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
+from fedrot.collect.statistic_kinds import FISHER
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import FISHER
-from fedrot.tensors import compute_dtype
-
-Batch = Mapping[str, Tensor]
+from fedrot.tensors import Tensors, compute_dtype
 
 #: With more labels than this, the expectation over a model's own labels is sampled.
 EXACT_LABELS = 8
@@ -23,7 +21,7 @@ EXACT_LABELS = 8
 
 def collect_fisher(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Tensors],
     *,
     labels: Literal["model", "data"] = "model",
     max_rows: int | None = 256,
@@ -31,27 +29,27 @@ def collect_fisher(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
 
-    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows, each parameter's shape, float64
-    for float64 models, else float32 (Jin et al. 2023, section 3.1; Matena & Raffel 2021). Tied
-    parameters hold one and the same tensor under each of their names.
+    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows (Jin et al. 2023, section 3.1;
+    Matena & Raffel 2021). ``F`` has the parameter's shape and is float64 for float64 models, else
+    float32. Tied parameters share one tensor.
 
-    What ``y`` is follows from the configuration's ``problem_type`` and ``num_labels``: one label,
-    several labels, or a score with unit variance. The expectation over it is exact for up to
-    ``EXACT_LABELS`` labels, and over one sample per row otherwise. Where logits are ``[rows, tokens,
-    classes]``, a class is sampled for every token that ``attention_mask`` shows (a decoder's tokens:
-    ``decoder_attention_mask``); ELECTRA's discriminator has one of several labels per token.
+    The configuration's ``problem_type`` and ``num_labels`` say whether ``y`` is one label, several
+    labels, or a score with unit variance. The expectation over ``y`` is exact for up to ``EXACT_LABELS``
+    labels, else one label is sampled per row. For logits ``[rows, tokens, classes]``, a class is sampled
+    for every token that ``attention_mask`` shows (for a decoder: ``decoder_attention_mask``).
 
     Args:
-        model: a ``transformers`` model whose output has ``logits``; run in evaluation mode, left as it
-            was.
-        batches: keyword arguments of forward, ``labels`` included if they are the data's.
-        labels: ``model``: expectation over the model's own labels; ``data``: the empirical Fisher.
-        max_rows: rows used at most, None for all; each costs a backward pass per label.
+        model: a ``transformers`` model whose output has ``logits``; it is run in evaluation mode and
+            left in its own mode.
+        batches: keyword arguments of forward; with ``labels`` if ``labels="data"``.
+        labels: ``model`` for the expectation over the model's own labels, ``data`` for the empirical
+            Fisher.
+        max_rows: largest number of rows, None for all; each costs a backward pass per label.
         seed: of the sampled labels.
 
     Raises:
-        FedrotError: no batch, no labels where they are needed, an unknown choice of labels, or the
-            model's output has no logits.
+        FedrotError: no batch, no ``labels`` in the batches with ``labels="data"``, an unknown choice of
+            labels, or the model's output has no logits.
     """
     if labels not in ("model", "data"):
         raise FedrotError(f"labels is '{labels}'; choose from model, data.")
@@ -72,8 +70,8 @@ def collect_fisher(
             logits = getattr(output, "logits", None)
             if logits is None:
                 raise FedrotError(
-                    f"The output of {type(model).__name__} has no logits, so that it is unknown what it "
-                    "predicts. Compute the Fisher information of a model with one task head."
+                    f"The output of {type(model).__name__} has no logits. Compute the Fisher "
+                    "information of a model with one task head."
                 )
             for share, likelihood in _log_likelihoods(
                 model, logits, {**row, **inputs}, labels, generator
@@ -87,34 +85,34 @@ def collect_fisher(
                         total.addcmul_(gradient, gradient, value=share)
     if not rows:
         raise FedrotError("No rows were given; pass at least one batch.")
-    found = {name: total / rows for p, total in sums.items() for name in names[p][:1]}
-    first = {name: shared[0] for shared in names.values() for name in shared}
-    return {FISHER: {name: found[first[name]] for name in first}}
+    means = {parameter: total / rows for parameter, total in sums.items()}
+    return {FISHER: {name: means[parameter] for parameter in names for name in names[parameter]}}
 
 
-def _rows(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:
     for batch in batches:
         for i in range(len(next(iter(batch.values())))):
             yield {name: value[i : i + 1] for name, value in batch.items()}
 
 
 def _log_likelihoods(
-    model: nn.Module, logits: Tensor, row: Batch, labels: str, generator: torch.Generator
+    model: nn.Module, logits: Tensor, row: Tensors, labels: str, generator: torch.Generator
 ) -> list[tuple[float, Tensor]]:
-    """Return ``(probability, log likelihood)`` of the labels that one row's expectation runs over.
+    """Return pairs ``(p, f)`` with ``sum p (grad f)^2`` equal to one row's expectation.
 
-    For several labels at once, and for a score, the terms are functions whose squared gradients add
-    up to the expectation.
+    For one label per row, they are the probability and the log likelihood of each label.
     """
+    config: Any = model.config
+    architecture = type(model).__name__
     z = logits[0].to(compute_dtype(logits))
     label = row["labels"][0] if labels == "data" else None
     if z.ndim == 2:
-        if label is not None and _predicts_next(model):
+        if label is not None and architecture.endswith(("LMHeadModel", "ForCausalLM")):
             z, label = z[:-1], label[1:]
-        mask = "decoder_attention_mask" if _decodes_apart(model) else "attention_mask"
-        return [(1.0, _of_tokens(z, label, row.get(mask), generator))]
-    problem = _problem(model, z, label)
-    if _discriminates(model):
+        decoder = "decoder_" if getattr(config, "is_encoder_decoder", False) else ""
+        return [(1.0, _of_tokens(z, label, row.get(f"{decoder}attention_mask"), generator))]
+    problem = getattr(config, "problem_type", None) or _guessed_problem(z, label)
+    if architecture == "ElectraForPreTraining":  # labels every token
         problem, counted = "multi_label_classification", torch.ones_like(z, dtype=torch.bool)
         counted = row["attention_mask"][0].bool() if "attention_mask" in row else counted
         z, label = z[counted], None if label is None else label[counted]
@@ -136,34 +134,16 @@ def _log_likelihoods(
     return [(1.0, likelihoods[int(torch.multinomial(p.cpu(), 1, generator=generator))])]
 
 
-def _predicts_next(model: nn.Module) -> bool:
-    return type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
-
-
-def _decodes_apart(model: nn.Module) -> bool:
-    """Whether the tokens that the model predicts are a decoder's, not those of its ``input_ids``."""
-    config: Any = model.config
-    return bool(getattr(config, "is_encoder_decoder", False))
-
-
-def _discriminates(model: nn.Module) -> bool:
-    return type(model).__name__ == "ElectraForPreTraining"
-
-
-def _problem(model: nn.Module, z: Tensor, label: Tensor | None) -> str:
-    """Return the kind of label as transformers names it, guessed as transformers guesses it."""
-    config: Any = model.config
+def _guessed_problem(z: Tensor, label: Tensor | None) -> str:
+    """Return the ``problem_type`` that transformers would choose."""
     if len(z) == 1:
-        guess = "regression"
-    elif label is not None and label.is_floating_point():
-        guess = "multi_label_classification"
-    else:
-        guess = "single_label_classification"
-    return getattr(config, "problem_type", None) or guess
+        return "regression"
+    several = label is not None and label.is_floating_point()
+    return "multi_label_classification" if several else "single_label_classification"
 
 
 def _of_data(problem: str, z: Tensor, label: Tensor) -> Tensor:
-    """Return the log likelihood of the data's label, up to a constant."""
+    """Return the log likelihood of a label, up to a constant."""
     if problem == "regression":
         return -((label.reshape(-1).to(z) - z) ** 2).sum() / 2
     if problem == "multi_label_classification":
@@ -176,7 +156,7 @@ def _of_tokens(
 ) -> Tensor:
     """Return the log likelihood of a class per token, given logits ``[tokens, classes]``.
 
-    The classes are the data's, where they are not negative, or a sample of the model's.
+    The classes are the label's where these are not negative, or sampled if there is no label.
     """
     likelihoods = z.log_softmax(-1)
     if label is None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
+from fedrot.collect.statistic_kinds import GRAMS, INPUT_AXIS, Statistics
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, Statistics
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import Tensors, diagonal_blocks
@@ -47,17 +47,18 @@ def collect_gram(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
-    ``{"gram": {weight: G}}``, or ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens
-    that ``attention_mask`` shows, uncentred, float32 ``[in, in]`` (sums over batches are float64).
-    Layers that read one and the same input (query, key and value) hold one and the same matrix. Weights
-    that share their values with another module (output embeddings) have none.
+    The result is ``{"gram": {weight: G}}``, with ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over
+    the ``n`` tokens that ``attention_mask`` shows, uncentred, float32 ``[in, in]``; sums over batches
+    are float64. Layers that read the same input (query, key and value) share one matrix. Weights that
+    are tied to another module (output embeddings) have none.
 
     Args:
-        model: any ``torch`` model of ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
-            without gradients, and left as it was.
+        model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
+            without gradients, and left in its own mode.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
-        max_batches: batches read at most, None for all; Jin et al., Table 6, find no gain beyond 100.
-        form: what is kept, see ``compressed``.
+        max_batches: largest number of batches, None for all; Jin et al., Table 6, find no gain beyond
+            100.
+        form: see ``compressed``.
         symmetry: needed for the form ``heads``.
 
     Raises:
@@ -112,15 +113,13 @@ def compressed(
 
     Args:
         statistics: with full Gram matrices ``[n, n]``.
-        form: ``full`` keeps them. ``heads`` keeps the blocks ``[heads, d, d]`` of each head where the
-            input is the heads' outputs, and diagonals ``[n]`` elsewhere: it can follow every
-            rotation and permutation. ``diagonal`` keeps diagonals ``[n]``, which cannot follow a
-            rotation.
-        symmetry: says where heads' outputs are read; needed for ``heads``.
+        form: ``full`` keeps the matrices. ``heads`` keeps one block per head, ``[heads, d, d]``, where
+            the input is the heads' outputs, and diagonals ``[n]`` elsewhere; it can follow every
+            rotation and permutation. ``diagonal`` keeps diagonals, which cannot follow rotations.
+        symmetry: needed for ``heads``.
 
     Raises:
-        FedrotError: the form is unknown, ``heads`` is asked for without a symmetry, or a matrix is not
-            full.
+        FedrotError: the form is unknown or needs a symmetry, or a matrix is not full.
     """
     _check_form(form, symmetry)
     heads = {

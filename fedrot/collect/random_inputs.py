@@ -1,4 +1,4 @@
-"""Random inputs of a model, from its configuration alone: what it does can be asked without data."""
+"""Random inputs of a model from its configuration, and inputs of a forward pass from a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedrot.errors import SymmetryError
 
-#: Random texts that are enough to tell units apart.
+#: Number of random texts; enough to tell units apart.
 _ROWS = 2048
 
 
@@ -21,25 +21,26 @@ def random_inputs(
     batch_size: int = 128,
     seed: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of random tokens, images or both, as the model reads: activations need no data.
+    """Yield batches of random tokens, random images or both, as the model takes.
 
     Args:
-        config: dictionary of a transformers configuration. It reads text if it, or its
-            ``text_config``, has a ``vocab_size``; images if its ``vision_config`` has an
-            ``image_size``, or it has one itself and no ``vocab_size``.
-        rows: texts or images in all; None for 2048 texts, or images of as many patches.
-        length: tokens per text, shortened to what the model can place.
-        batch_size: texts at a time; of images, so many that their patches are no more than the tokens.
+        config: dictionary of a transformers configuration. A model takes text if the configuration or
+            its ``text_config`` has a ``vocab_size``; images if its ``vision_config``, or a configuration
+            without ``vocab_size``, has an ``image_size``.
+        rows: number of texts or images; None for 2048 texts, or for images with as many patches in all
+            as 2048 texts have tokens.
+        length: tokens per text; at most the model's number of positions.
+        batch_size: texts per batch; for images, reduced so that a batch has no more patches than tokens.
         seed: the same seed gives the same inputs.
 
-    Every batch holds, of these, what the model takes: ``input_ids`` and ``attention_mask`` (of ones),
-    int64 ``[batch, length]``, the ids drawn evenly; ``decoder_input_ids`` of the same shape;
-    ``pixel_values``, float32 ``[batch, channels, height, width]``, standard normal. If the
-    configuration names an end-of-text token, every text ends in it, and has neither it nor padding
-    anywhere else.
+    Yields:
+        ``input_ids`` and ``attention_mask`` (ones), int64 ``[batch, length]``, ids uniform;
+        ``decoder_input_ids`` of the same shape; ``pixel_values``, float32 ``[batch, channels, height,
+        width]``, standard normal. If the configuration names an end-of-text token, every text ends in
+        it and has neither it nor padding elsewhere.
 
     Raises:
-        SymmetryError: the configuration describes neither words nor images.
+        SymmetryError: the configuration has neither a ``vocab_size`` nor an ``image_size``.
     """
     text = _described(config, "text_config", "vocab_size")
     image = _described(config, "vision_config", "image_size")
@@ -60,7 +61,7 @@ def random_inputs(
             batch["input_ids"] = ids = _random_ids(text, count, length, generator)
             batch["attention_mask"] = torch.ones_like(ids)
         if config.get("is_encoder_decoder"):
-            # As long as the encoder's, so that one mask says for both which tokens count.
+            # As long as the encoder's, so that one mask fits both.
             batch["decoder_input_ids"] = _random_ids(text, count, length, generator)
         if image:
             shape = (count, int(image.get("num_channels") or 3), *_pair(image["image_size"]))
@@ -69,7 +70,7 @@ def random_inputs(
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch without its ``labels``, shifted to a decoder that is given nothing else."""
+    """Return a batch without ``labels``; they become a decoder's inputs if it has no others."""
     found = {name: value for name, value in batch.items() if name != "labels"}
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if callable(shifted) and "labels" in batch and "decoder_input_ids" not in batch:
@@ -79,15 +80,15 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def reads_text(config: Mapping[str, Any]) -> bool:
-    """Whether a model reads tokens, by its configuration: random ones then show what its units do.
+    """Whether a configuration's model reads tokens, so that random inputs show what its units do.
 
-    Random images do not: what a ViT does with noise says little about what it does with images.
+    Activations of image models on noise say little about their activations on images.
     """
     return bool(_described(config, "text_config", "vocab_size"))
 
 
 def _described(config: Mapping[str, Any], nested: str, key: str) -> Mapping[str, Any]:
-    """Return the configuration with ``key``: the nested one, the whole, or an empty one."""
+    """Return the configuration that has ``key``: the nested one, the whole, or an empty one."""
     return next((c for c in (config.get(nested) or {}, config) if c.get(key)), {})
 
 
@@ -97,7 +98,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _patches(image: Mapping[str, Any]) -> int:
-    """Return how many tokens an image becomes."""
+    """Return the number of patches of an image."""
     if not image:
         return 0
     height, width = _pair(image["image_size"])
@@ -112,8 +113,8 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
     room = int(text.get("max_position_embeddings") or text.get("n_positions") or length + 2) - 2
     shape = (count, max(1, min(length, room)))
     ends = _tokens(_end(text), size)
-    # Classifiers and CLIP look at the end, or before the padding: all of the text should lie before it.
-    # Where no end is named nothing looks for one, and padding is a token like any other.
+    # Classifiers and CLIP read the last token before the end or the padding: neither may occur earlier.
+    # Without an end-of-text token no model looks for it, and padding is a token like any other.
     special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)}) if ends else []
     ids = torch.randint(size - len(special), shape, generator=generator)
     for token in special:
@@ -124,14 +125,14 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
 
 
 def _end(text: Mapping[str, Any]) -> Any:
-    """Return what ends a text: a token, several, or None."""
+    """Return the token or tokens that end a text, or None."""
     named = text.get("eos_token_id")
-    # CLIP's first configurations name 2, and such a model looks at the largest id.
+    # CLIP's first configurations name 2, but the model reads the position of the largest id.
     first_clip = named == 2 and text.get("model_type") == "clip_text_model"
     return text["vocab_size"] - 1 if first_clip else named
 
 
 def _tokens(named: Any, size: int) -> list[int]:
-    """Return the tokens that a configuration names, of those in the vocabulary."""
+    """Return a list of the named tokens that are in the vocabulary."""
     listed = named if isinstance(named, Sequence) else [] if named is None else [named]
     return [int(token) for token in listed if 0 <= token < size]

@@ -1,4 +1,4 @@
-"""Masks of the rows that a client has trained: the other rows do not enter the average."""
+"""Masks of the rows that a client has trained: other rows are left out of the average."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from fedrot.collect.statistic_kinds import TRAINED, along_rows
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import TRAINED, along_rows
 from fedrot.tensors import Tensors, check_update
 
 
@@ -17,21 +17,20 @@ def completed(
     received: Tensors,
     rows: Mapping[str, Iterable[int]] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Fill in what a client has not trained, and mark it, so that it does not enter the average.
+    """Complete a partly trained update with the received tensors, which the average leaves out.
 
     Args:
-        update: the client's tensors; a task head that the client does not have may be absent.
+        update: the client's tensors; tensors that it does not have (a task head) may be absent.
         received: the model that the client received, with every tensor.
-        rows: by tensor, the rows that the client trained: the labels it has seen, for the weight and
-            bias of a classifier. The other rows become the received ones.
+        rows: by tensor, the rows that the client trained, such as the labels it has seen for the weight
+            and bias of a classifier. The other rows become the received ones.
 
     Returns:
-        The complete update, and its statistics ``{"trained": masks}`` for
-        ``fedrot.aggregation``.
+        The complete update, and its statistics ``{"trained": masks}`` for ``fedrot.aggregation``.
 
     Raises:
-        UpdateError: the update has a tensor that was not received, or of another shape, or ``rows``
-            names a tensor or row that it does not have.
+        UpdateError: a tensor was not received or has another shape, or ``rows`` names a tensor or row
+            that the update does not have.
     """
     for name in (*update, *(rows or {})):
         if name not in received:

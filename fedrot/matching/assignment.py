@@ -1,9 +1,9 @@
-"""Neuron matching (Zhang et al. 2025, Eq. 7): an exact assignment behind an identity certificate.
+"""Exact assignment of units (Zhang et al. 2025, Eq. 7), and a certificate for the identity.
 
-The certificate: if every client neuron ``f_i`` lies within half the distance from its anchor neuron
-``a_i`` to the nearest other anchor neuron, then ``|f_i - a_j| >= |a_i - a_j| - |f_i - a_i| >=
-|f_i - a_i|`` for every ``j``, so the identity is an optimal assignment. The anchor's half of it is
-computed once; the client's costs one pass over its parameters.
+The certificate: if the distance from every client neuron ``f_i`` to its anchor neuron ``a_i`` is at most
+half the distance from ``a_i`` to the nearest other anchor neuron, then ``|f_i - a_j| >= |a_i - a_j| -
+|f_i - a_i| >= |f_i - a_i|`` for every ``j``, and the identity is an optimal assignment. The anchor's
+distances are computed once; the client's cost one pass over its parameters.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fedrot.matching.pairs import Pair
 #: A permutation must gain more than this share of ``|trace|`` over the identity to be accepted.
 MINIMUM_GAIN = 1e-6
 
-#: Columns of the widest slot that the quick lower bounds on the anchor's separation look at.
+#: Numbers of columns of the widest slot in the quick lower bounds on the anchor's separation.
 QUICK_COLUMNS = (32, 128)
 
-#: How many times its quick bound a client may exceed before the full bound is not even tried.
+#: The full bound is tried only if distances exceed the quick bound by at most this factor.
 HOPELESS = 8.0
 
 _ROWS = 256
 
-#: By how much distances are taken to be longer than they were computed.
+#: Factor on computed distances that covers their rounding errors.
 SLACK = 1 + 1e-5
 
 
@@ -50,10 +50,10 @@ def separation(
         plain: the slots of the anchor, each ``[n, rest]``.
         signed: slots whose rows may change their sign together; the bound then holds for ``j`` with
             either sign, and for ``-a_i``.
-        columns: look only at that many columns of the widest slot; dropping coordinates can only
-            shorten distances, so the bound stays valid. None uses everything.
+        columns: number of columns of the widest slot to use, and no other slot; without a coordinate,
+            distances are shorter, so the bound stays valid. None uses everything.
 
-    The rounding error of the Gram matrices is subtracted, so the bound is never too large.
+    The rounding error of the Gram matrices is subtracted, so that the bound is never too large.
     """
     sides = [list(plain), list(signed)]
     if columns is not None:
@@ -77,7 +77,7 @@ def separation(
     width = sum(f.shape[1] for f in features if f is not None)
     squares = norms - 2 * nearest - width * eps * (norms + norms.amax())
     if signed:
-        # |a_i - (-a_i)|^2 costs one pass over the slots: their columns are never left out.
+        # |a_i - (-a_i)|^2 costs one pass over the slots: all columns are used.
         flipped = 4 * sum((s.square().sum(1) for s in signed), start=torch.zeros(()))
         width = sum(s.shape[1] for s in signed)
         squares = torch.minimum(squares, flipped - width * eps * flipped)
@@ -87,7 +87,7 @@ def separation(
 def _gram(
     features: Sequence[Tensor | None], transposed: Sequence[Tensor | None], start: int, stop: int
 ) -> Tensor:
-    """Return rows ``start`` to ``stop`` of the Gram matrix from column ``start``, best signs taken."""
+    """Return rows ``start`` to ``stop`` of the Gram matrix from column ``start``, with best signs."""
     plain, signed = (
         None if f is None or t is None else f[start:stop] @ t[:, start:]
         for f, t in zip(features, transposed, strict=True)
@@ -103,10 +103,10 @@ def certified(distances: Tensor, bound: Tensor) -> bool:
 
 
 def identity_certified(distances: Tensor, separation: Callable[[int | None], Tensor]) -> bool:
-    """Return whether some bound of ``separation(columns)`` certifies the identity, cheapest first.
+    """Return whether a bound of ``separation(columns)`` certifies the identity, cheap bounds first.
 
-    The full bound is the dearest and is tried only while it can still succeed: it is about
-    ``sqrt(all columns / quick columns)`` times the quick one.
+    The full bound is about ``sqrt(all columns / quick columns)`` times the quick one. It is computed
+    only where it can still succeed.
     """
     if any(certified(distances, separation(columns)) for columns in QUICK_COLUMNS):
         return True
@@ -115,10 +115,7 @@ def identity_certified(distances: Tensor, separation: Callable[[int | None], Ten
 
 
 def assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:
-    """Return the best element and by how much it lowers the squared distance; see ``best_assignment``.
-
-    The identity is recognised without solving when ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
-    """
+    """Return ``best_assignment``, without solving if ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``."""
     if signed is None:
         total, diagonal = score, score.diagonal()
     else:
@@ -133,22 +130,18 @@ def assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | No
 
 
 def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:
-    """Maximise ``sum_i score[i, e(i)]``; return ``(e, distance gain)`` or ``(None, 0)``.
+    """Maximise ``sum_i score[i, e(i)]``; return ``e`` and the decrease of the squared distance.
 
-    None when the identity is optimal or within ``MINIMUM_GAIN`` of the optimum.
+    The result is ``(None, 0)`` if the identity is within ``MINIMUM_GAIN`` of the optimum.
 
     Args:
-        score: similarities ``[n, n]`` without signs, or a scalar 0.
-        signed: similarities ``[n, n]`` of what may change its sign; every unit then takes the sign
-            that is worth more, and ``e`` is an element of a ``SignedPermutation``.
+        score: similarities ``[n, n]`` of slots that keep their signs, or a scalar 0.
+        signed: similarities ``[n, n]`` of slots that may change their sign. Every unit then takes the
+            better sign, and ``e`` is an element of a ``SignedPermutation``.
     """
-    # Importing scipy.optimize takes a third of the time of importing torch, and is rarely needed.
-    from scipy.optimize import linear_sum_assignment
-
     place = score.device if signed is None else signed.device
     total = (score if signed is None else score + signed.abs()).cpu()
-    _, column = linear_sum_assignment(total.numpy(), maximize=True)
-    index = torch.from_numpy(column)
+    index = best_columns(total)
     chosen = total.gather(1, index[:, None]).double().sum()
     trace = (score if signed is None else score + signed).diagonal().double().sum().cpu()
     improvement = float(chosen - trace)
@@ -158,3 +151,11 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
         turned = signed.cpu().gather(1, index[:, None])[:, 0] < 0
         index = (index + 1) * torch.where(turned, -1, 1)
     return index.to(place), 2 * improvement
+
+
+def best_columns(score: Tensor) -> Tensor:
+    """Return the column of each row that maximises ``sum_i score[i, column[i]]``, on the CPU."""
+    # Imported here: it takes a third of the time of importing torch, and is rarely needed.
+    from scipy.optimize import linear_sum_assignment
+
+    return torch.from_numpy(linear_sum_assignment(score.cpu().numpy(), maximize=True)[1])

@@ -7,7 +7,7 @@ heads, rotations, signs and the residual stream.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,23 +15,16 @@ from torch import Tensor
 from fedrot.matching.pairs import distance_once
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
-from fedrot.report import GroupReport
+from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.groups import Group, Slot
 from fedrot.transport import Move
 
-
-@dataclass(frozen=True)
-class Solution:
-    """The moves, one per moved group in the order of application, and a report row per group."""
-
-    moves: tuple[Move, ...]
-    rows: tuple[GroupReport, ...]
-    before: float
-    after: float
+#: The moves, one per moved group in the order of application, and the report, without the time.
+Solution = tuple[tuple[Move, ...], AlignmentReport]
 
 
 def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
-    """Return the best moves found for the groups.
+    """Return the best moves found for the groups, and their report.
 
     Raises:
         SymmetryError: a group's action has no solver or no stage.
@@ -88,8 +81,7 @@ class _Descent:
         biases), and keeps the element if the objective falls. Other seeds draw a random element.
         """
         generator = torch.Generator().manual_seed(seed)
-        others = (g for stage, groups in self.stages.items() if stage != "residual" for g in groups)
-        elsewhere = _tensors(others)
+        elsewhere = _tensors(group for group in self.groups if stage_of(group) != "residual")
         for group in self.stages["residual"]:
             if seed:
                 device = self.problem.client[group.slots[0].tensor].device
@@ -163,7 +155,6 @@ class _Descent:
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
 
     def solution(self, before: float, after: float) -> Solution:
-        """Return the moves and rows of this run, with the distances before and after."""
         moves = compact(self.moves)
         elements = {move.group.name: move.element for move in moves}
         rows = []
@@ -172,7 +163,7 @@ class _Descent:
             if element is not None:
                 row = replace(row, skipped=False).moved_by(group, element)
             rows.append(row)
-        return Solution(moves, tuple(rows), before, after)
+        return moves, AlignmentReport(tuple(rows), before, after, 0.0)
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:

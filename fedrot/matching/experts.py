@@ -17,7 +17,7 @@ from torch import Tensor
 from fedrot.matching import assignment
 from fedrot.matching.pairs import Pair, by_sign, squared_distance
 from fedrot.matching.problem import Match, Problem
-from fedrot.matching.stages import solves
+from fedrot.matching.stages import COUPLED, solves
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 
@@ -62,7 +62,9 @@ def _match(group: Group, problem: Problem) -> Match:
     router = [b for slot, b in zip(group.slots, blocks, strict=True) if slot.tensor not in inside]
     before = after = problem.distance(group, blocks)
     bound = assignment.separation([a for a, _ in router])
-    if assignment.certified(assignment.row_distances(router), bound) and _in_place(neurons, problem):
+    distances = assignment.row_distances(problem.pairs(neurons))
+    routed_alike = assignment.certified(assignment.row_distances(router), bound)
+    if routed_alike and _in_place(neurons, distances, problem):
         return Match(None, before, before, certified=True)
     routed = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
     element, gain = _best_order(_pool(neurons, problem), routed)
@@ -71,9 +73,8 @@ def _match(group: Group, problem: Problem) -> Match:
     return Match(element, before, after, gain)
 
 
-def _in_place(neurons: Group, problem: Problem) -> bool:
+def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
     """Whether no other order of the neurons is closer, even if they could change experts."""
-    distances = assignment.row_distances(problem.pairs(neurons))
     return assignment.identity_certified(distances, partial(problem.anchor.separation, neurons))
 
 
@@ -112,8 +113,11 @@ def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Matc
     """Assign the neurons inside each expert, unless distances alone show that they are in place."""
     matches = []
     for group in groups:
-        before = problem.distance(group, problem.pairs(group))
-        if _in_place(group, problem):
+        distances = assignment.row_distances(problem.pairs(group))
+        before = problem.finite(float(distances.sum()), group)
+        if _in_place(group, distances, problem):
+            if not set(COUPLED) & set(problem.options.parts):
+                problem.anchor.note(group, distances)
             matches.append(Match(None, before, before, certified=True))
             continue
         kind, pool = cast(ExpertNeurons, group.kind), _pool(group, problem)

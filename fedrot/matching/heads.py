@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment
+from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment, best_columns
 from fedrot.matching.inside_heads import HeadSolver
 from fedrot.matching.pairs import Pair, squared_distance
 from fedrot.matching.problem import Match, Problem
-from fedrot.matching.stages import Solver, solver_of, solves
+from fedrot.matching.stages import solver_of, solves
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import HeadPermutation, HeadRotation, QueryPermutation
+from fedrot.symmetry.actions import HeadPermutation, InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import diagonal_blocks
 
 
@@ -41,16 +40,11 @@ class Inside:
         extra: cross matrix ``[heads * dim, heads * dim]`` of activations, added to the similarity.
     """
 
-    kind: HeadRotation | RotaryPhases | RotarySigns
+    kind: InsideHeads
     solver: HeadSolver
     blocks: Sequence[Pair]
     factor: float = 1.0
     extra: Tensor | None = None
-
-    @property
-    def precise(self) -> bool:
-        """Whether the blocks are float64."""
-        return self.blocks[0][1].dtype == torch.float64
 
     def own(self) -> Sequence[Pair]:
         """Return the blocks of key heads."""
@@ -61,14 +55,12 @@ class Inside:
         return [pair for pair in self.blocks if len(pair[0]) > self.kind.heads * self.kind.dim]
 
     def ordered(self, order: HeadPermutation | QueryPermutation, element: Tensor) -> Inside:
-        """Return the group after heads of the client have been moved."""
-        queries, own = isinstance(order, QueryPermutation), self.kind.heads * self.kind.dim
-        blocks = [
-            (a, c if queries and len(c) == own else order.act(element, c, 0)) for a, c in self.blocks
-        ]
-        extra = self.extra
-        if extra is not None and not queries:
-            extra = order.act(element, extra, 1)
+        """Return the evidence once an order has moved heads of the client."""
+        if isinstance(order, QueryPermutation):
+            blocks = [(a, order.act(element, c, 0)) for a, c in self.shared()]
+            return replace(self, blocks=[*self.own(), *blocks])
+        blocks = [(a, order.act(element, c, 0)) for a, c in self.blocks]
+        extra = None if self.extra is None else order.act(element, self.extra, 1)
         return replace(self, blocks=blocks, extra=extra)
 
     def worth(self, options: AlignmentOptions) -> float:
@@ -81,23 +73,24 @@ class Inside:
             evidence = evidence + self.solver.of_cross(self.kind, own)
         return float(self.solver.worth(self.kind, evidence, options).sum())
 
+    def best(self, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+        """Return the best elements for evidence that was computed from the blocks."""
+        precise = self.blocks[0][1].dtype == torch.float64
+        return self.solver.best(self.kind, evidence, options, precise)
+
     def every_pair(self) -> Tensor:
         """Return the evidence of every pair of key heads, ``[heads (anchor), heads (client), ...]``."""
-        cross = torch.zeros((), dtype=torch.float64)
-        for a, c in self.own():
-            product = self.factor * _by_head((a @ c.mT).double(), self.kind.heads)
-            cross = cross.to(product.device) + product
+        heads = self.kind.heads
+        cross = _summed(self.factor * _by_head((a @ c.mT).double(), heads) for a, c in self.own())
         if self.extra is not None:
-            cross = cross + _by_head(self.extra, self.kind.heads)
+            cross = cross + _by_head(self.extra, heads)
         return self.solver.of_cross(self.kind, cross)
 
     def own_pair(self) -> Tensor:
         """Return the evidence of key heads in their places, ``[heads, ...]``."""
-        cross = torch.zeros((), dtype=torch.float64)
-        for pair in self.own():
-            a, c = (x.unflatten(0, (self.kind.heads, self.kind.dim)) for x in pair)
-            product = self.factor * torch.bmm(a, c.mT).double()
-            cross = cross.to(product.device) + product
+        shape = (self.kind.heads, self.kind.dim)
+        sides = ((a.unflatten(0, shape), c.unflatten(0, shape)) for a, c in self.own())
+        cross = _summed(self.factor * torch.bmm(a, c.mT).double() for a, c in sides)
         if self.extra is not None:
             cross = cross + diagonal_blocks(self.extra, self.kind.dim)
         return self.solver.of_cross(self.kind, cross)
@@ -174,14 +167,14 @@ def _following(heads: str, problem: Problem) -> list[Group]:
 
 
 def _inside(group: Group, problem: Problem) -> Inside:
-    solver: Solver = solver_of(group)
+    solver: object = solver_of(group)
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
             f"The group '{group.name}' lies inside heads that are to be ordered, but the solver of its "
             f"action {type(group.kind).__name__} is no fedrot.matching.inside_heads.HeadSolver."
         )
     blocks = problem.pairs(group)
-    return Inside(cast(HeadRotation, group.kind), solver, blocks, *problem.evidence(group, blocks))
+    return Inside(cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks))
 
 
 def _gain(
@@ -191,7 +184,7 @@ def _gain(
 
     The gain is the further decrease of the squared distance; 0 if within rounding.
     """
-    elements = [(g, g.solver.best(g.kind, g.own_pair(), problem.options, g.precise)) for g in after]
+    elements = [(g, g.best(g.own_pair(), problem.options)) for g in after]
     scores = [_summed(g.of_queries(e[i], i, i) for g, e in elements) for i in range(order.groups)]
     queries, _ = _assigned(torch.stack(scores))
     worth = sum(g.ordered(order, queries).worth(problem.options) for g in after)
@@ -202,11 +195,9 @@ def _gain(
 
 def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
     """Assign queries by the inner products of their blocks, where nothing follows inside the heads."""
-    scores = torch.zeros(kind.groups, kind.n, kind.n, dtype=torch.float64)
-    for pair in blocks:
-        ours, theirs = (x.double().reshape(kind.groups, kind.n, -1) for x in pair)
-        scores = scores.to(ours.device) + ours @ theirs.mT
-    return _assigned(scores)
+    shape = (kind.groups, kind.n, -1)
+    sides = ((a.double().reshape(shape), c.double().reshape(shape)) for a, c in blocks)
+    return _assigned(_summed(a @ c.mT for a, c in sides))
 
 
 def head_scores(
@@ -214,25 +205,20 @@ def head_scores(
 ) -> Tensor:
     """Return the score of every pair of key heads, float64 ``[heads (anchor), heads (client)]``.
 
-    Args:
-        inside: the groups inside the heads that will be matched afterwards.
-        alone: blocks that no such group moves.
-        heads: the number of key heads.
-        options: of the groups inside.
+    ``inside`` are the groups inside the heads that will be matched afterwards, ``alone`` the blocks
+    that none of them moves.
     """
-    scores = torch.zeros(heads, heads, dtype=torch.float64)
-    for a, c in alone:
-        traces = torch.diagonal(_by_head((a @ c.mT).double(), heads), dim1=-2, dim2=-1).sum(-1)
-        scores = scores.to(traces.device) + traces
+    products = (_by_head((a @ c.mT).double(), heads) for a, c in alone)
+    scores = _summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
     elements = {}
     for group in inside:
         evidence = group.every_pair()
         if group.shared() and group.factor:
-            elements[group] = group.solver.best(group.kind, evidence, options, group.precise)
+            elements[group] = group.best(evidence, options)
             worth = group.solver.value(group.kind, elements[group], evidence)
         else:
             worth = group.solver.worth(group.kind, evidence, options)
-        scores = scores.to(worth.device) + worth
+        scores = scores + worth
     if elements:
         every = [
             _summed(g.of_queries(e[i, j], i, j) for g, e in elements.items())
@@ -240,7 +226,8 @@ def head_scores(
             for j in range(heads)
         ]
         # Assignments are solved on the host: one copy for all pairs.
-        worth = torch.stack([_best_sum(score) for score in torch.stack(every).cpu()])
+        rows = torch.arange(len(every[0]))
+        worth = torch.stack([s[rows, best_columns(s)].sum() for s in torch.stack(every).cpu()])
         scores = scores + worth.reshape(heads, heads).to(scores.device)
     return scores
 
@@ -251,13 +238,6 @@ def _assigned(scores: Tensor) -> tuple[Tensor, float]:
     still = torch.arange(scores.shape[-1])
     orders = torch.stack([still if element is None else element for element, _ in found])
     return orders.to(scores.device), sum(gain for _, gain in found)
-
-
-def _best_sum(score: Tensor) -> Tensor:
-    from scipy.optimize import linear_sum_assignment
-
-    rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
-    return score[rows, columns].sum()
 
 
 def _summed(scores: Iterable[Tensor]) -> Tensor:

@@ -1,10 +1,11 @@
-"""``HeadSolver``: the base of the closed forms that find one element per attention head."""
+"""Solvers inside heads: ``HeadSolver``, their base, and closed forms for rotations and rotary groups."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from fedrot.matching.pairs import Pair
 from fedrot.matching.problem import Match, Problem
+from fedrot.matching.procrustes import best_orders, identity, polar
+from fedrot.matching.stages import solves
 from fedrot.options import AlignmentOptions
+from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import diagonal_blocks
 
 #: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding.
@@ -23,9 +28,9 @@ MINIMUM_GAIN = 1e-12
 class HeadSolver(ABC):
     """A solver for groups inside heads: all heads of all layers in one batch.
 
-    The methods work on the evidence ``M`` for each head: everything about two heads that the best
-    element depends on. ``<R, M>`` is the similarity once the element ``R`` has moved the client's head.
-    Leading axes (layers, pairs of heads) are batches.
+    The methods work on the evidence ``M`` of a pair of heads, which determines the best element.
+    ``<R, M>`` is the similarity of the heads once the element ``R`` has moved the client's. Leading axes
+    (layers, pairs of heads) are batches.
     """
 
     @abstractmethod
@@ -90,3 +95,95 @@ class HeadSolver(ABC):
             else Match(best[i], before[i], max(before[i] - removed[i], 0.0), gains[i])
             for i in range(len(groups))
         ]
+
+
+class RotationSolver(HeadSolver):
+    """Rotations: the evidence is ``M = sum over slots of A C^T``, float64 ``[heads, dim, dim]``."""
+
+    def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
+        sides = ([_by_key_head(action, x) for x in pair] for pair in blocks)
+        total = reduce(Tensor.add_, (torch.bmm(a, c.mT) for a, c in sides))
+        # Directions of M below its rounding error say nothing about the rotation: they do not turn.
+        m = total.double()
+        noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
+        return m + noise[:, None, None] * identity(m)
+
+    def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
+        return cross
+
+    def best(
+        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions, precise: bool = True
+    ) -> Tensor:
+        if options.within_heads == "permutation":
+            return best_orders(evidence)
+        return polar(evidence, options.ridge, precise=precise)
+
+    def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
+        return (element * evidence).sum((-1, -2))
+
+    def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
+        return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
+
+    def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+        if options.within_heads == "rotation" and options.ridge == 0:
+            return torch.linalg.svdvals(evidence).sum(-1)
+        return super().worth(action, evidence, options)
+
+
+def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
+    """Return ``[heads, dim, rest]``; query heads that share a key head lie side by side in ``rest``."""
+    if len(rows) == action.heads * action.dim:
+        return rows.unflatten(0, (action.heads, action.dim))
+    return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)
+
+
+Rotary = RotaryPhases | RotarySigns
+
+
+class RotarySolver(HeadSolver):
+    """Rotary phases and signs: the evidence is ``s_f``, complex128 ``[heads, dim / 2]``.
+
+    With the two coordinates of a frequency as real and imaginary part, ``s_f = sum a_f conj(c_f)`` over
+    queries, keys and their biases. The best phase is the angle of ``s_f``, the best sign that of its
+    real part; a frequency with ``s_f = 0`` does not move. ``ridge`` times a head's largest ``|s_f|`` is
+    added to ``s_f``.
+    """
+
+    def similarity(self, action: Rotary, blocks: Sequence[Pair]) -> Tensor:
+        found = []
+        for pair in blocks:
+            (a0, a1), (c0, c1) = (action.pairs(x).unbind(2) for x in pair)
+            real, imaginary = (a0 * c0).add_(a1 * c1), (a1 * c0).sub_(a0 * c1)
+            found.append(torch.complex(real.sum((1, 3)).double(), imaginary.sum((1, 3)).double()))
+        total = torch.stack(found).sum(0)
+        # Frequencies below the rounding error say nothing about their phase: they do not turn.
+        eps = torch.finfo(blocks[0][1].dtype).eps
+        return total + eps * torch.linalg.vector_norm(total, dim=1)[:, None]
+
+    def of_cross(self, action: Rotary, cross: Tensor) -> Tensor:
+        first, second = action.pairs(torch.arange(action.heads * action.dim))[0, 0, :, :, 0]
+        upper, lower = cross[..., first, second], cross[..., second, first]
+        return torch.complex(cross[..., first, first] + cross[..., second, second], lower - upper)
+
+    def best(
+        self, action: Rotary, evidence: Tensor, options: AlignmentOptions, precise: bool = True
+    ) -> Tensor:
+        phases = isinstance(action, RotaryPhases)
+        # Orders of a head's units are no symmetry under rotary positions: nothing moves.
+        if options.within_heads == "permutation":
+            return torch.zeros_like(evidence.real) if phases else torch.ones_like(evidence.real).long()
+        if options.ridge > 0:
+            evidence = evidence + options.ridge * evidence.abs().amax(-1, keepdim=True)
+        return evidence.angle() if phases else torch.where(evidence.real < 0, -1, 1)
+
+    def value(self, action: Rotary, element: Tensor, evidence: Tensor) -> Tensor:
+        if isinstance(action, RotarySigns):
+            return (element * evidence.real).sum(-1)
+        return (element.cos() * evidence.real + element.sin() * evidence.imag).sum(-1)
+
+    def still(self, action: Rotary, evidence: Tensor) -> Tensor:
+        return evidence.real.sum(-1)
+
+
+solves(HeadRotation)(RotationSolver())
+solves(RotaryPhases, RotarySigns)(RotarySolver())

@@ -1,78 +1,18 @@
-"""Per-head orthogonal Procrustes (Zhang et al. 2025, Eq. 8-10 and Algorithm 1), batched."""
+"""Batched orthogonal Procrustes (Zhang et al. 2025, Eq. 8-10 and Algorithm 1): ``polar``."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedrot.matching.inside_heads import HeadSolver
-from fedrot.matching.pairs import Pair
-from fedrot.matching.stages import solves
-from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import HeadRotation
+from fedrot.matching.assignment import best_columns
 
 #: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves 3/4 of its square.
 RESIDUAL = 1e-4
 
 #: Enough for condition numbers of about 1,000; worse matrices go to the SVD.
 NEWTON_SCHULZ_STEPS = 24
-
-
-class Procrustes(HeadSolver):
-    """The rotation ``R`` of each head that maximises ``<R, M>``, ``M = sum over slots of A C^T``."""
-
-    def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
-        """Return ``M`` as float64 ``[heads, dim, dim]``."""
-        total: Tensor | None = None
-        for pair in blocks:
-            a, c = (_by_key_head(action, x) for x in pair)
-            product = torch.bmm(a, c.mT)
-            total = product if total is None else total.add_(product)
-        if total is None:
-            raise ValueError("a rotation group needs at least one slot")
-        # Directions of M below its rounding error say nothing about the rotation: they do not turn.
-        m = total.double()
-        noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
-        return m + noise[:, None, None] * _eye(m)
-
-    def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
-        """Return the cross matrices themselves."""
-        return cross
-
-    def best(
-        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions, precise: bool = True
-    ) -> Tensor:
-        """Return the best rotations, or orders of the units, ``[..., dim, dim]``."""
-        if options.within_heads == "permutation":
-            return best_orders(evidence)
-        return polar(evidence, options.ridge, precise=precise)
-
-    def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
-        """Return ``<R, M>``, ``[..., dim, dim]`` to ``[...]``."""
-        return (element * evidence).sum((-1, -2))
-
-    def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
-        """Return the traces."""
-        return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
-
-    def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
-        """Return ``<R, M>`` of the best rotations: the sums of singular values."""
-        if options.within_heads == "rotation" and options.ridge == 0:
-            return torch.linalg.svdvals(evidence).sum(-1)
-        return super().worth(action, evidence, options)
-
-
-solves(HeadRotation)(Procrustes())
-
-
-def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
-    """Return ``[heads, dim, rest]``; query heads that share a key head lie side by side in ``rest``."""
-    if len(rows) == action.heads * action.dim:
-        return rows.unflatten(0, (action.heads, action.dim))
-    return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)
 
 
 def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
@@ -89,7 +29,7 @@ def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
     """
     if ridge > 0:
         sigma = torch.linalg.matrix_norm(m, ord=2)
-        m = m + ridge * sigma[..., None, None] * _eye(m)
+        m = m + ridge * sigma[..., None, None] * identity(m)
     if precise:
         return _polar_by_svd(m)
     r = _newton_schulz(m.float()).double()
@@ -103,11 +43,8 @@ def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
 
 def best_orders(m: Tensor) -> Tensor:
     """Return ``argmax <P, M>`` over permutation matrices ``P``, float64 ``[..., d, d]``."""
-    from scipy.optimize import linear_sum_assignment
-
-    flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
-    orders = torch.tensor(np.stack([linear_sum_assignment(s, maximize=True)[1] for s in flat]))
-    return _eye(m)[orders.to(m.device)].reshape(m.shape)
+    orders = torch.stack([best_columns(score) for score in m.reshape(-1, *m.shape[-2:]).cpu()])
+    return identity(m)[orders.to(m.device)].reshape(m.shape)
 
 
 def _newton_schulz(m: Tensor) -> Tensor:
@@ -126,10 +63,10 @@ def _newton_schulz(m: Tensor) -> Tensor:
 
 def _residual(gram: Tensor) -> Tensor:
     """Return ``|X^T X - I|`` (Frobenius) per matrix, an upper bound of the spectral norm."""
-    return torch.linalg.matrix_norm(gram - _eye(gram))
+    return torch.linalg.matrix_norm(gram - identity(gram))
 
 
-def _eye(like: Tensor) -> Tensor:
+def identity(like: Tensor) -> Tensor:
     """Return the identity with the size, dtype and device of square matrices."""
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 

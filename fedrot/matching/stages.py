@@ -18,10 +18,7 @@ from fedrot.matching.problem import Match, Problem
 from fedrot.symmetry.groups import Group
 
 #: The stages in the order in which they run; each stage sees the elements of those before it.
-STAGES = (
-    *("residual", "output", "heads", "queries", "attention", "rescale"),
-    *("experts", "expert neurons", "ffn"),
-)
+STAGES = ("residual", "output", "heads", "queries", "attention", "rescale", "experts", "ffn")
 
 #: Stages whose groups share tensors with the groups of other stages: several sweeps are needed.
 COUPLED = ("residual", "output")

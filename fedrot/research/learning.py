@@ -21,6 +21,7 @@ from fedrot.errors import FedrotError
 from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, SignedPermutation
 from fedrot.symmetry.groups import Group, Slot, Symmetry
+from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import Tensors
 from fedrot.transport import Move
@@ -120,8 +121,9 @@ def learn_alignment(
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
-    # Signs have no gradient: they stay as they were found.
-    groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, RotarySigns)]
+    # Signs have no gradient, and the neurons of experts no matrix: they stay as they were found.
+    kept = (RotarySigns, ExpertNeurons)
+    groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, kept)]
     learned = [(group, _initial(group)) for group in groups]
     heads = [parameter for group, parameter in learned if _acts_in_heads(group)]
     orders = [parameter for group, parameter in learned if not _acts_in_heads(group)]

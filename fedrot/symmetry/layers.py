@@ -205,7 +205,10 @@ class Projections:
 
 
 #: Why heads with ALiBi are not permuted.
-_ORDERED = "its heads keep their order, because the position biases (ALiBi) have a slope per head."
+_ORDERED = (
+    "its heads keep their order, because the position biases (ALiBi) have a slope per head. Leave "
+    "'heads' out of the parts."
+)
 
 
 def attention(

@@ -29,7 +29,7 @@ class ExpertNeurons(Kind):
     It acts on tensors whose axis 0 numbers the experts.
     """
 
-    stage: ClassVar[str] = "expert neurons"
+    stage: ClassVar[str] = "ffn"
 
     experts: int
     n: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedrot._io import replacing
+from fedrot._io import json_line, write_text
 from fedrot.matching.pairs import squared_distance
 from fedrot.research import interpolation
 from fedrot.research.interpolation import Barrier, loss_barrier
@@ -33,7 +33,7 @@ Evaluate = Callable[[State], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class BarrierLine:
-    """What one method left between two models.
+    """The line between two models, one of which a method has matched to the other.
 
     Attributes:
         cell, pair: which models.
@@ -60,7 +60,7 @@ _LINE = ("cell", "pair", "method", "seconds", "before", "after")
 
 
 def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
-    """Return the lines whose rows these are, in the order of their first rows; null is NaN."""
+    """Return the lines from their rows, in the order of their first rows; null is NaN."""
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         clean = {name: math.nan if value is None else value for name, value in row.items()}
@@ -72,6 +72,17 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
         barrier = Barrier(tuple(row["position"] for row in own), tuple(metrics))
         lines.append(BarrierLine(**{name: own[0][name] for name in _LINE}, barrier=barrier))
     return lines
+
+
+def ordered(lines: Iterable[BarrierLine]) -> list[BarrierLine]:
+    """Return the lines in the order of ``METHODS``, those of one method as they come."""
+    places = {name: place for place, name in enumerate(METHODS)}
+    return sorted(lines, key=lambda line: places.get(line.method, len(places)))
+
+
+def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
+    """Write the rows as JSON lines, whole or not at all; numbers that are not finite become null."""
+    write_text(path, "".join(json_line(row) for line in lines for row in line.rows()))
 
 
 def measure(
@@ -89,25 +100,27 @@ def measure(
     """Match two models by a method of ``METHODS`` and evaluate the line between them.
 
     The anchor is at position 0, the matched client at 1. Metrics are those of ``task`` on all its
-    held-out rows.
+    held-out rows. Neither model is changed.
 
     Raises:
-        FedrotError: the method is unknown, the models cannot be aligned, or too few points.
+        FedrotError: the method is unknown, the models cannot be aligned, or there are too few points.
     """
     (name,) = check_methods([name])
     method = METHODS[name]
     ours = {k: v.clone() for k, v in anchor.state_dict().items()}
+    start = time.perf_counter()
     matched = match(method, anchor, client, symmetry, batches)
+    seconds = time.perf_counter() - start
     path: interpolation.Path = interpolation.interpolate
     if method.repair is not None:
-        path = method.repair(anchor, with_state(client, matched.state), symmetry, batches)
-    barrier = loss_barrier(evaluator(task, anchor), ours, matched.state, points, path=path)
+        path = method.repair(anchor, with_state(client, matched), symmetry, batches)
+    barrier = loss_barrier(evaluator(task, anchor), ours, matched, points, path=path)
     names = [n for n, _ in anchor.named_parameters()]
     before, after = (
         squared_distance([(ours[n], theirs[n]) for n in names])
-        for theirs in (client.state_dict(), matched.state)
+        for theirs in (client.state_dict(), matched)
     )
-    return BarrierLine(cell, pair, name, matched.seconds, before, after, barrier)
+    return BarrierLine(cell, pair, name, seconds, before, after, barrier)
 
 
 def evaluator(task: Task, model: nn.Module) -> Evaluate:
@@ -128,22 +141,3 @@ def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> 
     from fedrot.simulations.tasks.training import step_batches
 
     return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
-    """Write the rows of lines as JSON lines, whole or not at all; what is not finite becomes null."""
-    rows = (row for line in lines for row in line.rows())
-    write_whole(path, "".join(f"{json.dumps(_finite(row), allow_nan=False)}\n" for row in rows))
-
-
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }

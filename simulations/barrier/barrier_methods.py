@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -15,7 +14,6 @@ from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.report import AlignmentReport
 from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.research.variance import average_statistics, repair, unit_statistics
@@ -28,21 +26,21 @@ Batches = Sequence[Mapping[str, Tensor]]
 
 #: After alignment: (anchor, moved client, symmetry, batches) to the client's new tensors.
 Refine = Callable[[nn.Module, nn.Module, Symmetry, Batches], State]
-#: (anchor, moved client, symmetry, batches) to the path that is taken in place of the line.
+#: (anchor, moved client, symmetry, batches) to the path that replaces the straight line.
 Repair = Callable[[nn.Module, nn.Module, Symmetry, Batches], interpolation.Path]
 
 
 @dataclass(frozen=True)
 class MatchingMethod:
-    """How a client's model is brought to the anchor's before the two are merged.
+    """A way to match a client's model to the anchor's.
 
     Attributes:
-        options: what is moved; None moves nothing.
-        evidence: what the match is found from beside the weights: activations of ``probe``, random
-            tokens, or of ``data``, training rows.
+        options: what is aligned; None aligns nothing.
+        evidence: the activations that count beside the weights: none, those of ``probe`` (random
+            tokens), or those of ``data`` (training rows).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
-        refine: what is done to the client once it is aligned.
-        repair: what is done to the merged models.
+        refine: a change of the aligned client.
+        repair: a change of the models on the line.
     """
 
     options: AlignmentOptions | None = None
@@ -59,16 +57,13 @@ class MatchingMethod:
 
     @property
     def description(self) -> str:
-        """What the method does, in the same words in every process."""
-        said = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in said)
-
-
-VANILLA = "vanilla"
+        """The fields as text, the same in every process."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in values)
 
 
 def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
-    """Learn the heads' matrices from where alignment left them, in small batches."""
+    """Learn matrices of the heads by gradient descent, starting from the aligned client."""
     start = alignment_of((), client.state_dict(), anchor.state_dict(), symmetry)
     small = [
         {name: value[i : i + 32] for name, value in batch.items()}
@@ -86,7 +81,7 @@ def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: 
 def _repaired(
     anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
 ) -> interpolation.Path:
-    """Give every average on the line the units' means and deviations of the two ends, in proportion."""
+    """Rescale the units of every model on the line: to the means and deviations between the ends'."""
     few = batches[:4]
     ends = [unit_statistics(model, few, symmetry) for model in (anchor, client)]
     shell = copy.deepcopy(anchor)
@@ -101,13 +96,16 @@ def _repaired(
     return path
 
 
+VANILLA = "vanilla"
+_WHOLE = AlignmentOptions(parts=WHOLE_MODEL)
+
 METHODS: dict[str, MatchingMethod] = {
     VANILLA: MatchingMethod(),
     # Zhang et al. (2025)
     "rotation": MatchingMethod(AlignmentOptions()),
     "rotation+heads": MatchingMethod(AlignmentOptions(parts=("heads", "attention", "ffn"))),
     # Ainsworth et al. (2023): permutations found from weights
-    "git-rebasin": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL, within_heads="permutation")),
+    "git-rebasin": MatchingMethod(replace(_WHOLE, within_heads="permutation")),
     # Verma & Elbayad (2024): permutations found from activations
     "verma": MatchingMethod(
         AlignmentOptions(
@@ -119,66 +117,51 @@ METHODS: dict[str, MatchingMethod] = {
         residual="first",
         heads="correlation",
     ),
-    "whole": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL)),
-    "whole+probe": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "probe"),
-    "whole+data": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "data"),
-    # What the defaults were chosen against: where the residual stream is looked at, and how much
-    # activations count against weights.
-    "whole+data@first": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "data", residual="first"),
-    "whole+data@last": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "data", residual="last"),
-    "whole+data@identity": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL[1:]), "data"),
-    "whole+data@0.2": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL, activation_weight=0.2), "data"),
-    "whole+data@0.8": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL, activation_weight=0.8), "data"),
-    "whole+data@1": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL, activation_weight=1.0), "data"),
-    "whole+data@whitened": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "data", heads="whitened"),
-    "whole+data+repair": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "data", repair=_repaired),
-    "learned": MatchingMethod(AlignmentOptions(parts=WHOLE_MODEL), "data", refine=_learned),
+    "whole": MatchingMethod(_WHOLE),
+    "whole+probe": MatchingMethod(_WHOLE, "probe"),
+    "whole+data": MatchingMethod(_WHOLE, "data"),
+    # Alternatives to the defaults: where activations of the residual stream are collected, and the
+    # weight of activations beside weights.
+    "whole+data@first": MatchingMethod(_WHOLE, "data", residual="first"),
+    "whole+data@last": MatchingMethod(_WHOLE, "data", residual="last"),
+    "whole+data@identity": MatchingMethod(replace(_WHOLE, parts=WHOLE_MODEL[1:]), "data"),
+    "whole+data@0.2": MatchingMethod(replace(_WHOLE, activation_weight=0.2), "data"),
+    "whole+data@0.8": MatchingMethod(replace(_WHOLE, activation_weight=0.8), "data"),
+    "whole+data@1": MatchingMethod(replace(_WHOLE, activation_weight=1.0), "data"),
+    "whole+data@whitened": MatchingMethod(_WHOLE, "data", heads="whitened"),
+    "whole+data+repair": MatchingMethod(_WHOLE, "data", repair=_repaired),
+    "learned": MatchingMethod(_WHOLE, "data", refine=_learned),
 }
 
 
 def check_methods(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names, each once.
-
-    Raises:
-        FedrotError: one is not among ``METHODS``, or there is none.
-    """
+    """Return the names, each once; raises ``FedrotError`` if one is unknown or there is none."""
     found = tuple(dict.fromkeys(names))
     unknown = [name for name in found if name not in METHODS]
     if unknown or not found:
-        what = f"Unknown method '{unknown[0]}'" if unknown else "No method is given"
-        raise FedrotError(f"{what}; choose from {', '.join(METHODS)}.")
+        problem = f"Unknown method '{unknown[0]}'" if unknown else "No method is given"
+        raise FedrotError(f"{problem}; choose from {', '.join(METHODS)}.")
     return found
-
-
-class Matched(NamedTuple):
-    """The client's tensors after matching, what alignment did if there was one, and wall seconds."""
-
-    state: State
-    report: AlignmentReport | None
-    seconds: float
 
 
 def match(
     method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
-) -> Matched:
-    """Bring the client to the anchor; neither model is changed.
+) -> State:
+    """Return the client's tensors, matched to the anchor; neither model is changed.
 
     Args:
-        batches: inputs and ``labels``, as a training step has them; read only by methods that use
-            data.
+        batches: inputs and ``labels``; read only by methods that look at data.
 
     Raises:
         FedrotError: the models cannot be aligned; see ``fedrot.align``.
     """
-    start = time.perf_counter()
-    state, report = client.state_dict(), None
+    state = client.state_dict()
     if method.options is not None:
         activations = _activations(method, anchor, client, symmetry, batches)
-        alignment = align(state, anchor.state_dict(), symmetry, method.options, activations)
-        state, report = alignment.apply(state), alignment.report
+        state = align(state, anchor.state_dict(), symmetry, method.options, activations).apply(state)
     if method.refine is not None:
         state = method.refine(anchor, with_state(client, state), symmetry, batches)
-    return Matched(state, report, time.perf_counter() - start)
+    return state
 
 
 def _activations(
@@ -186,18 +169,19 @@ def _activations(
 ) -> Activations | None:
     if method.evidence == "weights":
         return None
-    seen: Iterable[Mapping[str, Tensor]] = (
+    inputs: Iterable[Mapping[str, Tensor]] = (
         {name: value for name, value in batch.items() if name != "labels"} for batch in batches
     )
     if method.evidence == "probe":
         config: Any = anchor.config
-        seen = random_inputs(config.to_dict())
+        inputs = random_inputs(config.to_dict())
     return collect_activations(
-        anchor, client, seen, symmetry, residual=method.residual, heads=method.heads
+        anchor, client, inputs, symmetry, residual=method.residual, heads=method.heads
     )
 
 
 def with_state(model: nn.Module, state: State) -> nn.Module:
+    """Return a copy of the model with other tensors."""
     model = copy.deepcopy(model)
     model.load_state_dict(state)
     return model

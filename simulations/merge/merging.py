@@ -1,4 +1,4 @@
-"""Saved models brought to the coordinates of one of them, merged, and written."""
+"""Merge of saved models: they are aligned to one of them, aggregated, and written as a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from torch import Tensor, nn
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.merge.merge_inputs import Batches, Input, aligned, batches_of, reported
+from fedrot.simulations.merge.merge_inputs import (
+    Batches,
+    Input,
+    aligned,
+    batches_of,
+    check_mergeable,
+    reported,
+)
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
-from fedrot.simulations.models.loading import find_model
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
-from fedrot.simulations.models.saved_model import Checkpoint, check_alike, open_checkpoint
-from fedrot.statistic_kinds import collector, kind_named
+from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.symmetry import WHOLE_MODEL
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -28,19 +34,19 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 #: Rows of data to match on, for methods that collect no statistics.
 _ROWS = 1024
 
-#: The aggregations that need nothing but what a merge has.
+#: The aggregations that need at most a symmetry.
 METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
-    """Read what to align from text.
+    """Read alignment options from text.
 
     Args:
         parts: of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL`` or ``none``.
         layers: ``all``, ``first:N``, ``last:N``, or indices separated by commas.
 
     Raises:
-        FedrotError: a part is unknown.
+        FedrotError: a part or the text for layers is unknown.
     """
     named: dict[str, tuple[str, ...]] = {"whole": WHOLE_MODEL, "none": ()}
     chosen = named[parts] if parts in named else tuple(parts.split("+"))
@@ -50,14 +56,6 @@ def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
         return AlignmentOptions(chosen, tuple(map(int, indices)) if listed else layers)
     except FedrotError as error:
         raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(named)}.") from error
-
-
-def weights_of(text: str) -> list[float]:
-    """Read numbers separated by commas; raises ``FedrotError`` if one is none."""
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
 
 
 def merge(
@@ -87,7 +85,7 @@ def merge(
     """
     start = time.perf_counter()
     settings = settings or MergeSettings()
-    weights = weights_of(settings.weights) if settings.weights else [1.0] * len(models)
+    weights = _weights_of(settings.weights) if settings.weights else [1.0] * len(models)
     options, method = options_of(settings.parts, settings.layers), _method(settings)
     if not dry_run:
         if out is None:
@@ -96,10 +94,11 @@ def merge(
     if settings.dtype is not None and settings.dtype not in DTYPES:
         raise FedrotError(f"Unknown dtype '{settings.dtype}'; choose from {', '.join(DTYPES)}.")
     names, weights = _anchor_first(list(map(str, models)), weights, settings.anchor)
-    first, *others = saved = [open_checkpoint(find_model(n), settings.config, n) for n in names]
+    first, *others = saved = [open_saved_model(name, settings.config) for name in names]
     for other in others:
-        check_alike(first, other)
-    batches, note = batches_of(first, settings, _rows(method)) if settings.data else ([], "")
+        check_mergeable(first, other)
+    rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
+    batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
     inputs = aligned(saved, weights, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
@@ -110,6 +109,13 @@ def merge(
     said = (*filter(None, [note]), *_remarks(saved, reports, options), *notes)
     seconds = time.perf_counter() - start
     return MergeReport(settings.method, reports, said, None if dry_run else out, seconds)
+
+
+def _weights_of(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
 
 
 def _method(settings: MergeSettings) -> AggregationEntry:
@@ -151,24 +157,20 @@ def _anchor_first(
     return [models[i] for i in order], [weights[i] for i in order]
 
 
-def _rows(method: AggregationEntry) -> int:
-    return max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
-
-
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Merge the inputs, tensor by tensor where the method allows it; return its notes, too."""
-    first, symmetry = inputs[0].checkpoint, inputs[0].alignment.symmetry
+    first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
-    pieces = [(name,) for name in first.names] if method.by_tensor else [first.names]
+    every = first.tensors.names
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
-    for names in pieces:
+    for names in [(name,) for name in every] if method.by_tensor else [every]:
         aggregator = build()
         for one in inputs:
-            with about(one.checkpoint.path):
+            with about(one.saved.path):
                 statistics = _statistics(one, method.needs, model, names, batches) if model else None
                 aggregator.add(one.moved(names), one.weight, statistics)
         merged |= aggregator.result()
@@ -189,7 +191,7 @@ def _statistics(
     for kind in kinds:
         follows = kind_named(kind).follows_rotations
         model.load_state_dict(one.own() if follows else one.alignment.apply(one.own()))
-        collected = collector(kind)(model, batches, limited=False)
+        collected = kind_named(kind).collected(model, batches, limited=False)
         for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
             # Tied tensors are merged once, under their first name.
             found[moved] = {name: value for name, value in by_name.items() if name in names}
@@ -197,11 +199,11 @@ def _statistics(
 
 
 def _written(
-    merged: Mapping[str, Tensor], anchor: Checkpoint, dtype: torch.dtype | None
+    merged: Mapping[str, Tensor], anchor: SavedModel, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return the tensors in the dtype that is asked for, or in the anchor's."""
+    """Return the tensors in ``dtype``, or in the dtypes of the anchor's tensors if None."""
     found = {}
-    for name, like in anchor.read(merged).items():
+    for name, like in anchor.tensors.read(merged).items():
         floating = like.is_floating_point()
         found[name] = merged[name].to((dtype or like.dtype) if floating else like.dtype)
         if floating and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
@@ -213,11 +215,11 @@ def _written(
 
 
 def _remarks(
-    checkpoints: Sequence[Checkpoint], reports: Sequence[InputReport], options: AlignmentOptions
+    models: Sequence[SavedModel], reports: Sequence[InputReport], options: AlignmentOptions
 ) -> Iterator[str]:
-    """Yield what the user should know about the inputs."""
-    labels = getattr(checkpoints[0].config, "id2label", None)
-    for checkpoint, report in zip(checkpoints, reports, strict=True):
+    """Yield notes on the inputs, in sentences."""
+    labels = getattr(models[0].config, "id2label", None)
+    for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
@@ -225,10 +227,10 @@ def _remarks(
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )
-        if getattr(checkpoint.config, "id2label", None) != labels:
+        if getattr(model.config, "id2label", None) != labels:
             yield f"'{report.name}' names its labels differently than the anchor."
-        if checkpoint.unknown:
+        if model.tensors.unknown:
             yield (
-                f"'{report.name}' also stores what a {checkpoint.model_class.__name__} does not have, "
-                f"which is left out: {', '.join(checkpoint.unknown)}"
+                f"'{report.name}' also stores what a {model.model_class.__name__} does not have, "
+                f"which is left out: {', '.join(model.tensors.unknown)}"
             )

@@ -23,8 +23,8 @@ class Store:
         folder: receives a temporary folder of safetensors files; None keeps the tensors in memory.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = Path(folder) if folder is not None else None
         self._open = ExitStack()
         self._own: Path | None = None
         self._count = 0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import fedrot
 from fedrot.matching.heads import Inside, head_scores
-from fedrot.matching.procrustes import Procrustes, best_orders
+from fedrot.matching.inside_heads import RotationSolver
+from fedrot.matching.procrustes import best_orders
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.transport import Move, apply_moves
 from tests.fedrot.oracles import Array, cross, seeded
@@ -150,7 +151,7 @@ def test_head_scores_for_permutations_within_heads_equal_brute_force(seed: int) 
     slots = [torch.randn(2, heads * d, w, generator=rng, dtype=torch.float64) for w in (2, 4)]
     pairs = [(slot[0], slot[1]) for slot in slots]
     options = fedrot.AlignmentOptions(within_heads="permutation")
-    scores = head_scores([Inside(HeadRotation(heads, d), Procrustes(), pairs)], [], heads, options)
+    scores = head_scores([Inside(HeadRotation(heads, d), RotationSolver(), pairs)], [], heads, options)
     for i, j in itertools.product(range(heads), repeat=2):
         m = sum(a[i * d : (i + 1) * d] @ c[j * d : (j + 1) * d].T for a, c in pairs).numpy()
         expected = sum(m[k, e] for k, e in enumerate(_best_order(m)))

@@ -27,7 +27,7 @@ from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests.fedrot.oracles import seeded
 from tests.models import randomise
 
-LAYERS, WIDTH, HEADS, DIM, NEURONS = 2, 8, 2, 4, 6
+LAYERS, WIDTH, HEADS, DIM, NEURONS, EXPERTS = 2, 8, 2, 4, 6, 2
 TOKENS, LENGTH, TYPES, LABELS = 24, 7, 2, 3
 SMALLER = 6  # width of embeddings that are projected to the stream
 PROJECTED = 5  # width of what CLIP's towers are projected to
@@ -126,6 +126,7 @@ _GPT2 |= {"n_inner": NEURONS, "n_positions": LENGTH, "num_labels": LABELS}
 _OPT = {k: v for k, v in _DECODER.items() if k != "intermediate_size"}
 _OPT |= {"ffn_dim": NEURONS, "word_embed_proj_dim": WIDTH, "tie_word_embeddings": False}
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+_FALCON = {**_DECODER, "ffn_hidden_size": NEURONS}
 _VISION = {
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
@@ -157,6 +158,7 @@ _QKV = 3 * WIDTH
 #: Per head: all of GL(d_h) but the rotations and the one scale that are claimed.
 _REST = DIM * (DIM + 1) // 2 - 1
 _NORMS = 2 * LAYERS + 1
+_PARALLEL = LAYERS + 1  # where one norm is read by attention and feed-forward
 _EMBEDDED = TOKENS + LENGTH
 #: Rotations of all that a LayerNorm sees, and an RMSNorm.
 _CENTRED, _ALL = (WIDTH - 1) * (WIDTH - 2) // 2, WIDTH * (WIDTH - 1) // 2
@@ -209,6 +211,8 @@ _PRENORM = {
     ROWS: LAYERS * (_QKV + NEURONS) + LABELS,
     ROTATED: _CENTRED,
 }
+#: Projections have no biases; their rows serve as such for constants from the norm before.
+_FALCON_UNUSED = {ROWS: LABELS, MEAN: TOKENS + LAYERS * (WIDTH + NEURONS), ROTATED: _CENTRED}
 #: Projections have no bias; their rows serve as one for the last norm's.
 _CLIP = {k: v for k, v in _PRENORM.items() if k != ROTATED} | {ROWS: _PRENORM[ROWS] - LABELS}
 
@@ -413,6 +417,93 @@ CASES: dict[str, Case] = {
             KEY: LAYERS * HEADS * 2,
             MEAN: TOKENS + LAYERS * (_OUT + _DOWN),
             TRADED: LAYERS * (WIDTH - 1),  # attention and feed-forward are added side by side
+        },
+    ),
+    "gptj": Case(
+        "GPTJ",
+        _CAUSAL,
+        {**_GPT2, "rotary_dim": DIM // 2, "tie_word_embeddings": False},
+        lambda: _text(30),
+        {
+            FREQUENCIES: LAYERS * HEADS * 1,
+            GL: LAYERS * HEADS * (2 + _REST),
+            # Rows of queries, keys and values serve as their biases; the feed-forward's bias takes up
+            # those of values, to whose output it is added.
+            KEY: LAYERS * HEADS * 2,
+            VALUE: LAYERS * WIDTH,
+            BIASES: _PARALLEL * WIDTH,
+            GAINS: _PARALLEL * WIDTH,
+            ROWS: LAYERS * NEURONS + TOKENS,
+            MEAN: TOKENS + LAYERS * (WIDTH + _DOWN),
+            ROTATED: _CENTRED,
+        },
+    ),
+    "falcon-7b": Case(
+        "Falcon",
+        _TOKENS,
+        {**_FALCON, "multi_query": True},
+        _text,
+        {
+            **_FALCON_UNUSED,
+            FREQUENCIES: LAYERS * (DIM // 2 - 1),
+            GL: LAYERS * _REST,
+            BIASES: _PARALLEL * WIDTH,
+            GAINS: _PARALLEL * WIDTH,
+        },
+    ),
+    "falcon-40b": Case(
+        "Falcon",
+        _TOKENS,
+        {
+            **_FALCON,
+            "num_attention_heads": 2 * HEADS,
+            "num_kv_heads": HEADS,
+            "new_decoder_architecture": True,
+        },
+        _text,
+        # Heads have two units: one frequency, and GL(2) of values.
+        {**_FALCON_UNUSED, GL: LAYERS * HEADS * 2, BIASES: _NORMS * WIDTH, GAINS: _NORMS * WIDTH},
+        seed=1,
+    ),
+    "falcon-rw": Case(
+        "Falcon",
+        _TOKENS,
+        {**_FALCON, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False},
+        _text,
+        {**_PRENORM, MEAN: TOKENS + LAYERS * (_OUT + _DOWN)},
+    ),
+    "bloom": Case(
+        "Bloom",
+        _TOKENS,
+        {
+            "vocab_size": TOKENS,
+            "hidden_size": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "num_labels": LABELS,
+        },
+        _text,
+        {
+            **_PRENORM,
+            ROWS: LAYERS * (_QKV + 4 * WIDTH) + LABELS,
+            MEAN: TOKENS + LAYERS * (_OUT + 4 * WIDTH + 1),
+            "gain and bias of the embeddings' norm, for which the table makes up": 2 * WIDTH,
+        },
+    ),
+    "mixtral": Case(
+        "Mixtral",
+        _TOKENS,
+        {
+            **_GROUPED,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "eager",
+        },
+        _text,
+        {
+            **_LLAMA,
+            NEURON_SCALES: LAYERS * EXPERTS * NEURONS,
+            "what is added to all rows of the router": LAYERS * WIDTH,
         },
     ),
     "llama": Case("Llama", _TOKENS, _GROUPED, _text, _LLAMA),

@@ -88,7 +88,7 @@ def _spoil(folder: Path, kind: str) -> None:
     [
         ("classification0", "classification-heads", None, [], "different architectures: num_attention"),
         ("classification0", "nowhere", None, [], "is not a folder"),
-        ("classification0", "classification1", "no config", [], "has no config.json"),
+        ("classification0", "classification1", "no config", [], "config.json' does not exist"),
         ("classification0", "classification1", "no weights", [], "has no model.safetensors"),
         ("classification0", "classification1", "family", [], "ernie"),
         ("classification0", "classification1", "vocabulary", [], "different vocabularies"),

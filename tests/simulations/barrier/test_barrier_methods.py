@@ -115,7 +115,7 @@ def test_a_method_may_refine_the_client_and_repair_the_merged_models(
 ) -> None:
     client = build_model(task.config, task.data, seed=1)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
-    moved = match(METHODS["whole"], model, client, symmetry, batches).state
+    moved = match(METHODS["whole"], model, client, symmetry, batches)
     seen: list[Any] = []
 
     def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from fedrot.simulations.merge.merge_inputs import batches_of
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
 from fedrot.simulations.models import model_files
-from fedrot.simulations.models.saved_model import open_checkpoint
+from fedrot.simulations.models.saved_model import open_saved_model
 from tests import families
 from tests.models import VOCABULARY, State, bert_config, fresh_model, inputs, near
 from tests.simulations import commands
@@ -396,7 +396,7 @@ def test_statistics_are_those_of_the_aggregators(
     options += ["--alpha", 0.7] if expected is regmean else []
     code, output = invoke(a, b, *options, *as_options(texts), "--out", tmp_path / "out")
     assert code == 0, output
-    batches, _ = batches_of(open_checkpoint(a), MergeSettings(**texts), 12)
+    batches, _ = batches_of(open_saved_model(a), MergeSettings(**texts), 12)
     assert sum(len(batch["input_ids"]) for batch in batches) == 12
     assert "labels" not in batches[0]
     # Of tied tensors one is stored.

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report import page as page_module
-from fedrot.simulations.report.page import markdown_table, summary_tables, write_report
-from fedrot.simulations.report.tables import format_score, result_lines, scrambling
+from fedrot.simulations.report.findings import scrambling
+from fedrot.simulations.report.run_page import PAGE, write_report
+from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -163,7 +163,7 @@ def test_a_run_is_done_when_its_last_model_is_evaluated(
     run: Path, monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]
 ) -> None:
     """What clients report of the last round comes before: their own metrics, the alignment."""
-    monkeypatch.setattr(page_module, "_sections", lambda *_: [])
+    monkeypatch.delitem(PAGE.sections, "settings")
     rows = result_rows()
     ended = ("same", "aligned", 2, ROUNDS)
     for row in rows:
@@ -178,7 +178,7 @@ def test_a_run_is_done_when_its_last_model_is_evaluated(
 def test_a_run_that_does_not_say_that_it_ended_is_incomplete(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module, "_sections", lambda *_: [])
+    monkeypatch.delitem(PAGE.sections, "settings")
     (run / "status.json").write_text('{"complete": false}')
     page = write_report(run).read_text(encoding="utf-8")
     assert "the run has not finished" in page

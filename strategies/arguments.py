@@ -103,14 +103,18 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
     """
     if not isinstance(described, Symmetry):
         return symmetry_of(described, from_arrays(arrays))
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    different = sorted(dict(shapes.items() ^ described.shapes.items()))
+    check_shapes(described, {name: tuple(array.shape) for name, array in arrays.items()}, "broadcast")
+    return described
+
+
+def check_shapes(symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:
+    """Raise ``SymmetryError`` if a symmetry is of another model than the one ``received``, say."""
+    different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:
         raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs from what is "
-            "broadcast. Pass the configuration, or the symmetry, of this model."
+            f"The symmetry was built for another model: '{different[0]}' differs from what was "
+            f"{origin}. Give the configuration, or the symmetry, of this model."
         )
-    return described
 
 
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:

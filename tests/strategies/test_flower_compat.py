@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -14,6 +14,7 @@ from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitins_to_recorddict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi, QFedAvg, Strategy
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedrot.strategies.flower_compat import (
     SECURE_AGGREGATION,
@@ -22,9 +23,10 @@ from fedrot.strategies.flower_compat import (
     inner_mods,
     metrics_function,
     transient_attributes,
-    unavailable,
     without_metrics,
 )
+from fedrot.strategies.lazy_grid import LazyGrid
+from tests.strategies.fakes import FakeGrid, failure
 
 
 def test_records_of_the_legacy_workflows_have_these_names() -> None:
@@ -85,9 +87,30 @@ def test_mods_are_seen_through_partial_and_wraps() -> None:
     assert list(inner_mods(print)) == []
 
 
-def test_an_unavailable_reply_is_an_error_for_the_message_that_was_sent() -> None:
+class Malformed(FakeGrid):
+    """Its replies cannot be decoded."""
+
+    error: type[Exception] = ValueError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise self.error("torn")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, AssertionError, DecodeError])
+def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(error: type[Exception]) -> None:
+    grid = Malformed({7: failure})
+    grid.error = error
     asked = Message(RecordDict(), dst_node_id=7, message_type="train")
-    reply = unavailable(asked, "torn")
+    (reply,) = LazyGrid(grid).send_and_receive([asked])
     assert reply.has_error()
-    assert (reply.error.code, reply.error.reason) == (ErrorCode.MESSAGE_UNAVAILABLE, "torn")
+    assert reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+    assert "torn" in reply.error.reason
     assert reply.metadata.src_node_id == 7
+
+
+def test_an_error_of_transport_is_raised() -> None:
+    grid = Malformed({7: failure})
+    grid.error = OSError
+    asked = Message(RecordDict(), dst_node_id=7, message_type="train")
+    with pytest.raises(OSError, match="torn"):
+        list(LazyGrid(grid).send_and_receive([asked]))

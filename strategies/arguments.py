@@ -1,4 +1,4 @@
-"""Checks of what a strategy is given: mistakes that are known before any client trains."""
+"""Checks of a strategy's arguments before any client trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.symmetry.resolve import settings_of
 
-#: Said when Flower's legacy server takes one of our strategies.
+#: The error of Flower's legacy server with an aligned strategy.
 LEGACY = (
     "Flower's legacy server (ServerAppComponents, ServerApp(server_fn=...)) cannot run {name}: write "
     "app = ServerApp(), and in a function main(grid, context) under @app.main() "
@@ -27,13 +27,13 @@ def check_described(name: str, given: object, align: bool) -> None:
     """Check the description of the model.
 
     Args:
-        name: the strategy's class.
+        name: of the strategy's class.
         given: a symmetry, or a transformers configuration or its dictionary; None if ``align`` is False.
-        align: whether the description is needed.
+        align: True if the description is needed.
 
     Raises:
-        FedrotError: it is something else; the error says what to write instead.
-        SymmetryError: the architecture that is described is not supported.
+        FedrotError: ``given`` is something else; the error says what to write instead.
+        SymmetryError: the architecture is not supported.
     """
     if isinstance(given, Symmetry) or (given is None and not align):
         return
@@ -46,49 +46,46 @@ def check_described(name: str, given: object, align: bool) -> None:
 
 
 def _mistake(name: str, given: object) -> str:
-    """Return what was given in place of a configuration, and what to write; nothing if it may be one."""
+    """Return what was given in place of a configuration, and what to write; empty if it may be one."""
     kind, call = type(given).__name__, f"{name}(model.config, ...)"
     if given is None:
         return (
             f"{name} needs the model's configuration: write {call}, with the transformers "
             f"configuration, or {name}(symmetry, ...) for a model of your own (docs/own-model.md)."
         )
-    if isinstance(given, nn.Module):
-        config = getattr(given, "config", None)
-        if isinstance(config, Mapping) or callable(getattr(config, "to_dict", None)):
-            return f"{name} was given a model, a {kind}: write {call}, with its configuration."
-        return (
-            f"{name} was given a model, a {kind}, that has no transformers configuration: describe its "
-            f"architecture (docs/own-model.md), and write {name}(symmetry, ...)."
-        )
-    if isinstance(given, str):
-        return (
-            f"{name} was given the name '{given:.60}': write "
-            f"{name}(transformers.AutoConfig.from_pretrained('{given:.60}'), ...)."
-        )
-    if isinstance(given, (bool, int, float)):
-        return (
-            f"{name} was given the number {given} where the model's configuration stands: write "
-            f"{name}(model.config, fraction_train={given}), other strategies' arguments by their names."
-        )
-    if _holds_tensors(given):
-        return (
-            f"{name} was given a model's tensors: write {call}, and give the tensors to "
-            "strategy.start(grid, ArrayRecord(model.state_dict()))."
-        )
+    config = getattr(given, "config", None)
     strategy = given if isinstance(given, type) else type(given)
-    if issubclass(strategy, Strategy):
+    if isinstance(given, nn.Module) and (
+        isinstance(config, Mapping) or callable(getattr(config, "to_dict", None))
+    ):
+        what, instead = f"a model, a {kind}", f"write {call}, with its configuration"
+    elif isinstance(given, nn.Module):
+        what = f"a model, a {kind}, that has no transformers configuration"
+        instead = f"describe its architecture (docs/own-model.md), and write {name}(symmetry, ...)"
+    elif isinstance(given, str):
+        what = f"the name '{given:.60}'"
+        instead = f"write {name}(transformers.AutoConfig.from_pretrained('{given:.60}'), ...)"
+    elif isinstance(given, (bool, int, float)):
+        what = f"the number {given} in place of the model's configuration"
+        instead = f"write {name}(model.config, fraction_train={given}), and name other arguments too"
+    elif _holds_tensors(given):
+        what = "a model's tensors"
+        instead = f"write {call}, and strategy.start(grid, ArrayRecord(model.state_dict()))"
+    elif issubclass(strategy, Strategy):
         other = strategy.__name__
-        return (
-            f"{name} was given the strategy {other}: write class Aligned{other}(Aligned, {other}): pass "
-            f"and Aligned{other}(model.config, ...)."
+        what = f"the strategy {other}"
+        instead = (
+            f"write class Aligned{other}(Aligned, {other}): pass and Aligned{other}(model.config, ...)"
         )
-    if callable(given):
-        return (
-            f"{name} was given a class or function: write {call} with the configuration of a model; "
-            "what builds one is the argument model=."
+    elif callable(given):
+        what = "a class or function"
+        instead = (
+            f"write {call} with the configuration of a model; a function that builds a model is for "
+            "other_basis=OtherBasis(model=...)"
         )
-    return ""
+    else:
+        return ""
+    return f"{name} was given {what}: {instead}."
 
 
 def _holds_tensors(given: object) -> bool:
@@ -99,34 +96,38 @@ def _holds_tensors(given: object) -> bool:
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
-    """Return the symmetry of a model: built from its configuration, or the given one, checked.
+    """Return the symmetry of the broadcast model: the given one, or that of the configuration.
 
     Raises:
-        SymmetryError: the symmetry is of another model.
+        SymmetryError: the given symmetry is of another model.
     """
     if not isinstance(described, Symmetry):
         return symmetry_of(described, from_arrays(arrays))
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    different = sorted(dict(shapes.items() ^ described.shapes.items()))
-    if different:
-        raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs from what is "
-            "broadcast. Pass the configuration, or the symmetry, of this model."
-        )
+    check_shapes(described, {name: tuple(array.shape) for name, array in arrays.items()}, "broadcast")
     return described
 
 
+def check_shapes(symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:
+    """Raise ``SymmetryError`` if a symmetry is of another model than the one ``received``, say."""
+    different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
+    if different:
+        raise SymmetryError(
+            f"The symmetry was built for another model: '{different[0]}' differs from what was "
+            f"{origin}. Give the configuration, or the symmetry, of this model."
+        )
+
+
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:
-    """Make sure that the first model is a record of tensors by name.
+    """Check that the first model is a record of finite tensors by name.
 
     Args:
-        arrays: what ``start`` was given.
+        arrays: the argument of ``start``.
         described: the symmetry, or the configuration.
-        align: whether names are needed.
+        align: True if names are needed.
 
     Raises:
-        FedrotError: it is no ``ArrayRecord``; it was made from a list, whose arrays have numbers for
-            names, and the symmetry does not call them so; or it is not finite.
+        FedrotError: it is no ``ArrayRecord``; its names are numbers, as of a list, and the symmetry has
+            other names; or it is not finite.
     """
     if not isinstance(arrays, ArrayRecord):
         raise FedrotError(
@@ -136,7 +137,7 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
     if align and arrays and not known and all(name.isdigit() for name in arrays):
         raise FedrotError(
             "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as if they "
-            "were made from a list: write ArrayRecord(model.state_dict()); names tell what can move."
+            "were made from a list. Alignment needs the names: write ArrayRecord(model.state_dict())."
         )
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

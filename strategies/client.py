@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.alignment import Alignment, align
-from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.arguments import check_shapes
 from fedrot.strategies.client_matching import ACTION
 from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, inner_mods
 from fedrot.strategies.wire.arrays import TIED, from_arrays, same_bits, to_arrays
@@ -170,12 +171,7 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
             "The message's tensors have no names, as in all of Flower's legacy workflows. Give "
             "align_mod a Symmetry (fedrot.symmetry_of) whose shapes are in their order."
         )
-    different = sorted(dict(shapes.items() ^ described.shapes.items()))
-    if different:
-        raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs from what was "
-            "received. Give align_mod the configuration, or the symmetry, of this model."
-        )
+    check_shapes(described, shapes, "received")
     return model
 
 
@@ -191,23 +187,17 @@ def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]
 def _align(update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None) -> Alignment:
     check_finite(update)
     anchor = from_arrays(model.named(model.arrays))
-    alignment = align(_alike(update, anchor), anchor, model.symmetry, options)
+    # Clients may train in half precision, and secure aggregation broadcasts float64.
+    like = {name: anchor.get(name, tensor) for name, tensor in update.items()}
+    cast = {
+        name: t.to(like[name].dtype) if t.is_floating_point() and like[name].is_floating_point() else t
+        for name, t in update.items()
+    }
+    alignment = align(cast, anchor, model.symmetry, options)
     report = alignment.report
     message = "Alignment: distance to the received model %.4g -> %.4g, %.2f s"
     log(INFO, message, report.before, report.after, report.seconds)
     return alignment
-
-
-def _alike(update: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the update in the anchor's precision.
-
-    Clients may train in half precision, and secure aggregation broadcasts float64.
-    """
-    both = {name: (tensor, anchor.get(name, tensor)) for name, tensor in update.items()}
-    return {
-        name: t.to(like.dtype) if t.is_floating_point() and like.is_floating_point() else t
-        for name, (t, like) in both.items()
-    }
 
 
 def _changed(

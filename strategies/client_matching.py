@@ -1,8 +1,8 @@
-"""Matching at the clients: who holds both models and data finds the elements, the server applies them.
+"""Matching at a client: the request, the client's answer, and how the server reads it.
 
-The server sends a client its own update and the anchor; the client answers with group elements only.
-No activation leaves it, and whatever it answers, the update's function is preserved: the server
-checks that the answer consists of elements of the model's symmetry before it applies them.
+The server sends a client its own update and the anchor. The client matches them on its own data, and
+answers with group elements; no activation leaves it. The server checks that these are elements of the
+model's symmetry before it applies them, so that every answer preserves the update's function.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from fedrot.transport import Move
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-#: The action of the message, ``train.<ACTION>``, and its records.
+#: The action of the request, its message type, and the names of its records.
 ACTION = "fedrot_match"
 MESSAGE_TYPE = f"train.{ACTION}"
 ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
 
-#: Whoever trained from another start differs in every part.
+#: Updates from another basis differ in every part.
 OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
 
-#: Marks elements of ``GL(d_h)``, which learned matching may find, in an element's name.
+#: Suffix of the names of elements of ``GL(d_h)``, which learned matching may find.
 GENERAL = "/general"
 
 
 @dataclass(frozen=True)
 class Matching:
-    """What a client matches with.
+    """The model, data and options for matching at a client.
 
     Attributes:
-        build: returns the model, a ``transformers`` one or any with its ``config``.
-        batches: returns the client's inputs, keyword arguments of forward; with ``labels`` if
-            matching is to be learned.
-        options: how to align.
-        learning: refine by gradient descent on the loss of the average, which costs
-            ``learning.steps`` training steps; not at all if None.
+        build: returns a ``transformers`` model, or another one with a ``config``.
+        batches: returns the client's inputs: keyword arguments of forward, with ``labels`` for
+            ``learning``.
+        options: what to align.
+        learning: refines the elements by gradient descent on the loss of the average, which costs
+            ``learning.steps`` training steps; None does not.
     """
 
     build: Callable[[], nn.Module]
@@ -61,16 +61,16 @@ class Matching:
 
 
 def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
-    """Let a ``ClientApp`` answer the server's requests to match its update to an anchor.
+    """Add an action to a ``ClientApp`` that answers the server's requests for matching.
 
     Args:
-        app: the client's app; it receives one more action.
-        setup: called for every request.
+        app: the client's app.
+        setup: returns what to match with; called for every request.
     """
 
     @app.train(ACTION)
     def answer(message: Message, context: Context) -> Message:
-        # Models are initialised and batches are drawn at random: the client's training is not to notice.
+        # Building models and drawing batches must not change the random numbers of training.
         with torch.random.fork_rng(devices=[]):
             alignment = _match(message, setup(message, context))
         elements = {_name(move): move.element for move in alignment.moves}
@@ -105,8 +105,8 @@ def request(
 ) -> Message:
     """Return the message that asks a node to match its update to an anchor.
 
-    A record goes as it came, so it must hold whole tensors: what was sent as unchanged cannot be
-    read without the model that it was unchanged from.
+    An ArrayRecord is sent as it is, so it must hold all values: arrays sent as "unchanged" cannot be
+    read without the model that the client had received.
     """
     sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
     content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": config})
@@ -119,7 +119,7 @@ def read_answer(
     """Return a client's answer as an alignment.
 
     Raises:
-        UpdateError: the client failed, or what it sent are not elements of the model's symmetry.
+        UpdateError: the client failed, or its answer holds other tensors than elements of the symmetry.
     """
     if message.has_error():
         raise UpdateError(
@@ -150,5 +150,5 @@ def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ..
         if group is None or group.name in moves or not group.kind.contains(element):
             raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
         moves[group.name] = Move(group, element)
-    # Head permutations come first, whatever the order in which elements arrive.
+    # Head permutations come before elements inside heads, in whatever order they arrive.
     return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

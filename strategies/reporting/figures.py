@@ -1,4 +1,4 @@
-"""The figures that every round reports, each with its name, its unit and its meaning."""
+"""``FIGURES``: the numbers that every round reports, each with its name, unit and meaning."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Figure:
     Attributes:
         name: of the metric.
         unit: of the number.
-        meaning: one line.
-        of: computes it.
-        always: whether it is reported without alignment, too, where it is not 0.
+        meaning: one line for docs/metrics.md.
+        of: computes the number.
+        always: True if the number is reported with ``align=False`` too, unless it is 0.
     """
 
     name: str
@@ -31,63 +31,47 @@ class Figure:
     always: bool = False
 
 
-def _per_reply(total: float, this_round: Round) -> float:
-    return total / max(len(this_round.reports), 1)
-
-
-def _before(this_round: Round) -> float:
-    return sum(report.before for _, report in this_round.reports)
-
-
-def _after(this_round: Round) -> float:
-    return sum(report.after for _, report in this_round.reports)
+def _mean(name: str) -> Callable[[Round], float]:
+    return lambda r: sum(getattr(report, name) for _, report in r.reports) / max(len(r.reports), 1)
 
 
 def _share(*parts: str) -> Callable[[Round], float]:
     def share(this_round: Round) -> float:
         removed = sum(report.share(*parts) * report.before for _, report in this_round.reports)
-        before = _before(this_round)
+        before = sum(report.before for _, report in this_round.reports)
         return removed / before if before > 0 else 0.0
 
     return share
 
 
 def _moved(part: str) -> Callable[[Round], int]:
-    return lambda this_round: moved_units((report for _, report in this_round.reports), part)
+    return lambda r: moved_units((report for _, report in r.reports), part)
 
 
-#: All of them, in the order in which they are reported.
+#: All figures, in the order in which they are reported.
 FIGURES = (
     Figure(
         "fedrot-distance-before",
         "squared distance",
-        "from the anchor to an update before it is aligned, over the tensors that may move; mean of the "
+        "from the anchor to an update before alignment, over the tensors that may move; mean over the "
         "aligned replies",
-        lambda r: _per_reply(_before(r), r),
+        _mean("before"),
     ),
-    Figure(
-        "fedrot-distance-after",
-        "squared distance",
-        "the same after it is aligned",
-        lambda r: _per_reply(_after(r), r),
-    ),
+    Figure("fedrot-distance-after", "squared distance", "the same after alignment", _mean("after")),
     Figure(
         "fedrot-share-rotation",
         "share, 0 to 1",
-        "of the squared distance before that the rotation of heads removed",
+        "of the squared distance before alignment that rotations of heads removed",
         _share("attention"),
     ),
     Figure(
         "fedrot-share-permutation",
         "share, 0 to 1",
-        "of it that the orders (and signs) of heads, neurons and hidden units removed",
+        "of it that permutations (and signs) of heads, neurons and hidden units removed",
         _share("residual", "output", "heads", "ffn"),
     ),
     Figure(
-        "fedrot-share-rescale",
-        "share, 0 to 1",
-        "of it that the scales of heads removed",
-        _share("rescale"),
+        "fedrot-share-rescale", "share, 0 to 1", "of it that scales of heads removed", _share("rescale")
     ),
     Figure(
         "fedrot-heads-rotated",
@@ -116,20 +100,20 @@ FIGURES = (
     Figure(
         "fedrot-groups-skipped",
         "groups",
-        "that stayed because moving them gained less than the threshold, summed over the replies",
+        "that were not moved because the gain was below the threshold, summed over the replies",
         lambda r: sum(group.skipped for _, report in r.reports for group in report.groups),
     ),
     Figure(
         "fedrot-replies-other-basis",
         "replies",
-        "that come from another basis than the broadcast model",
+        "from another basis than the broadcast model's",
         lambda r: r.other_basis,
     ),
     Figure("fedrot-replies-accepted", "replies", "in the average", lambda r: r.accepted),
     Figure(
         "fedrot-replies-dropped",
         "replies",
-        "that came and have no part in the average",
+        "that arrived and are not in the average",
         lambda r: len(r.dropped),
         always=True,
     ),
@@ -143,14 +127,14 @@ FIGURES = (
     Figure(
         "fedrot-round-failed",
         "0 or 1",
-        "1 if the round gave no model, and the model stayed as it was",
+        "1 if the round gave no new model",
         lambda r: int(bool(r.lost)),
         always=True,
     ),
     Figure(
         "fedrot-statistics-bytes",
         "bytes",
-        "of statistics that the replies brought beside their models",
+        "of statistics in the replies",
         lambda r: r.statistics_bytes,
         always=True,
     ),
@@ -163,14 +147,13 @@ FIGURES = (
     Figure(
         "fedrot-seconds-aligning",
         "seconds",
-        "spent on finding the alignment that each reply was moved by, summed over the replies",
+        "spent on finding alignments, summed over the replies",
         lambda r: sum(report.seconds for _, report in r.reports),
     ),
     Figure(
         "fedrot-seconds-round",
         "seconds",
-        "from the moment the requests were sent until the new model: waiting, checking, aligning, "
-        "averaging",
+        "from sending the requests to the new model: waiting, checking, aligning, averaging",
         lambda r: r.seconds,
     ),
 )

@@ -1,4 +1,4 @@
-"""Log records with fields, and how they become lines of JSON."""
+"""``JsonLines``: a log formatter that writes JSON; ``log_fields`` adds fields to log records."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from flwr.common import log
 
 from fedrot._io import json_line
 
-#: The attribute of log records that holds their fields.
+#: Name of the attribute of log records with their fields.
 FIELDS = "fedrot"
 
 
 class JsonLines(logging.Formatter):
-    """Writes each log record as one JSON object, with the fields that fedrot's records carry.
+    """Formats each log record as one JSON object.
 
-    ``handler.setFormatter(JsonLines())`` on a handler of ``logging.getLogger("flwr")``. Every object has
-    ``time`` (ISO 8601, UTC), ``level``, ``logger`` and ``message``, and ``exception`` where there is
-    one. Records of fedrot add ``round`` and, each where it applies:
+    Use ``handler.setFormatter(JsonLines())`` on a handler of ``logging.getLogger("flwr")``. Every object
+    has ``time`` (ISO 8601, UTC), ``level``, ``logger`` and ``message``, and ``exception`` if there is
+    one. fedrot's records add ``round`` and:
 
-    ==================================  ========  ======================================================
-    fields                              level     when
-    ==================================  ========  ======================================================
-    ``client, weight``                  DEBUG     a reply is good
-    ``client, before, after, seconds``  DEBUG     it is aligned; squared distances to the anchor
-    ``client, dropped``               WARNING   it has no part in the average, and why
-    ``client, failed``                  INFO      the client sent an error, or nothing in time
-    ``lost``                            WARNING   the round gives no model, and why
-    ``metrics``                         INFO      the round's end; the names that start with fedrot-
-    ``stage, client, dropped``        WARNING   an evaluation is dropped; ``stage`` is "evaluate"
-    ``checkpoint, seconds``             INFO      a checkpoint is written to this folder
-    ``checkpoint, damaged``             WARNING   a checkpoint cannot be used, and why; no ``round``
-    ``checkpoint, resumed``             INFO      the run goes on after ``round``
-    ==================================  ========  ======================================================
+    ==================================  =======  ======================================================
+    fields                              level    event
+    ==================================  =======  ======================================================
+    ``client, weight``                  DEBUG    a reply is accepted
+    ``client, before, after, seconds``  DEBUG    it is aligned; squared distances to the anchor
+    ``client, dropped``                 WARNING  a reply is not averaged, with the reason
+    ``client, failed``                  INFO     the client sent an error, or nothing in time
+    ``lost``                            WARNING  the round gives no new model, with the reason
+    ``metrics``                         INFO     the round ends; metrics whose names start with fedrot-
+    ``stage, client, dropped``          WARNING  an evaluation is dropped; ``stage`` is "evaluate"
+    ``checkpoint, seconds``             INFO     a checkpoint is written to this folder
+    ``checkpoint, damaged``             WARNING  a checkpoint is damaged, with the reason; no ``round``
+    ``checkpoint, resumed``             INFO     the run is resumed after ``round``
+    ==================================  =======  ======================================================
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON, without a line's end."""
+        """Return the record as JSON, without an end of line."""
         row: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,

@@ -1,4 +1,4 @@
-"""What of a message goes where: to clients as it travels, to strategies as they can read it."""
+"""Messages to clients, and messages and arrays that Flower's strategies can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedrot.strategies.wire.records import STATISTICS, replace_changed
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
-    """Return the arrays as Flower's own, which every strategy can read: themselves if they are."""
+    """Return the arrays as Flower's own, which every strategy can read; the same record if they are."""
     if all(array.stype == SType.NUMPY for array in arrays.values()):
         return arrays
     tensors = from_arrays(arrays)
@@ -32,7 +32,7 @@ def in_precision(arrays: ArrayRecord, wire: torch.dtype | None) -> ArrayRecord:
 
 
 def with_arrays(messages: Iterable[Message], before: ArrayRecord, after: ArrayRecord) -> list[Message]:
-    """Return the messages with one record of arrays in the place of another."""
+    """Return the messages with the record ``before`` replaced by ``after``."""
     changed, contents = list(messages), dict[int, RecordDict]()
     for message in changed if after is not before else ():
         content = message.content
@@ -44,7 +44,7 @@ def with_arrays(messages: Iterable[Message], before: ArrayRecord, after: ArrayRe
 
 
 def as_sent(tensors: Mapping[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
-    """Return tensors as they were broadcast: in the same precision, and tied where they were tied.
+    """Return tensors encoded as the broadcast model was: in its precision, with its ties.
 
     Integer and boolean buffers are the broadcast ones.
     """
@@ -59,7 +59,7 @@ def as_sent(tensors: Mapping[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
 
 
 def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
-    """Return what a strategy made as it was broadcast, see ``as_sent``."""
+    """Return a strategy's new model encoded as the broadcast model was, see ``as_sent``."""
     as_they_are = all(
         array.dtype == sent[name].dtype and sent[name].stype == SType.NUMPY and _floating(array)
         for name, array in arrays.items()
@@ -70,7 +70,7 @@ def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
 def with_tensors(update: Update, store: Store) -> Message:
     """Return a copy of a reply's message with the update's tensors and without statistics.
 
-    Where the store keeps files, the arrays are read from one when they are asked for.
+    If the store keeps files, ``Array.numpy`` reads the values from one.
     """
     tensors, content = update.tensors, RecordDict(dict(update.message.content))
     if STATISTICS in content.array_records:
@@ -86,13 +86,13 @@ def with_tensors(update: Update, store: Store) -> Message:
 
 
 def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return a message like the reply of a single client whose update is the mean of a round's."""
+    """Return a message like a single client's reply, with the mean of a round's updates."""
     content = RecordDict({"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})})
     return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
 
 
 class StoredArray(Array):
-    """An array whose values are read from a file when they are asked for."""
+    """An array whose ``numpy`` reads the values from a file."""
 
     def __init__(self, name: str, stored: Stored, like: Tensor) -> None:
         dtype = str(like.dtype).removeprefix("torch.").replace("bfloat16", "float32")

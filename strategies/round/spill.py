@@ -1,4 +1,4 @@
-"""Tensors that have to wait for others: in memory, or in files that are mapped into it."""
+"""``Store``: tensors that wait for others, in memory or in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Store:
     """Keeps tensors until the ``with`` block ends.
 
     Args:
-        folder: where safetensors files are kept meanwhile, in a folder of their own that is removed
-            afterwards; None keeps the tensors in memory.
+        folder: receives a temporary folder of safetensors files; None keeps the tensors in memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -51,7 +50,7 @@ class Store:
         self._open.close()
 
     def put(self, tensors: Mapping[str, Tensor]) -> Stored:
-        """Store tensors, and return what gives them back: as they are, or mapped from their file.
+        """Store tensors, and return a function that returns them, or memory maps of their file.
 
         Raises:
             FedrotError: the file cannot be written.
@@ -62,7 +61,7 @@ class Store:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        # A file holds no views and no two tensors that share memory: of equal arrays Flower makes one.
+        # safetensors refuses views and tensors that share memory, as equal arrays do in Flower.
         keys = {id(tensor): str(index) for index, tensor in enumerate(tensors.values())}
         unique, taken = dict[str, Tensor](), set[int]()
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
@@ -75,7 +74,7 @@ class Store:
         try:
             save_file(unique, path)
         except (OSError, SafetensorError) as error:
-            raise FedrotError(f"What waits cannot be kept in '{self._own.parent}': {error}") from error
+            raise FedrotError(f"Updates cannot be kept in '{self._own.parent}': {error}") from error
         names = {name: keys[id(tensor)] for name, tensor in tensors.items()}
         return lambda: _mapped(path, names)
 

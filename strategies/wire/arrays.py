@@ -1,9 +1,9 @@
-"""What travels: a model's tensors as Flower arrays and back, with nothing sent that need not be.
+"""``to_arrays`` and ``from_arrays``: a model's tensors as Flower arrays, and back.
 
-Ordinary tensors stay Flower's own arrays (npy bytes). Three kinds are fedrot's, told apart by their
-``stype``; ``Array.numpy()`` refuses them, so that no stock strategy averages their bytes in silence:
-bfloat16, which NumPy does not have; a tensor that shares another's memory, sent as the other's name;
-and one that did not change since it was received, sent as nothing at all.
+Most tensors become Flower's own arrays (npy bytes). fedrot adds three kinds of arrays, with an ``stype``
+of their own: bfloat16, which NumPy lacks; a tensor that shares another one's memory, sent as the other
+one's name; and a tensor that did not change since it was received, sent without data. ``Array.numpy()``
+refuses them, so that no stock strategy averages their bytes by mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 
-#: npy bytes of the bits as uint16; the name of a tensor of the same record; nothing.
+#: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record; no data.
 BFLOAT16, TIED, UNCHANGED = "fedrot.bfloat16", "fedrot.tied", "fedrot.unchanged"
 
 #: The precisions in which floating-point tensors can travel.
@@ -33,10 +33,10 @@ _FLOATS = ("float16", "float32", "float64")
 _TORCH = {np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: An npy header of up to this many dimensions fits into this many bytes.
+#: Largest number of dimensions, and of bytes in an npy header with so many.
 _DIMENSIONS, _HEADER = 32, 1024
 
-#: Elements of one tensor; far beyond any, and far from where sizes overflow.
+#: Largest number of elements in a tensor: far above real ones, and far below an overflow of sizes.
 _ELEMENTS = 2**48
 
 
@@ -45,23 +45,23 @@ def to_arrays(
     dtype: torch.dtype | None = None,
     since: ArrayRecord | Mapping[str, Tensor] | None = None,
 ) -> ArrayRecord:
-    """Return a model's tensors, under all of their names, as what travels.
+    """Return a model's tensors as arrays, under all of their names.
 
-    Tensors of one shape and layout that share memory (tied embeddings) travel once. Nothing is
-    checked: a value too large for float16 arrives as Inf, and the server drops the reply.
+    Tensors of one shape and layout that share memory (tied embeddings) are sent once. Values are not
+    checked: one too large for float16 arrives as Inf, and the server drops the reply.
 
     Args:
         tensors: on any device.
-        dtype: in which floating-point tensors travel, one of ``PRECISIONS``; their own if None.
+        dtype: of floating-point tensors on the wire, one of ``PRECISIONS``; their own if None.
             Integer and boolean tensors keep theirs.
-        since: what was received. A tensor that equals it bit for bit, both of them in the precision
-            that travels, travels as "unchanged", and the receiver keeps what it has.
+        since: the arrays or tensors that were received. A tensor that equals the received one bit for
+            bit, in the precision of the wire, is sent as "unchanged": the receiver keeps its own.
 
     Raises:
-        FedrotError: another ``dtype``, or a tensor that has one which cannot travel (complex, float8).
+        FedrotError: ``dtype`` is another one, or a tensor's dtype cannot be sent (complex, float8).
     """
     if dtype is not None and dtype not in PRECISIONS:
-        raise FedrotError(f"Weights travel as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
+        raise FedrotError(f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
     known = from_arrays(since) if isinstance(since, ArrayRecord) else since or {}
     arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
@@ -85,20 +85,21 @@ def from_arrays(
     *,
     writable: bool = False,
 ) -> dict[str, Tensor]:
-    """Return what ``to_arrays`` made, or any record of Flower's own arrays, as CPU tensors.
+    """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU tensors.
 
-    Nothing received is trusted: what is not exactly an array of the shape and dtype that it claims is
-    refused, before anything of the claimed size is allocated. Tied names give one and the same tensor,
-    unchanged ones the tensor that was sent, in the precision that it has here.
+    Received bytes are not trusted: an array whose contents differ from its claimed shape and dtype is
+    refused before memory of the claimed size is allocated. Tied names give one and the same tensor.
+    Unchanged tensors are those of ``since``, in their precision there.
 
     Args:
-        since: what the sender had received, if it sent only what changed.
-        writable: give every tensor memory of its own. Otherwise they are views of the received bytes
-            wherever those are aligned: never write into them in place, it would change the record.
+        record: the arrays.
+        since: the arrays or tensors that the sender had received, if it left out unchanged ones.
+        writable: give every tensor memory of its own. Otherwise tensors are views of the received bytes
+            where those are aligned: do not write to them, it would change the record.
             (``load_state_dict`` copies.)
 
     Raises:
-        UpdateError: naming the tensor, and what is wrong with it.
+        UpdateError: a tensor cannot be decoded; the error names it and its fault.
     """
     known = from_arrays(since) if isinstance(since, ArrayRecord) else since
     found: dict[str, Tensor] = {}
@@ -109,22 +110,22 @@ def from_arrays(
             found[name] = decode(name, array)
         if writable and name in found:
             found[name] = found[name].clone(memory_format=torch.contiguous_format)
-    # In the record's order: ties point forward or back.
+    # In the record's order: a tie may point to a later name.
     return {name: found[name] if name in found else _tied(name, record, found) for name in record}
 
 
 def wire_bytes(record: ArrayRecord) -> int:
-    """Return what a record's arrays weigh on the wire, without their names and metadata."""
+    """Return the size of a record's arrays on the wire in bytes, without names and metadata."""
     return sum(len(array.data) for array in record.values())
 
 
 def encode(name: str, tensor: Tensor) -> Array:
-    """Return a tensor as an array: Flower's own, but for bfloat16."""
+    """Return a tensor as an array: one of Flower's own, except for bfloat16."""
     value = tensor.detach().cpu().contiguous()
     if value.dtype == torch.bfloat16:
         return _array(value, BFLOAT16, _npy(value.view(torch.uint16)))
     if value.dtype not in _TORCH.values():
-        raise FedrotError(f"The tensor '{name}' is {value.dtype}, which cannot travel; convert it.")
+        raise FedrotError(f"The tensor '{name}' is {value.dtype}, which cannot be sent; convert it.")
     return _array(value, SType.NUMPY, _npy(value))
 
 
@@ -150,7 +151,7 @@ def decode(name: str, array: Array) -> Tensor:
     values = np.frombuffer(array.data, dtype, prod(shape), offset)
     if dtype == np.bool_ and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
-    # A header of an odd length puts the values where they cannot be read; a copy is aligned.
+    # A header of an odd length leaves the values unaligned; a copy is aligned.
     values = values if values.flags.aligned else values.copy()
     values = values.reshape(shape, order="F" if fortran else "C")
     tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
@@ -158,12 +159,12 @@ def decode(name: str, array: Array) -> Tensor:
 
 
 def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, order and length of an npy header, once they are possible."""
+    """Return dtype, shape, Fortran order and length of an npy header, checked for plausibility."""
     stream = BytesIO(array.data[:_HEADER])
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
         shape, fortran, dtype = read[npy.read_magic(stream)](stream, max_header_size=_HEADER)
-    except Exception as error:  # Python's parser, behind it, raises all kinds.
+    except Exception as error:  # NumPy calls Python's parser, which raises many kinds.
         raise _unreadable(name, f"has no readable npy header ({error!s:.200})") from error
     if dtype not in _TORCH:
         raise _unreadable(name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order")
@@ -179,7 +180,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class _Unlocked:
-    """An array that does not call itself read-only: torch warns about those, once per process."""
+    """A read-only array that claims to be writable: torch warns about read-only ones."""
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         interface = values.__array_interface__
@@ -188,7 +189,7 @@ class _Unlocked:
 
 
 def _npy(value: Tensor) -> bytes:
-    """Return what ``np.save`` writes, with one copy of the values."""
+    """Return the bytes that ``np.save`` writes, with one copy of the values only."""
     values, header = value.numpy(), BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
     return b"".join((header.getvalue(), values.reshape(-1).view(np.uint8).data))

@@ -1,4 +1,4 @@
-"""Flower records as tensors and back."""
+"""Flower records of a reply: statistics, the update, and metrics, as tensors and back."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fedrot.aggregation import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
 
-#: Record of a reply that holds its statistics, and key of a request's configuration that names the
-#: kinds the server wants this round, separated by commas.
+#: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
+#: kinds that the server wants this round, separated by commas.
 STATISTICS = "fedrot-statistics"
 
-#: Between kind and names, and between the names of layers that hold one and the same matrix.
+#: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
 
 
 def replace_changed(
     arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> ArrayRecord:
-    """Return ``after`` as arrays that any strategy can read.
+    """Return ``after`` as Flower's own arrays, which any strategy can read.
 
-    What is Flower's own array and was neither replaced nor cast keeps its bytes. NumPy has no
-    bfloat16: that becomes float32.
+    An array of Flower's own keeps its bytes if its tensor was neither replaced nor cast. bfloat16, which
+    NumPy lacks, becomes float32.
     """
 
     def same(name: str, array: Array) -> bool:
@@ -54,9 +54,9 @@ def wanted_statistics(message: Message) -> tuple[str, ...]:
 
 
 def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
-    """Return statistics as the record that a client puts into its reply, as ``fedrot-statistics``.
+    """Return statistics as the ArrayRecord ``fedrot-statistics`` of a client's reply.
 
-    Matrices that several layers share travel once.
+    Matrices that several layers share are sent once.
 
     Args:
         statistics: by kind, then by tensor name.
@@ -66,7 +66,7 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
         FedrotError: another dtype.
     """
     if dtype not in (torch.float32, torch.bfloat16):
-        raise FedrotError(f"Statistics travel as float32 or bfloat16, not as {dtype}.")
+        raise FedrotError(f"Statistics are sent as float32 or bfloat16, not as {dtype}.")
     arrays: dict[str, Array] = {}
     for kind, by_name in statistics.items():
         names: dict[int, list[str]] = {}
@@ -79,7 +79,7 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
 
 
 def read_statistics(content: RecordDict, copy: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Return the statistics of a reply, empty if it has none; ``copy`` as in ``read_reply``.
+    """Return the statistics of a reply, empty if it has none; ``copy`` as in ``Schema.read``.
 
     Raises:
         UpdateError: they cannot be decoded.
@@ -99,23 +99,23 @@ def read_statistics(content: RecordDict, copy: bool = False) -> dict[str, dict[s
 
 
 def statistics_bytes(message: Message) -> int:
-    """Return what a reply's statistics weigh on the wire."""
+    """Return the size of a reply's statistics on the wire in bytes."""
     record = message.content.array_records.get(STATISTICS) if message.has_content() else None
     return wire_bytes(record) if record is not None else 0
 
 
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return a reply's ArrayRecords without its statistics: exactly one, if the reply is good."""
+    """Return a reply's ArrayRecords without its statistics; a valid reply has exactly one."""
     return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """Return what is small in a content: its metrics, and its configurations of up to 64 KiB."""
+    """Return the metrics of a content, and its configurations of up to 64 KiB."""
     small = {name: record for name, record in content.config_records.items() if _size(record) <= 2**16}
     return RecordDict({**content.metric_records, **small})
 
 
 def _size(record: ConfigRecord) -> int:
-    """Return about how many bytes a configuration has."""
+    """Return the approximate size of a configuration in bytes."""
     values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
     return sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values) + sum(map(len, record))

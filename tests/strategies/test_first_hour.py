@@ -54,7 +54,7 @@ INSTEAD: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "a strategy": (lambda: (FedAvg(),), "class AlignedFedAvg(Aligned, FedAvg)"),
     "a strategy's class": (lambda: (FedAvg,), "class AlignedFedAvg(Aligned, FedAvg)"),
     "a class": (lambda: (BertConfig,), "write {name}(model.config, ...)"),
-    "a function": (lambda: (build,), "the argument model="),
+    "a function": (lambda: (build,), "OtherBasis(model="),
     "another object": (lambda: (object(),), "pass a transformers configuration"),
     "another architecture": (lambda: ({"model_type": "mamba"},), "'mamba' is not supported"),
 }

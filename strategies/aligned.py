@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Result, Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot._io import append_rows
 from fedrot.aggregation import Aggregator, Mean
@@ -28,6 +28,7 @@ from fedrot.strategies.round.aligner import Plan
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.layerwise import checked_device
 from fedrot.strategies.round.merge import (
+    OF_THE_MEAN,
     Aggregated,
     AggregatorMerge,
     ListMerge,
@@ -48,9 +49,6 @@ from fedrot.tensors import Tensors
 
 #: The anchor that docs/results.md found best over all its settings.
 DEFAULT_ANCHOR = "running"
-
-#: Strategies that look at the updates' mean and at nothing else.
-OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 
 
 class Aligned(Strategy):
@@ -138,8 +136,6 @@ class Aligned(Strategy):
         self._timeout: float | None = None
         self._asked = Asked()
         self._asked_to_evaluate = Asked()
-
-    # Flower's hooks
 
     def summary(self) -> None:
         """Log what is aligned and how replies are taken, then the summary of the strategy behind."""
@@ -296,8 +292,6 @@ class Aligned(Strategy):
         mro = type(self).__mro__
         after = mro[mro.index(Aligned) + 1 :]
         return next(cls for cls in after if "aggregate_train" in vars(cls))
-
-    # The round
 
     def _collected(self, replies: Iterable[Message], this_round: Round, store: Store) -> Merge:
         """Return what has taken the updates of a round; everything else of the round is released."""

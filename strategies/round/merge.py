@@ -10,7 +10,7 @@ from typing import Protocol
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 from torch import Tensor
 
 from fedrot.aggregation import Aggregator, Mean
@@ -28,6 +28,9 @@ from fedrot.strategies.wire.records import without_arrays
 
 #: What a round gives: the new model, None if the old one stays, and metrics.
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+
+#: Strategies that look at the updates' mean and at nothing else.
+OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 
 #: At most this many aggregators are built in a round. An aggregator takes its first update as the
 #: model of all others; a second one is built from an update that the first refuses.

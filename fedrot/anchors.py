@@ -81,7 +81,10 @@ class GlobalAnchor:
         return self.find(update, self.current)
 
     def accept(self, aligned: Tensors, weight: float) -> None:
-        """Take note of an update that is part of the round's mean."""
+        """Take note of an update that ``align`` has aligned and that is part of the round's mean."""
+
+    def include(self, aligned: Tensors, weight: float) -> None:
+        """Take note of an update of the mean that was aligned elsewhere, at its client."""
 
 
 class FirstAnchor(GlobalAnchor):
@@ -107,10 +110,15 @@ class RunningAnchor(GlobalAnchor):
 
     def accept(self, aligned: Tensors, weight: float) -> None:
         """Move towards the update."""
+        before = self._weight
+        self.include(aligned, weight)
+        self.current = self.current.towards_last(self.mean.current, 1 - before / self._weight)
+
+    def include(self, aligned: Tensors, weight: float) -> None:
+        """Add the update to the mean; the anchor moves there with the next update it has aligned."""
         if not self._shared:
             self.mean.add(aligned, weight)
-        before, self._weight = self._weight, self._weight + weight
-        self.current = self.current.towards_last(self.mean.current, 1 - before / self._weight)
+        self._weight += weight
 
 
 class MedoidAnchor(GlobalAnchor):

@@ -43,7 +43,7 @@ class Unaligned:
         """Return the update in the round's coordinates, or None if it is dropped."""
         return update
 
-    def accept(self, update: Update) -> None:
+    def accept(self, update: Update, place: int = 0) -> None:
         """Take note of an aligned update that is merged."""
 
     def distances(self, updates: Iterable[Update]) -> Iterator[float]:
@@ -163,9 +163,10 @@ class Aligner(Unaligned):
         moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
         return replace(update, tensors=moved, statistics=statistics)
 
-    def accept(self, update: Update) -> None:
+    def accept(self, update: Update, place: int = 0) -> None:
         """Let an anchor that follows the round know the update."""
-        self._rule.accept(update.tensors, update.weight)
+        note = self._rule.include if place in self._matched else self._rule.accept
+        note(update.tensors, update.weight)
 
     def distances(self, updates: Iterable[Update]) -> Iterator[float]:
         """Return every update's distance from the broadcast model, after alignment to it."""
@@ -210,7 +211,7 @@ class LayerwiseAligner(Unaligned):
         self.this_round.other_basis += in_other_basis(update, self.broadcast, self.plan.symmetry)
         return replace(update, tensors=without_integers(update.tensors, self.broadcast))
 
-    def accept(self, update: Update) -> None:
+    def accept(self, update: Update, place: int = 0) -> None:
         """Let the running anchor know the update."""
         self.rule.accept(update.tensors, update.weight)
 

@@ -45,7 +45,7 @@ def run_round(
         if aligned is not None:
             on_update(aligned)
             if merge.add(aligned):
-                aligner.accept(aligned)
+                aligner.accept(aligned, place)
 
     # ``map`` keeps no item: a loop variable would keep one until the next reply has come.
     updates = map(inbox.read, inbox.this_round.waited(replies))
@@ -60,7 +60,8 @@ def run_round(
             for place, reason in far.items():
                 inbox.this_round.drop(waiting[place].client, reason)
             waiting.remove(far)
-        _exhaust(take(waiting[place], place) for place in aligner.prepare(waiting))
+        for place in aligner.prepare(waiting):
+            take(waiting[place], place)
     aligner.close()
 
 

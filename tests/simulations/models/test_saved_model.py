@@ -48,7 +48,7 @@ def test_models_are_compared_without_their_weights(model: Path, tmp_path: Path) 
     (model / "model.safetensors").unlink()
     check_alike(open_saved_model(model), open_saved_model(other.parent))
     other.write_text(text.replace('"num_attention_heads": 4', '"num_attention_heads": 2'))
-    with pytest.raises(FedrotError, match="num_attention_heads is 4 in .* and 2 in"):
+    with pytest.raises(FedrotError, match=r"num_attention_heads is 4 in .* and 2 in"):
         check_alike(open_saved_model(model), open_saved_model(other.parent))
     other.write_text(text.replace('"vocab_size": 60', '"vocab_size": 61'))
     with pytest.raises(FedrotError, match=r"Different vocabularies.*60 and 61 embeddings"):

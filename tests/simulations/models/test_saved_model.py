@@ -1,0 +1,55 @@
+"""``SavedModel``: one way to find, compare and load a model on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.models.saved_model import check_alike, open_saved_model
+from tests.models import fresh_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    fresh_model("bert-classifier").float().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_it_is_loaded_as_the_class_of_a_task(prefix: str, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    named = {f"{prefix}{name}": tensor.clone() for name, tensor in tensors.items()}
+    save_file(named, model / "model.safetensors", metadata={"format": "pt"})
+    saved = open_saved_model(model)
+    loaded, missing, unknown = saved.load(saved.class_for("AutoModelForSequenceClassification"))
+    assert (missing, unknown, loaded.training) == ([], [], False)
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(saved.tensors.read([name])[name], tensors[name]) for name in tensors)
+
+
+def test_a_task_of_another_kind_lacks_tensors(model: Path) -> None:
+    saved = open_saved_model(model)
+    _, missing, unknown = saved.load(saved.class_for("AutoModelForMaskedLM"))
+    assert any(name.startswith("cls.") for name in missing)
+    assert "classifier.weight" in unknown
+
+
+def test_models_are_compared_without_their_weights(model: Path, tmp_path: Path) -> None:
+    """Only the configurations are read, so that neither folder needs weights."""
+    (tmp_path / "other").mkdir()
+    text = (model / "config.json").read_text()
+    other = tmp_path / "other" / "config.json"
+    other.write_text(text)
+    (model / "model.safetensors").unlink()
+    check_alike(open_saved_model(model), open_saved_model(other.parent))
+    other.write_text(text.replace('"num_attention_heads": 4', '"num_attention_heads": 2'))
+    with pytest.raises(FedrotError, match=r"num_attention_heads is 4 in .* and 2 in"):
+        check_alike(open_saved_model(model), open_saved_model(other.parent))
+    other.write_text(text.replace('"vocab_size": 60', '"vocab_size": 61'))
+    with pytest.raises(FedrotError, match=r"Different vocabularies.*60 and 61 embeddings"):
+        check_alike(open_saved_model(model), open_saved_model(other.parent))

@@ -257,7 +257,6 @@ MEMBERS: dict[str, Member] = {
         {**_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
     ),
     "bloom": Member("Bloom", _CAUSAL, _BLOOM, attention=_EAGER),
-    "bloom-classifier": Member("Bloom", _CLASSIFIER, _BLOOM, attention=_EAGER),
     "opt": Member("OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24}),
     "opt-open": Member(
         "OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True}
@@ -276,7 +275,6 @@ MEMBERS: dict[str, Member] = {
     "qwen3": Member("Qwen3", _CAUSAL, {**_DECODER, "attention_bias": True}),
     "gemma3": Member("Gemma3", _CAUSAL, {**_DECODER, "sliding_window": 4}, config="Gemma3Text"),
     "mixtral": Member("Mixtral", _CAUSAL, {**_MIXTRAL, "num_local_experts": 3}),
-    "mixtral-classifier": Member("Mixtral", _CLASSIFIER, {**_MIXTRAL, "num_local_experts": 2}),
     "phi3": Member("Phi3", _CAUSAL, {k: v for k, v in _DECODER.items() if k != "head_dim"}),
     "phi3-partial": Member(
         "Phi3",
@@ -304,7 +302,7 @@ MEMBERS: dict[str, Member] = {
 
 
 #: Members whose heads have slopes of their own.
-ALIBI = ("falcon-rw", "bloom", "bloom-classifier")
+ALIBI = ("falcon-rw", "bloom")
 
 
 @cache

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import (
     HeadPermutation,
     HeadRotation,
@@ -92,8 +93,16 @@ class Units:
         """Return the rows of the weight, then the entries of the bias.
 
         Of ``heads`` heads of ``dim`` units, only the units from ``low`` to ``high`` of each.
+
+        Raises:
+            SymmetryError: parts of heads that lie ``together`` are asked for.
         """
         high = dim if high is None else high
+        if self.together > 1 and high - low < dim:
+            raise SymmetryError(
+                f"The module '{self.module}' keeps {self.together} heads side by side; units of a part "
+                "of each head (partial rotary positions) cannot be described there."
+            )
         blocks = (dim, low, high) if high - low < dim else ()
         rows = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:

@@ -28,7 +28,6 @@ WITHOUT = {
         "falcon-11b",
         "falcon-40b",
         "mixtral",
-        "mixtral-classifier",
     ),
 }
 

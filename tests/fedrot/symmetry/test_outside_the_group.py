@@ -41,7 +41,7 @@ ROTARY = [
     "qwen2",
     "phi3",
 ]
-MIXTURES = ["mixtral", "mixtral-classifier"]
+MIXTURES = ["mixtral"]
 ROTARY += ["phi3-partial", "modernbert", "modernbert-biased", *MIXTURES]
 ROTARY += ["gptj", "gptj-whole", "falcon-7b", "falcon-11b", "falcon-40b"]
 PARTIAL = ["gpt-neox", "gpt-neox-odd", "gpt-neox-tokens", "gptj", "phi3-partial"]

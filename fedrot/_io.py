@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,26 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside a file; it replaces the file if the block succeeds."""
+    """Give a temporary path beside a file or folder, which takes its place if the block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
         temporary.replace(path)
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write an indented JSON file whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:

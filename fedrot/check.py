@@ -65,8 +65,9 @@ def output_change(
     """
     settings = settings_of(config)
     model = copy.deepcopy(model).double().eval()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # transformers' default for experts has no float64
+    choose_experts = getattr(model, "set_experts_implementation", None)
+    if callable(choose_experts):
+        choose_experts("eager")  # transformers' default for experts has no float64
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

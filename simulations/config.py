@@ -1,9 +1,8 @@
-"""What a simulation runs: one validated, serialisable description."""
+"""Configuration of a simulation, validated and serialisable, and the grammar of its arms."""
 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedrot.aggregation import aggregations, entry_named
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.data.partition import parse_partition
@@ -25,12 +25,12 @@ Start = Literal["same", "different", "scrambled"]
 
 @dataclass(frozen=True)
 class TaskTraits:
-    """What a task goes with.
+    """Properties of a task.
 
     Attributes:
         architectures: of models from scratch, the default first.
-        data: the default data set; empty if one has to be named.
-        classifies: whether its models give one answer for a row, which ensembles average.
+        data: the default data set; empty if the user has to name one.
+        classifies: whether models give one answer per row, so that ensembles can average them.
     """
 
     architectures: tuple[Architecture, ...]
@@ -46,31 +46,34 @@ TASKS: Mapping[str, TaskTraits] = {
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
 
-#: A number of seeds above this is a seed.
+#: The largest number of seeds; a larger number was meant as a seed.
 MOST_SEEDS = 10_000
 
-#: How an arm matches replies from other bases: by weights, also by activations on random tokens, at
-#: the clients by activations on their data, or learned there.
+#: Evidence for matching replies in another basis: weights and activations on random tokens, weights
+#: alone, activations on the clients' data (matched at the clients), or learning at the clients.
 EVIDENCE = ("probe", "weights", "clients", "learned")
 
-#: How an arm merges aligned updates. An ensemble merges nothing: it is the clients' models together,
-#: their logits averaged, or their probabilities.
-AGGREGATIONS = ("mean", "regmean", "fisher", "ot", "greedy", "ensemble", "ensemble-probabilities")
+#: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
+#: their probabilities.
+ENSEMBLES = ("ensemble", "ensemble-probabilities")
 
-#: The arm of one model that is trained on all clients' data, an upper bound.
+#: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
+AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
+
+#: The arm of one model trained on all clients' data, an upper bound.
 JOINED = "joined"
 
 
 class Arm(BaseModel):
-    """How one arm averages: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
+    """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
 
-    Any of them may end in ``/AGGREGATION``; ``ensemble`` is ``plain/ensemble``. ``joined`` is no
-    federation: one model is trained on all clients' data.
+    ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
+    another basis. ``PARTS`` are any of residual, output, heads, attention, ffn, rescale joined by
+    ``+``, or ``whole``; the arm moves these parts of every reply. ``@ANCHOR`` and ``~EVIDENCE`` may be
+    left out: the defaults are the strategy's anchor and the first of ``EVIDENCE``.
 
-    ``aligned`` is ``FedRot`` as it comes: the default parts, and the whole model where replies come
-    from other bases. ``PARTS`` is any of residual, output, heads, attention, ffn, rescale joined by
-    ``+``, or ``whole``; it moves just these, whoever replies. An arm without ``@ANCHOR`` has the
-    strategy's default anchor, without ``~EVIDENCE`` the first of ``EVIDENCE``.
+    Each may end in ``/AGGREGATION``; ``ensemble`` is short for ``plain/ensemble``. ``joined`` trains one
+    model on all clients' data.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -85,18 +88,13 @@ class Arm(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """Read an arm from its name; raises ``ValueError`` with the grammar."""
+        """Read an arm from its name; raises ``ValueError`` with the known names."""
         if text == JOINED:
             return cls(name=text, align=False)
         full = f"plain/{text}" if text in AGGREGATIONS else text
         move, slash, aggregation = full.partition("/")
         rest, _, evidence = move.partition("~")
         what, _, anchor = rest.partition("@")
-        if move not in ("plain", what) and aggregation == "fisher":
-            raise ValueError(
-                f"arm '{text}': for Fisher information clients align to the broadcast model; an anchor "
-                "and evidence play no part"
-            )
         anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
         aggregation = aggregation if slash else AGGREGATIONS[0]
         for name, value, known in (
@@ -108,8 +106,13 @@ class Arm(BaseModel):
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
-        if aggregation.startswith("ensemble"):
+        if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
+        if move != what and not entry_named(aggregation).follows_rotations:
+            raise ValueError(
+                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
+                "statistics cannot follow rotations; leave out the anchor and the evidence"
+            )
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
         other_basis = what == "aligned"
@@ -132,48 +135,88 @@ class Arm(BaseModel):
     @property
     def ensemble(self) -> bool:
         """Whether the arm evaluates the clients' models together."""
-        return self.aggregation.startswith("ensemble")
+        return self.aggregation in ENSEMBLES
+
+    @property
+    def aligns_at_clients(self) -> bool:
+        """Whether clients align before they compute statistics, which cannot follow rotations."""
+        return self.align and not entry_named(self.aggregation).follows_rotations
+
+    def takes(self, argument: str) -> bool:
+        """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
+        return not self.ensemble and argument in entry_named(self.aggregation).inputs
 
 
 class SimulationConfig(BaseModel):
-    """One comparison: arms and starts over the same data, partitions, seeds and batches."""
+    """One comparison of arms and starts over the same data, partitions, seeds and batches.
+
+    The fields are the options of ``fedrot simulate``, the keys of a grid's ``[[setting]]`` and, with
+    dashes, those of the Flower app's run configuration.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
-    task: TaskName = Field("classification", description="In mlm and clm labels only partition.")
-    data: str = Field("", description="Data set name; empty: the task's default.")
-    data_dir: Path | None = Field(None, description="Folder with glue/, emotion/, ... parquet files.")
-    text_column: str | None = Field(None, description="Of texts, words or images.")
-    label_column: str | None = Field(None, description="Of labels or tags.")
-    train_limit: Annotated[int, Field(gt=0)] | None = None
-    test_limit: Annotated[int, Field(gt=0)] | None = None
-
-    model: str | None = Field(None, description="Folder or hub name; None: a small one from scratch.")
-    architecture: Architecture = Field("", description="Of a small one; empty: the task's default.")
-    layers: int = Field(2, gt=0)
-    width: int = Field(128, gt=0)
-    heads: int = Field(4, gt=0)
-    max_length: int = Field(64, gt=3)
-    dropout: float = Field(0.1, ge=0, lt=1)
-
-    clients: int = Field(4, gt=0)
-    partition: str = Field("iid", description="iid | dirichlet:A | pathological:K | keyclass:F | ...")
-    holdout: float = Field(0.1, ge=0, lt=1, description="Share of each client's data it tests on.")
-    fraction_train: float = Field(1.0, gt=0, le=1)
-
-    starts: tuple[Start, ...] = ("same",)
-    head: Literal["same", "different"] = Field("same", description="Where task heads start from.")
-    arms: tuple[str, ...] = ("plain", "aligned")
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0, 1, 2)
-    rounds: int = Field(3, gt=0)
-    local_epochs: float = Field(1, gt=0, description="Epochs of a round; may be a part of one.")
-    first_epochs: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Epochs of the first round; None: local_epochs."
+    data: str = Field(
+        "",
+        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a "
+        "folder of images, or a hub name; default: goemotions_ekman, and digits for images.",
     )
-    batch_size: int = Field(32, gt=0)
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    task: TaskName = Field(
+        "classification",
+        description="classification, mlm or clm (masked or causal language modelling of the texts), "
+        "ner (named entities) or image (image classification).",
+    )
+    data_dir: Path | None = Field(
+        None, description="Folder with glue/, emotion/, ner/, images/ as Parquet files."
+    )
+    text_column: str | None = Field(None, description="Column with text, words or image.")
+    label_column: str | None = Field(None, description="Column with the label or tags.")
+    train_limit: int | None = Field(None, gt=0, description="Use at most so many rows.")
+    test_limit: int | None = Field(None, gt=0, description="Test on at most so many rows.")
+
+    model: str | None = Field(
+        None, description="Pretrained model, folder or hub name; default: a small one."
+    )
+    architecture: Architecture = Field(
+        "",
+        description="Of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, vit for "
+        "image, else bert.",
+    )
+    layers: int = Field(2, gt=0, description="Layers of the small model.")
+    width: int = Field(128, gt=0, description="Hidden size of the small model.")
+    heads: int = Field(4, gt=0, description="Attention heads of the small model.")
+    max_length: int = Field(64, gt=3, description="Tokens per text.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
+
+    clients: int = Field(4, gt=0, description="Number of clients.")
+    partition: str = Field(
+        "iid",
+        description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME.",
+    )
+    holdout: float = Field(0.1, ge=0, lt=1, description="Share of its data a client tests on.")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
+
+    starts: tuple[Start, ...] = Field(
+        ("same",), description="Any of same, different, scrambled, separated by commas."
+    )
+    task_head: Literal["same", "different"] = Field(
+        "same", description="Task heads start the same or different."
+    )
+    arms: tuple[str, ...] = Field(
+        ("plain", "aligned"),
+        description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
+        "/AGGREGATION such as aligned/regmean; ensemble, joined; separated by commas.",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
+    rounds: int = Field(3, gt=0, description="Rounds of federated training.")
+    local_epochs: float = Field(1, gt=0, description="Epochs per client and round.")
+    first_epochs: float | None = Field(
+        None, gt=0, description="Epochs of the first round, before clients meet."
+    )
+    batch_size: int = Field(32, gt=0, description="Rows per step.")
+    lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
 
     @field_validator("partition")
     @classmethod
@@ -198,7 +241,7 @@ class SimulationConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        """Fill in what the task decides, and name the setting after what is not a default."""
+        """Fill in the task's defaults, and name the setting after data, partition and task."""
         default: TaskName = cls.model_fields["task"].default
         task: Any = values.get("task", default) if isinstance(values, dict) else None
         if not isinstance(task, str) or task not in TASKS:
@@ -222,16 +265,16 @@ class SimulationConfig(BaseModel):
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if "different" in self.starts and self.fraction_train < 1:
             raise ValueError(
-                "start 'different' needs fraction_train 1: a client that comes in a later round has "
-                "the broadcast model already"
+                "start 'different' needs fraction_train 1: a client that joins in a later round starts "
+                "from the broadcast model"
             )
         arms = [Arm.parse(arm) for arm in self.arms]
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
-        if not self.holdout and any(arm.aggregation == "greedy" for arm in arms):
+        if not self.holdout and any(arm.takes("score") for arm in arms):
             raise ValueError(
-                "the greedy soup is chosen on clients' held-out rows; holdout must not be 0"
+                "the greedy soup chooses models by clients' held-out rows; holdout must not be 0"
             )
         return self
 
@@ -241,7 +284,7 @@ class SimulationConfig(BaseModel):
             raise ValueError(
                 f"no data come with the package for task '{self.task}'; name a data set and its folder "
                 "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
-                "columns tokens, ner_tags and split), or one of the hub"
+                "columns tokens, ner_tags and split), or a data set of the hub"
             )
         if self.model is not None:
             if self.architecture:
@@ -257,17 +300,20 @@ class SimulationConfig(BaseModel):
             )
         if self.architecture == "llama" and self.width // self.heads % 2:
             raise ValueError(
-                f"heads of llama have an even width, for rotary positions; width {self.width} of "
-                f"{self.heads} heads makes {self.width // self.heads}"
+                f"heads of llama have an even width, for rotary positions; width {self.width} and "
+                f"{self.heads} heads make {self.width // self.heads}"
             )
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
-        """Build from scalars, as command lines and Flower's run configuration have them.
+        """Build from the values of a command line, a grid or Flower's run configuration.
 
-        ``starts`` and ``arms`` are comma-separated, ``seeds`` is their number and ``first_seed`` the
-        first of them; empty strings stand for the default, 0 for no limit and no epochs of the first
-        round's own, dashes in names for underscores.
+        ``starts`` and ``arms`` may be separated by commas, ``seeds`` may be their number, counted from
+        ``first_seed``. An empty string, and 0 for limits and ``first_epochs``, mean the default. Names
+        may have dashes.
+
+        Raises:
+            ValueError: a setting is unknown, of another type or out of range.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
         for name in ("train_limit", "test_limit", "first_epochs"):
@@ -287,11 +333,11 @@ class SimulationConfig(BaseModel):
         return cls.model_validate(flat)
 
     def epochs(self, server_round: int) -> float:
-        """Return how many epochs a client trains in a round, counted from 1."""
+        """Return the epochs of a client in a round; rounds count from 1."""
         return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
 
     def cells(self) -> list[tuple[int, Start, Arm]]:
-        """Return every (seed, start, arm), a seed's cells next to each other."""
+        """Return every (seed, start, arm), seed by seed."""
         return [
             (seed, start, Arm.parse(arm))
             for seed in self.seeds
@@ -301,27 +347,10 @@ class SimulationConfig(BaseModel):
 
     @property
     def moves(self) -> bool:
-        """Whether weights are to be moved, which takes a model of a supported family."""
+        """Whether weights are moved, which needs a model of a supported family."""
         arms = [Arm.parse(arm) for arm in self.arms]
-        return "scrambled" in self.starts or any(arm.align or arm.aggregation == "ot" for arm in arms)
+        return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
-
-
-def read_grid(path: Path, entries: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the ``[base]`` of a TOML file and each of its ``[[entries]]``.
-
-    Raises:
-        ValueError: the file is no TOML, or these are no tables.
-    """
-    with path.open("rb") as file:
-        described = tomllib.load(file)
-    base, found = described.get("base", {}), described.get(entries, [])
-    tables = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
-    if not isinstance(base, dict) or not tables:
-        raise ValueError(
-            f"'{path}' is no grid; write one [base], and [[{entries}]] before each {entries}"
-        )
-    return base, found

@@ -11,16 +11,22 @@ from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.reporting.json_log import JsonLines
 from fedrot.strategies.reporting.metrics_log import MetricsLog
+from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, wanted_statistics
 
 __all__ = [
     "DEFAULT_ANCHOR",
     "Aligned",
+    "Checkpointing",
+    "Execution",
     "FedRot",
     "JsonLines",
     "Matching",
     "MetricsLog",
+    "OtherBasis",
+    "Reporting",
+    "Robustness",
     "align_mod",
     "from_arrays",
     "match_at_client",

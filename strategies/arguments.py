@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,10 +10,9 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
-from fedrot.anchors import ANCHORS
-from fedrot.errors import FedrotError
-from fedrot.strategies.wire.arrays import PRECISIONS, from_arrays
-from fedrot.symmetry import Symmetry, check_family
+from fedrot.errors import FedrotError, SymmetryError
+from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.symmetry.resolve import settings_of
 
 #: Said when Flower's legacy server takes one of our strategies.
@@ -25,26 +23,18 @@ LEGACY = (
 )
 
 
-def check_described(name: str, given: object, align: bool, model: object = None) -> None:
-    """Make sure that what describes the model does, and that what builds it can.
+def check_described(name: str, given: object, align: bool) -> None:
+    """Check the description of the model.
 
     Args:
         name: the strategy's class.
         given: a symmetry, or a transformers configuration or its dictionary; None if ``align`` is False.
         align: whether the description is needed.
-        model: a function that builds the model, or None.
 
     Raises:
-        FedrotError: one of them is something else; the error says what to write instead.
+        FedrotError: it is something else; the error says what to write instead.
         SymmetryError: the architecture that is described is not supported.
     """
-    kind = type(model).__name__
-    if isinstance(model, nn.Module) or not (model is None or callable(model)):
-        example = kind if isinstance(model, nn.Module) else "MyModel"
-        raise FedrotError(
-            f"{name} was given a {kind} as model, which has to be a function that builds one: write "
-            f"model=lambda: {example}(config)."
-        )
     if isinstance(given, Symmetry) or (given is None and not align):
         return
     mistake = _mistake(name, given)
@@ -108,53 +98,22 @@ def _holds_tensors(given: object) -> bool:
     return isinstance(values, (Tensor, np.ndarray))
 
 
-def check_settings(
-    anchor: str,
-    match_at_clients: bool,
-    other_basis: bool,
-    min_replies: int,
-    norm_bound: float | None,
-    wire: torch.dtype | None,
-) -> None:
-    """Make sure that settings exist, and that numbers make sense; see ``Aligned``.
-
-    Args:
-        other_basis: whether replies from other bases are matched as a whole.
+def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
+    """Return the symmetry of a model: built from its configuration, or the given one, checked.
 
     Raises:
-        FedrotError: one of them is wrong.
+        SymmetryError: the symmetry is of another model.
     """
-    if anchor not in ANCHORS:
-        raise FedrotError(f"Unknown anchor '{anchor}'; choose from {', '.join(ANCHORS)}.")
-    if match_at_clients and not other_basis:
-        raise FedrotError(
-            "match_at_clients is for replies in another basis: give 'model', or 'other_basis', too."
+    if not isinstance(described, Symmetry):
+        return symmetry_of(described, from_arrays(arrays))
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    different = sorted(dict(shapes.items() ^ described.shapes.items()))
+    if different:
+        raise SymmetryError(
+            f"The symmetry was built for another model: '{different[0]}' differs from what is "
+            "broadcast. Pass the configuration, or the symmetry, of this model."
         )
-    if min_replies < 1:
-        raise FedrotError(f"min_replies is {min_replies}; a round needs 1 reply at least.")
-    if norm_bound is not None and not norm_bound > 1:
-        raise FedrotError(f"norm_bound is {norm_bound}; it must be above 1, the median itself.")
-    if wire is not None and wire not in PRECISIONS:
-        raise FedrotError(f"wire is {wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
-
-
-def check_paths(
-    spill: str | Path | None, report_path: str | Path | None, metrics_path: str | Path | None
-) -> None:
-    """Make sure that files are files, and not one and the same.
-
-    Raises:
-        FedrotError: one of them is something else.
-    """
-    if isinstance(spill, bool):
-        raise FedrotError(f"spill is {spill}; give the folder in which updates may wait.")
-    given = {"report_path": report_path, "metrics_path": metrics_path}
-    paths = {name: Path(path) for name, path in given.items() if path is not None}
-    for name, path in paths.items():
-        if path.is_dir():
-            raise FedrotError(f"{name} is the folder '{path}'; give a file in it, rows.jsonl, say.")
-    if len(paths) == 2 and len({path.resolve() for path in paths.values()}) == 1:
-        raise FedrotError(f"report_path and metrics_path are one file, '{report_path}'; give two.")
+    return described
 
 
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:

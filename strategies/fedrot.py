@@ -1,8 +1,8 @@
-"""FedRot: FedAvg with alignment in front, and other ways to merge the aligned updates."""
+"""The strategy ``FedRot``: FedAvg with alignment in front, and other aggregations of aligned updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from logging import INFO
 from typing import Any
 
@@ -11,74 +11,119 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation import Aggregator, Mean, aggregation_named
+from fedrot.collect.statistic_kinds import FISHER, TRAINED
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.statistic_kinds import FISHER, TRAINED, Statistics
-from fedrot.strategies.aligned import Aggregated, Aligned
-from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
+from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
+from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.privacy import check_not_behind
-from fedrot.strategies.round.inbox import Reply
-from fedrot.strategies.round.merge import Folding
-from fedrot.strategies.round.round_report import Round, Update
+from fedrot.strategies.round.merge import Aggregated, AggregatorMerge, ListMerge, Merge, Wrapped
+from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.spill import Store
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
+from fedrot.symmetry import Symmetry
 
 
 class FedRot(Aligned, FedAvg):
-    """Aligned FedAvg: every FedAvg argument works, and ``align=False`` is FedAvg itself.
+    """Aligned FedAvg.
 
-    Only where clients mark rows that they have not trained (``fedrot.completed``) the average leaves
-    these out. ``train_metrics_aggr_fn`` sees the replies' metrics and small configurations; of
-    updates that are folded in one at a time it does not see the arrays.
+    ``FedRot(config, fraction_train=0.5)`` in the place of ``FedAvg(fraction_train=0.5)``: every argument
+    of FedAvg works as before. ``FedRot(align=False)`` is FedAvg, but for rows that clients mark as not
+    trained (``fedrot.collect.completed``), which the average leaves out.
+
+    ``train_metrics_aggr_fn`` receives the metrics and small configurations of the replies; it does not
+    receive arrays of updates that are added one at a time.
 
     Args:
-        *args: of ``Aligned``, then of FedAvg.
-        aggregation: a function without arguments, or a class whose constructor needs none, that builds
-            what merges a round's aligned updates, ``fedrot.aggregation.RegMean``, say; FedAvg's
-            weighted mean if None. Statistics that it needs are asked for in the clients'
-            training configuration, see ``wanted_statistics``, and come back in a record of their own,
-            ``statistics_record``. They are moved with the updates. Replies without them are dropped.
-        statistics_every: ask for statistics every so many rounds, from the first one on; the rounds
-            between are means. Gram matrices of BERT-base are larger than the model.
-        **kwargs: of ``Aligned`` and FedAvg.
+        symmetry: the model's transformers configuration, see ``Aligned``.
+        fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
+        aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
+            ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
+            None is FedAvg's weighted mean. Clients are asked for the statistics that it needs in
+            their training configuration
+            (``wanted_statistics``), and send them in a record of their own (``statistics_record``).
+            Replies without them are dropped.
+        statistics_every: ask for statistics every so many rounds, from the first on; the rounds between
+            are means. Gram matrices of BERT-base are larger than the model.
+        anchor: of ``Aligned``, like all that follow.
 
     Raises:
-        FedrotError: as ``Aligned``; the aggregation needs diagonal Fisher information, which cannot
+        FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, which cannot
             follow the rotations that would be aligned.
     """
 
     def __init__(
         self,
-        *args: Any,
-        aggregation: Callable[[], Aggregator] | None = None,
+        symmetry: Symmetry | Mapping[str, Any] | object | None = None,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsFunction | None = None,
+        evaluate_metrics_aggr_fn: MetricsFunction | None = None,
+        *,
+        aggregation: str | Callable[[], Aggregator] | None = None,
         statistics_every: int = 1,
-        **kwargs: Any,
+        anchor: str = DEFAULT_ANCHOR,
+        options: AlignmentOptions | None = None,
+        align: bool = True,
+        other_basis: OtherBasis | None = None,
+        robustness: Robustness | None = None,
+        execution: Execution | None = None,
+        checkpointing: Checkpointing | None = None,
+        reporting: Reporting | None = None,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            symmetry,
+            anchor=anchor,
+            options=options,
+            align=align,
+            other_basis=other_basis,
+            robustness=robustness,
+            execution=execution,
+            checkpointing=checkpointing,
+            reporting=reporting,
+            fraction_train=fraction_train,
+            fraction_evaluate=fraction_evaluate,
+            min_train_nodes=min_train_nodes,
+            min_evaluate_nodes=min_evaluate_nodes,
+            min_available_nodes=min_available_nodes,
+            weighted_by_key=weighted_by_key,
+            arrayrecord_key=arrayrecord_key,
+            configrecord_key=configrecord_key,
+            train_metrics_aggr_fn=train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
+        )
         if statistics_every < 1:
             raise FedrotError(f"statistics_every is {statistics_every}; it must be 1 or more.")
-        self.aggregation = aggregation
-        self.statistics_every = statistics_every
+        if isinstance(aggregation, str):
+            aggregation = aggregation_named(aggregation)
         if aggregation is not None and not callable(aggregation):
             raise FedrotError(
-                f"aggregation is a {type(aggregation).__name__}; give a class, aggregation="
+                f"aggregation is a {type(aggregation).__name__}; give a name, or a class, aggregation="
                 "fedrot.aggregation.RegMean, or a function without arguments that builds an aggregator "
                 "anew for every round."
             )
-        needs = aggregation().needs if aggregation is not None else ()
-        other_basis = self._other_basis.options
-        given = [
-            self.options,
-            other_basis or OTHER_BASIS_OPTIONS if self._other_basis.model else other_basis,
-        ]
-        if self.align and FISHER in needs and any(map(_rotates, given)):
+        self.aggregation = aggregation
+        self.statistics_every = statistics_every
+        self._kinds = aggregation().needs if aggregation is not None else ()
+        self._check_fisher()
+
+    def _check_fisher(self) -> None:
+        aligned = [self.options, self.other_bases.possible_options] if self.align else []
+        if FISHER in self._kinds and any(map(_rotates, aligned)):
             raise FedrotError(
                 "Diagonal Fisher information cannot follow rotations of the heads. Let the clients "
                 "align before they compute it (fedrot.strategies.align_mod) and give align=False here, "
                 "or align permutations only, options=AlignmentOptions(parts=('heads', 'ffn'))."
             )
-        self._kinds = needs
 
     def summary(self) -> None:
         """Log how updates are merged, then the summary of alignment and FedAvg."""
@@ -95,30 +140,58 @@ class FedRot(Aligned, FedAvg):
         if self.aggregation is not None:
             check_not_behind(self)
         if self._kinds:
-            config[STATISTICS] = ",".join(self._needs(server_round))
+            config[STATISTICS] = ",".join(self.needs(server_round))
         return super().configure_train(server_round, arrays, config, grid)
 
-    def _needs(self, server_round: int) -> tuple[str, ...]:
+    def needs(self, server_round: int) -> tuple[str, ...]:
+        """Return the aggregation's kinds of statistics, in the rounds that use them."""
         return self._kinds if (server_round - 1) % self.statistics_every == 0 else ()
 
-    def _aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        if self.aggregation is not None and self._needs(server_round) == self._kinds:
+    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+        """Return the aggregation, or a mean in the rounds without its statistics."""
+        if self.aggregation is not None and self.needs(server_round) == self._kinds:
             return self.aggregation
-        return super()._aggregator(server_round)
+        return super().aggregator(server_round)
 
     @property
-    def _waits(self) -> bool:
+    def uses_statistics(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """True as for ``Aligned``, and where FedAvg itself averages updates that are spilled."""
         # FedAvg looks at every update, and whether some are marked is known once all have come.
-        return super()._waits or (self.spill is not None and self._aggregator(1) is None)
+        return super().waits or (self.execution.spill is not None and self.aggregator(1) is None)
 
-    def _statistics(self, reply: Reply) -> Statistics:
-        return reply.statistics
+    def merge(self, this_round: Round, store: Store) -> Merge:
+        """Return what takes a round's updates; without alignment or aggregation that is FedAvg."""
+        if self.aggregator(this_round.number) is None:
+            return _FedAvgMerge(store, this_round)
+        return super().merge(this_round, store)
 
-    def _handed_over(self, updates: Iterable[Update], this_round: Round, store: Store) -> Aggregated:
-        held = list(updates)
-        if any(update.statistics.get(TRAINED) for update in held):
-            return self._folded(held, Folding(Mean), this_round)
-        return super()._handed_over(held, this_round, store)
+
+class _FedAvgMerge:
+    """Gives all updates to FedAvg, or to ``Mean`` if a client has marked rows as not trained."""
+
+    def __init__(self, store: Store, this_round: Round) -> None:
+        self._store, self._round = store, this_round
+        self._updates: list[Update] = []
+
+    def add(self, update: Update) -> bool:
+        """Keep the update."""
+        self._updates.append(update)
+        return True
+
+    def result(self, wrapped: Wrapped) -> Aggregated:
+        """Return the new model and metrics."""
+        marked = any(update.statistics.get(TRAINED) for update in self._updates)
+        merge: Merge = ListMerge(self._store, self._round)
+        if marked:
+            merge = AggregatorMerge(Mean, self._round, Mean())
+        while self._updates:
+            merge.add(self._updates.pop(0))
+        return merge.result(wrapped)
 
 
 def _rotates(options: AlignmentOptions | None) -> bool:

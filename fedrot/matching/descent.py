@@ -146,18 +146,13 @@ class _Descent:
             shape = self.problem.symmetry.shapes[slot.tensor]
             mask = slot.slice.mask(shape[slot.axis])
             seen = self._seen.setdefault((slot.tensor, slot.axis), torch.zeros_like(mask))
-            if bool((seen & mask).any()) or self._covered(slot):
+            if bool((seen & mask).any()):
                 continue
             new.append(slot)
             seen |= mask
         if len(new) == len(group.slots) or not new:
             return before if new else 0.0
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
-
-    def _covered(self, slot: Slot) -> bool:
-        """Whether all entries of a slot's tensor were seen on another axis."""
-        seen = (mask for (name, _), mask in self._seen.items() if name == slot.tensor)
-        return any(bool(mask.all()) for mask in seen)
 
     def solution(self, before: float, after: float) -> Solution:
         moves = compact(self.moves)

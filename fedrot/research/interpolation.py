@@ -1,4 +1,4 @@
-"""What lies between two models: the loss along the line from one to the other."""
+"""The loss barrier between two models: losses on the line from one to the other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors, check_update, compute_dtype
 
-#: From two models and a position between 0 and 1 to the model there.
+#: A function of two models and a position between 0 and 1; returns the model at this position.
 Path = Callable[[Tensors, Tensors, float], dict[str, Tensor]]
 
 
 def interpolate(a: Tensors, b: Tensors, t: float) -> dict[str, Tensor]:
     """Return the model at position ``t`` of the line from ``a`` (0) to ``b`` (1), in ``a``'s dtypes.
 
-    Computed in float32, or float64 for float64 tensors, and exact at both ends. Integer and boolean
-    tensors are copies of ``a``'s.
+    Exact at both ends. Computed in float32, or float64 for float64 tensors; integer and boolean tensors
+    are copies of ``a``'s.
+
+    >>> interpolate({"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}, 0.25)
+    {'w': tensor([1.])}
 
     Raises:
         UpdateError: a tensor of ``b`` is missing, extra or of another shape than ``a``'s.
@@ -40,12 +43,12 @@ def _between(a: Tensor, b: Tensor, t: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Barrier:
-    """What was measured on the line between two models.
+    """Metrics of the models on the line between two models.
 
     Attributes:
-        positions: ascending from 0 (the one model) to 1 (the other).
-        rows: every metric at each of them.
-        metric: the metric whose barrier is asked for; lower is better.
+        positions: ascending from 0 (the first model) to 1 (the second).
+        rows: every metric, for each position.
+        metric: the loss among the metrics; lower is better.
     """
 
     positions: tuple[float, ...]
@@ -54,50 +57,35 @@ class Barrier:
 
     @property
     def barrier(self) -> float:
-        """The largest loss on the line, less the mean of the losses at its ends.
+        """The largest loss on the line minus the mean of the losses at its ends, at least 0.
 
-        Verma & Elbayad (2024), Eq. 10, after Frankle & Carbin. Never negative, because the ends are on
-        the line; NaN where a loss is NaN.
+        Verma & Elbayad (2024), Eq. 10, after Frankle & Carbin. NaN if a loss is NaN.
         """
         return float(self._heights().max())
 
     @property
     def above_ends(self) -> float:
-        """The largest loss on the line, less that of the worse end.
+        """The largest loss on the line minus the loss of the worse end.
 
-        What a better match could still remove: where the ends differ, the barrier of Eq. 10 is never 0.
+        A better match can lower it to 0, and ``barrier`` only if both ends have the same loss.
         """
         heights = self._heights()
         return float(heights.max() - torch.maximum(heights[0], heights[-1]))
 
     def at(self, position: float) -> Mapping[str, float]:
-        """Return every metric at one of the positions.
-
-        Raises:
-            FedrotError: nothing was measured there.
-        """
-        return self.rows[self._index(position)]
-
-    def height_at(self, position: float) -> float:
-        """Return the loss at one of the positions, less the mean of the losses at the ends.
-
-        Raises:
-            FedrotError: nothing was measured there.
-        """
-        return float(self._heights()[self._index(position)])
+        """Return the metrics at a position; raises ``FedrotError`` if it was not measured."""
+        for measured, row in zip(self.positions, self.rows, strict=True):
+            if abs(measured - position) < 1e-9:
+                return row
+        raise FedrotError(
+            f"Nothing was measured at position {position}, only at {len(self.positions)} evenly spaced "
+            "ones; an odd number of points includes the middle."
+        )
 
     def _heights(self) -> Tensor:
+        """Return the losses minus the mean of the losses at the ends."""
         losses = torch.tensor([row[self.metric] for row in self.rows], dtype=torch.float64)
         return losses - (losses[0] + losses[-1]) / 2
-
-    def _index(self, position: float) -> int:
-        near = [i for i, p in enumerate(self.positions) if abs(p - position) < 1e-9]
-        if not near:
-            raise FedrotError(
-                f"Nothing was measured at position {position}, only at {len(self.positions)} evenly "
-                "spaced ones; an odd number of points includes the middle."
-            )
-        return near[0]
 
 
 def loss_barrier(
@@ -111,10 +99,10 @@ def loss_barrier(
     """Evaluate models at evenly spaced positions of the line from ``a`` to ``b``, ends included.
 
     Args:
-        evaluate: from a model's tensors to its metrics; called ``points`` times.
-        points: at least 3; 21 are those of Verma & Elbayad (2024).
-        metric: which of the metrics is the loss.
-        path: another way from ``a`` to ``b`` than the straight line.
+        evaluate: returns the metrics of a model's tensors; called ``points`` times.
+        points: at least 3; Verma & Elbayad (2024) have 21.
+        metric: the loss among the metrics.
+        path: a path from ``a`` to ``b``; default: the straight line.
 
     Raises:
         UpdateError: names or shapes differ.

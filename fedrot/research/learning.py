@@ -1,15 +1,15 @@
-"""Learned matching: group elements that lower the loss of the average itself, by gradient descent.
+"""Learned matching: gradient descent over group elements on the loss of the average itself.
 
-Within the coordinates that an alignment found, every head gets a matrix near the identity,
-``exp(X)`` with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and every permutation a
-matrix of scores: the assignment acts, the gradient goes through Sinkhorn iterations (a
-straight-through estimator). Costs ``steps`` training steps of the model; closed forms come first.
+The descent starts from an alignment. Every head gets a matrix ``exp(X)`` near the identity, with ``X``
+skew for rotations and unconstrained for ``GL(d_h)``. Every permutation gets a matrix of scores: the best
+assignment is applied, and the gradient is that of Sinkhorn iterations (a straight-through estimator).
+The cost is ``steps`` training steps of the model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
@@ -21,29 +21,30 @@ from fedrot.errors import FedrotError
 from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, SignedPermutation
 from fedrot.symmetry.groups import Group, Slot, Symmetry
+from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import Tensors
 from fedrot.transport import Move
 
 #: Differentiable loss of a model's tensors on one batch.
-Loss = Callable[[Tensors, Mapping[str, Tensor]], Tensor]
+Loss = Callable[[Tensors, Tensors], Tensor]
 
 _SINKHORN_STEPS = 10
 
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """How long and what to learn.
+    """Settings of ``learn_alignment``.
 
     Attributes:
-        parts: any of ``attention``, ``ffn``, ``residual``; the others stay as they were found.
-        general: learn ``GL(d_h)`` instead of rotations of the heads. Every element preserves the
-            function, but distances to the anchor may grow: good for the average of two models, bad
-            for the average of more, which each only learned to meet the anchor.
+        parts: any of ``attention``, ``ffn``, ``residual``; other parts keep their elements.
+        general: learn ``GL(d_h)`` instead of rotations of the heads. The function is preserved, but the
+            distance to the anchor may grow. This lowers the loss of the average of two models and
+            raises that of more, because each model is matched to the anchor only.
         steps: gradient steps; 0 returns the start.
-        lr: of Adam for the heads' matrices, falling linearly to 0 like the other rate.
-        permutation_lr: of Adam for the permutations' scores.
-        temperature: of the Sinkhorn iterations behind the permutations.
+        lr: Adam's learning rate for the heads' matrices; both rates decay linearly to 0.
+        permutation_lr: Adam's learning rate for the permutations' scores.
+        temperature: of the Sinkhorn iterations.
     """
 
     parts: tuple[str, ...] = ("attention",)
@@ -66,7 +67,7 @@ class LearningOptions:
 
 @dataclass(frozen=True)
 class Learned:
-    """The alignment that was learned, and the loss of the average at every step (its cost)."""
+    """A learned alignment, the loss of the average before every step, and the wall time."""
 
     alignment: Alignment
     losses: tuple[float, ...]
@@ -74,14 +75,14 @@ class Learned:
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """Return the loss of a ``transformers`` model for other values of its parameters.
+    """Return the loss of a ``transformers`` model as a function of its parameters and a batch.
 
-    Batches are keyword arguments of its forward, labels included. The model's own parameters are not
-    changed; put it into evaluation mode for a loss without dropout.
+    Batches are keyword arguments of its forward, labels included. The model is not changed; put it into
+    evaluation mode for a loss without dropout.
     """
     names = {name for name, _ in model.named_parameters()}
 
-    def loss(tensors: Tensors, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(tensors: Tensors, batch: Tensors) -> Tensor:
         parameters = {name: tensors[name] for name in names}
         value = torch.func.functional_call(model, parameters, (), dict(batch)).loss
         if value is None:
@@ -93,26 +94,26 @@ def loss_of(model: nn.Module) -> Loss:
 
 def learn_alignment(
     loss: Loss,
-    batches: Iterable[Mapping[str, Tensor]],
+    batches: Iterable[Tensors],
     update: Tensors,
     anchor: Tensors,
     symmetry: Symmetry,
     start: Alignment | None = None,
     options: LearningOptions | None = None,
 ) -> Learned:
-    """Lower the loss of the average of anchor and moved update over the update's group elements.
+    """Learn the update's group elements that minimise the loss of its average with the anchor.
 
     Args:
-        loss: see ``loss_of``; only tensors that it reads need gradients.
-        batches: labelled batches, gone through again if there are fewer than ``steps``.
+        loss: a differentiable loss, such as ``loss_of(model)``.
+        batches: labelled batches, repeated if there are fewer than ``steps``.
         update: the client's tensors.
         anchor: the tensors it is averaged with.
         symmetry: from ``symmetry_of``.
-        start: the alignment to start from; ``align``'s default if None.
-        options: see ``LearningOptions``.
+        start: the alignment to start from; ``align`` with its defaults if None.
+        options: the defaults if None.
 
     Raises:
-        FedrotError: no batches, or the loss is not finite.
+        FedrotError: there are no batches, or the loss is not finite.
     """
     begin = time.perf_counter()
     options = options or LearningOptions()
@@ -120,29 +121,19 @@ def learn_alignment(
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
-    # Signs have no gradient: they stay as they were found.
-    continuous = [group for group in chosen if not isinstance(group.kind, RotarySigns)]
-    groups = [_learnable(group, options) for group in continuous]
-    parameters = [_initial(group) for group in groups]
-    inside = [isinstance(group.kind, HeadRotation | RotaryPhases) for group in groups]
-    heads = [p for p, is_inside in zip(parameters, inside, strict=True) if is_inside]
-    orders = [p for p, is_inside in zip(parameters, inside, strict=True) if not is_inside]
+    # Signs have no gradient, and the neurons of experts no matrix: they stay as they were found.
+    kept = (RotarySigns, ExpertNeurons)
+    groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, kept)]
+    learned = [(group, _initial(group)) for group in groups]
+    heads = [parameter for group, parameter in learned if _acts_in_heads(group)]
+    orders = [parameter for group, parameter in learned if not _acts_in_heads(group)]
     optimizer = torch.optim.Adam(
         [{"params": heads, "lr": options.lr}, {"params": orders, "lr": options.permutation_lr}]
     )
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
     losses: list[float] = []
     for batch in islice(cycle(batches), options.steps if groups else 0):
-        average = dict(moved)
-        for group, parameter in zip(groups, parameters, strict=True):
-            matrix = _matrix(group, parameter, options)
-            for slot in group.slots:
-                average[slot.tensor] = _multiplied(average[slot.tensor], slot, group, matrix)
-        average = {
-            name: (fixed[name] + tensor) / 2 if tensor.is_floating_point() else tensor
-            for name, tensor in average.items()
-        }
-        value = loss(average, batch)
+        value = loss(_average(fixed, moved, learned, options), batch)
         losses.append(float(value.detach()))
         if not torch.isfinite(value):
             raise FedrotError(
@@ -155,13 +146,29 @@ def learn_alignment(
     if groups and not losses:
         raise FedrotError("No batches were given; pass at least one labelled batch.")
     with torch.no_grad():
-        found = [
-            Move(group, _element(group, parameter))
-            for group, parameter in zip(groups, parameters, strict=True)
-        ]
+        found = [Move(group, _element(group, parameter)) for group, parameter in learned]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *found])
     return Learned(alignment_of(moves, update, anchor, symmetry, seconds), tuple(losses), seconds)
+
+
+def _average(
+    fixed: Tensors, moved: Tensors, learned: Iterable[tuple[Group, Tensor]], options: LearningOptions
+) -> dict[str, Tensor]:
+    """Return the mean of the anchor and of the update, moved by the elements so far."""
+    average = dict(moved)
+    for group, parameter in learned:
+        matrix = _matrix(group, parameter, options)
+        for slot in group.slots:
+            average[slot.tensor] = _multiplied(average[slot.tensor], slot, group, matrix)
+    return {
+        name: (fixed[name] + tensor) / 2 if tensor.is_floating_point() else tensor
+        for name, tensor in average.items()
+    }
+
+
+def _acts_in_heads(group: Group) -> bool:
+    return isinstance(group.kind, HeadRotation | RotaryPhases)
 
 
 def _learnable(group: Group, options: LearningOptions) -> Group:
@@ -191,7 +198,7 @@ def _order(parameter: Tensor) -> Tensor:
 
 
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
-    """Return the element, permutations as a matrix, so that gradients pass through."""
+    """Return the element in a form that has a gradient: a permutation as a matrix."""
     if isinstance(group.kind, HeadRotation):
         return _head_matrix(group, parameter)
     if isinstance(group.kind, RotaryPhases):
@@ -207,11 +214,11 @@ def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor
 
 def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Tensor:
     """Return the tensor with one slot moved by an element from ``_matrix``, differentiably."""
-    stretch = slot.of(tensor)
-    if isinstance(group.kind, HeadRotation | RotaryPhases):
-        moved = group.kind.act(matrix, stretch, slot.axis, slot.contravariant)
+    units = slot.of(tensor)
+    if _acts_in_heads(group):
+        moved = group.kind.act(matrix, units, slot.axis, slot.contravariant)
     else:
-        moved = torch.tensordot(matrix.to(stretch), stretch, ([1], [slot.axis])).movedim(0, slot.axis)
+        moved = torch.tensordot(matrix.to(units), units, ([1], [slot.axis])).movedim(0, slot.axis)
     out = tensor.clone()
     slot.slice.write(out, slot.axis, moved)
     return out

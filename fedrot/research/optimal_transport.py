@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
+from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.pairs import by_sign, pairs
 from fedrot.precision import full_float32
-from fedrot.statistic_kinds import TRAINED, Statistics
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.symmetry.mixture import ExpertPermutation
 from fedrot.tensors import Tensors, compute_dtype
 
 #: Parts whose units are alike and can be mixed.
@@ -65,11 +66,14 @@ class OptimalTransport:
         _pot()
         self.regularisation = regularisation
         # Query heads are mixed with their key heads, not among themselves.
-        self._groups = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
+        found = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
+        experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
+        self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
         self._mean = Mean()
-        #: The groups whose plan had not converged, in any update.
-        self.notes: dict[str, str] = {}
+        in_place = "experts are averaged in place: the neurons of two experts have no common order"
+        #: The groups that are not mixed, and those whose plan had not converged in any update.
+        self.notes: dict[str, str] = dict.fromkeys((group.name for group in experts), in_place)
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Transport one update and add it.

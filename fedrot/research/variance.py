@@ -1,14 +1,13 @@
-"""Variance collapse after averaging, and its repair (Jordan et al. 2023, REPAIR).
+"""Statistics of a model's units, and the repair of their variance after averaging (REPAIR).
 
-The units of an average of models vary less than those of the models themselves, because what is not
-aligned cancels. Where a unit can be rescaled without touching anything else (the gain and bias of a
-LayerNorm, the row and bias of a neuron before its activation), its mean and deviation are set to
-what the clients' units have on average.
+The units of an average of models have a smaller variance than the units of the models: components that
+are not aligned cancel. ``repair`` restores mean and deviation (Jordan et al. 2023) where a unit can be
+rescaled alone: the gain and bias of a LayerNorm, the row and bias of a neuron before its activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +18,18 @@ from fedrot.collect.hooks import watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import FedrotError
 from fedrot.symmetry.groups import Symmetry
+from fedrot.tensors import Tensors
 
-#: Deviations below this share of a module's largest are constants: their scale stays as it is.
+#: Units with a deviation below this share of their module's largest are constant: they are not scaled.
 _CONSTANT = 1e-4
 
 
 @dataclass(frozen=True)
 class UnitStatistics:
-    """Mean and standard deviation of every unit of some modules' outputs, by module; float64 ``[n]``."""
+    """Mean and standard deviation of every unit, by module; float64 ``[n]``."""
 
-    mean: Mapping[str, Tensor]
-    std: Mapping[str, Tensor]
+    mean: Tensors
+    std: Tensors
 
     def moved(self, alignment: Alignment) -> UnitStatistics:
         """Return the statistics of the aligned model: they move like the modules' biases."""
@@ -46,11 +46,11 @@ class UnitStatistics:
 def average_statistics(
     statistics: Sequence[UnitStatistics], weights: Sequence[float] | None = None
 ) -> UnitStatistics:
-    """Return the weighted mean of means and of deviations, the target of ``repair``."""
+    """Return the weighted mean of the means and of the deviations, the target of ``repair``."""
     weights = weights or [1.0] * len(statistics)
     shares = [weight / sum(weights) for weight in weights]
 
-    def mean(values: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def mean(values: Iterable[Tensors]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for share, by_module in zip(shares, values, strict=True):
             for name, value in by_module.items():
@@ -60,10 +60,10 @@ def average_statistics(
     return UnitStatistics(mean(s.mean for s in statistics), mean(s.std for s in statistics))
 
 
-def unit_statistics(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], symmetry: Symmetry
-) -> UnitStatistics:
-    """Measure a model's units on batches (keyword arguments of forward, ``attention_mask`` heeded).
+def unit_statistics(model: nn.Module, batches: Iterable[Tensors], symmetry: Symmetry) -> UnitStatistics:
+    """Return the statistics of a model's units on batches of keyword arguments of its forward.
+
+    Tokens that ``attention_mask`` hides are left out.
 
     Raises:
         FedrotError: no batches.
@@ -72,7 +72,7 @@ def unit_statistics(
 
 
 def variance_ratio(merged: UnitStatistics, target: UnitStatistics) -> dict[str, float]:
-    """Return by module the merged model's mean variance as a share of the target's: 1 is no collapse."""
+    """Return, by module, the merged model's mean variance divided by the target's; 1: no collapse."""
     return {
         name: float(merged.std[name].square().mean() / target.std[name].square().mean().clamp_min(1e-30))
         for name in merged.std
@@ -80,15 +80,12 @@ def variance_ratio(merged: UnitStatistics, target: UnitStatistics) -> dict[str, 
 
 
 def repair(
-    model: nn.Module,
-    target: UnitStatistics,
-    batches: Iterable[Mapping[str, Tensor]],
-    symmetry: Symmetry,
+    model: nn.Module, target: UnitStatistics, batches: Iterable[Tensors], symmetry: Symmetry
 ) -> dict[str, Tensor]:
     """Return the tensors of ``model`` with every unit's mean and deviation set to the target's.
 
-    Modules are mended in the order in which the model calls them, each measured after those before
-    it were mended: one pass over ``batches`` for each. The model itself stays as it is.
+    Modules are repaired one after the other, each after a pass over ``batches`` that measures it. The
+    model itself is not changed.
     """
     given = list(batches)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -97,18 +94,16 @@ def repair(
             now = _measured(model, given, [site])
             if site not in now.mean:
                 continue
-            module = model.get_submodule(site)
             mean, std = now.mean[site], now.std[site]
             varies = std > _CONSTANT * std.max()
             scale = torch.where(varies, target.std[site] / std.clamp_min(1e-30), 1.0)
             shift = target.mean[site] - scale * mean
             with torch.no_grad():
-                for name, value in (("weight", None), ("bias", shift)):
-                    tensor = getattr(module, name)
-                    factor = scale.to(tensor)
-                    tensor.mul_(factor if tensor.ndim == 1 else factor[:, None])
-                    if value is not None:
-                        tensor.add_(value.to(tensor))
+                weight = model.get_parameter(f"{site}.weight")
+                bias = model.get_parameter(f"{site}.bias")
+                factor = scale.to(weight)
+                weight.mul_(factor if weight.ndim == 1 else factor[:, None])
+                bias.mul_(scale.to(bias)).add_(shift.to(bias))
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
     finally:
         model.load_state_dict(before)
@@ -116,7 +111,7 @@ def repair(
 
 def _sites(model: nn.Module, symmetry: Symmetry) -> list[str]:
     """Return the modules whose output units can be rescaled, in the order of registration."""
-    found = {}
+    found = set()
     modules = dict(model.named_modules())
     for group in symmetry.groups:
         if group.part not in ("residual", "output", "ffn"):
@@ -126,18 +121,16 @@ def _sites(model: nn.Module, symmetry: Symmetry) -> list[str]:
             module = modules.get(name)
             linear = isinstance(module, nn.Linear) and group.part != "residual"
             if slot.tensor.endswith(".bias") and (linear or isinstance(module, nn.LayerNorm)):
-                found[name] = True
+                found.add(name)
     return [name for name in modules if name in found]
 
 
-def _measured(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], sites: Sequence[str]
-) -> UnitStatistics:
+def _measured(model: nn.Module, batches: Iterable[Tensors], sites: Sequence[str]) -> UnitStatistics:
     count: dict[str, int] = {}
     sums: dict[str, list[Tensor]] = {}
     mask: Tensor | None = None
 
-    def seen(name: str, given: Tensor, output: Tensor) -> None:
+    def seen(name: str, _: Tensor, output: Tensor) -> None:
         rows = without_padding(output, mask).double()
         parts = [rows.sum(0), rows.square().sum(0)]
         count[name] = count.get(name, 0) + len(rows)

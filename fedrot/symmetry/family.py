@@ -83,6 +83,11 @@ class When:
         return self.condition(config, names)
 
 
+def optional(*modules: Axes) -> tuple[When, ...]:
+    """Return modules that a model has if it has their first tensor."""
+    return tuple(When(next(iter(axes)), (axes,)) for axes in modules)
+
+
 #: What a family's description consists of.
 Item = Axes | Stack | When
 

@@ -1,54 +1,37 @@
-"""A grid of barriers: pairs of small models trained from different seeds, matched by every method."""
+"""Grids of barriers as TOML files describe them: pairs of small models, and methods to match them."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import re
-import signal
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fedrot._io import replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barriers import (
-    METHODS,
-    Line,
-    check_methods,
-    lines_of,
-    measure,
-    training_batches,
-    write_rows,
-    write_whole,
-)
-from fedrot.simulations.config import SimulationConfig, read_grid
-from fedrot.simulations.federation.run_folder import read_rows, versions
+from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.grids import read_grid
 
 Sharing = Literal["same", "thirds", "disjoint"]
 
-#: Into how many pieces the training rows are cut, and which of them the two models see.
+#: The number of pieces of the training rows, and the pieces that each of the two models sees.
 SHARING: Mapping[Sharing, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     "same": (1, (0,), (0,)),
     "thirds": (3, (0, 1), (1, 2)),
     "disjoint": (2, (0,), (1,)),
 }
-Report = Callable[[str], None]
 
 
 class Cell(BaseModel):
-    """Pairs of models that share their training data in one way.
+    """Pairs of models of one configuration that share their training data in one way.
 
     Attributes:
-        config: model, data and training; its fields about clients, arms and rounds play no part.
-        pairs: seeds of the two models of every pair: initialisation, order of batches and, from both
-            together, how the rows are cut.
+        config: model, data and training; its fields about clients, arms and rounds are ignored.
+        pairs: seeds of the two models of every pair. A seed decides the initialisation and the order
+            of batches of its model; both seeds together decide how the rows are divided.
         points: positions on the line.
         rows: training rows for the methods that look at data.
     """
@@ -81,7 +64,7 @@ class Cell(BaseModel):
         return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', self.config.setting)}-{self.sharing}"
 
     def settings(self) -> dict[str, Any]:
-        """Return all that decides a pair's results, the seeds apart."""
+        """Return all settings that a pair's results depend on, without the seeds."""
         config = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"data_dir"})
         return {**self.model_dump(mode="json", exclude={"pairs", "config"}), "config": config}
 
@@ -99,7 +82,7 @@ class Grid(BaseModel):
         """Read a TOML file of ``[base]`` and one ``[[task]]`` per data set.
 
         A task has the fields of ``SimulationConfig``, ``points``, ``rows`` and ``pairs``, a table from
-        sharing to pairs of seeds; ``base`` has what tasks share, and ``methods``.
+        sharing to pairs of seeds. ``base`` has the fields that tasks share, and ``methods``.
 
         Raises:
             ValueError: the file is no TOML, or describes no task or an impossible one.
@@ -109,13 +92,12 @@ class Grid(BaseModel):
         methods = check_methods(map(str, methods if isinstance(methods, list) else [methods]))
         given = {"data_dir": data_dir} if data_dir else {}
         cells = tuple(cell for task in tasks for cell in _cells({**base, **task, **given}))
-        names = [cell.name for cell in cells]
-        if not cells or len(set(names)) != len(names):
+        if not cells or len({cell.name for cell in cells}) != len(cells):
             raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
         return cls(cells=cells, methods=methods)
 
     def only(self, names: Sequence[str]) -> Grid:
-        """Return the grid of the given cells; a setting's name stands for all of its cells."""
+        """Return the grid of the given cells; the name of a setting stands for all of its cells."""
         known = {name for cell in self.cells for name in (cell.name, cell.config.setting)}
         unknown = [name for name in names if name not in known]
         if unknown:
@@ -140,193 +122,3 @@ def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[n
     parts = np.array_split(np.random.default_rng(seeds).permutation(count), pieces)
     first, second = (np.sort(np.concatenate([parts[i] for i in which])) for which in chosen)
     return first, second
-
-
-def run_grid(grid: Grid, out: Path, command: str, report: Report, workers: int = 2) -> list[Line]:
-    """Measure what ``out`` does not hold yet, and write the summary; return all lines in ``out``.
-
-    ``out`` holds ``config.json``, ``versions.json``, ``models/`` (the trained models), ``lines/`` (a
-    file per pair and method, whole or absent: what is there is not done again), and, written anew
-    after every pair, ``rows.jsonl``, all rows of all lines. ``models.jsonl``, ``summary.md`` and
-    ``plots/`` come in the end, or when the run is stopped.
-
-    Args:
-        report: called with one sentence per finished pair.
-        workers: processes, each with one thread; 1 works in this process.
-
-    Raises:
-        FedrotError: data or models cannot be used, or ``out`` holds a cell of the same name with
-            other settings.
-    """
-    _record(grid, out, command)
-    for name in ("models", "lines", "plots"):
-        (out / name).mkdir(exist_ok=True)
-    jobs = [
-        (cell, seeds, missing, out)
-        for cell in grid.cells
-        for seeds in cell.pairs
-        if (missing := [m for m in grid.methods if not line_path(out, cell, seeds, m).exists()])
-    ]
-    try:
-        for number, lines in enumerate(_results(jobs, workers), start=1):
-            _collect(out)
-            barriers = ", ".join(f"{line.method} {line.barrier.barrier:.3g}" for line in lines)
-            where = f"{lines[0].cell}, seeds {lines[0].pair}"
-            report(f"[{number} of {len(jobs)}] {where}: barriers {barriers}")
-    finally:
-        lines = _collect(out)
-        if lines:
-            write_summary(out, lines)
-    return lines
-
-
-Job = tuple[Cell, tuple[int, int], list[str], Path]
-
-
-def _results(jobs: Sequence[Job], workers: int) -> Iterator[list[Line]]:
-    if workers == 1 or len(jobs) < 2:
-        yield from map(run_pair, jobs)
-        return
-    pool = ProcessPoolExecutor(
-        min(workers, len(jobs)),
-        multiprocessing.get_context("spawn"),
-        # A worker that is interrupted ends without a word; this process says what there is to say.
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        for done in as_completed([pool.submit(run_pair, job) for job in jobs]):
-            yield done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def run_pair(job: Job) -> list[Line]:
-    """Train the two models of a pair, or load them, and measure the missing methods."""
-    from fedrot.simulations.tasks.task import task_of
-    from fedrot.symmetry import symmetry_of
-
-    cell, seeds, methods, out = job
-    torch.set_num_threads(1)
-    task = task_of(cell.config.to_json())
-    parts = shared_rows(len(task.train), cell.sharing, seeds)
-    anchor, client = (
-        trained(cell, seeds, seed, rows, out / "models") for seed, rows in zip(seeds, parts, strict=True)
-    )
-    symmetry = symmetry_of(anchor.config, anchor.state_dict())
-    batches = training_batches(task, anchor, cell.rows)
-    lines = []
-    for method in methods:
-        line = measure(
-            method,
-            anchor,
-            client,
-            symmetry,
-            task,
-            batches,
-            points=cell.points,
-            cell=cell.name,
-            pair=_pair_name(seeds),
-        )
-        write_rows(line_path(out, cell, seeds, method), [line])
-        lines.append(line)
-    return lines
-
-
-def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, folder: Path) -> Any:
-    """Return a pair's model of the given seed, trained on these rows, from ``folder`` if it is there."""
-    from safetensors.torch import load_file, save_file
-
-    from fedrot.simulations.models.build import build_model
-    from fedrot.simulations.tasks import training
-    from fedrot.simulations.tasks.task import task_of
-
-    task = task_of(cell.config.to_json())
-    model = build_model(cell.config, task.data, seed)
-    path = folder / f"{cell.name}.{_pair_name(seeds)}.{seed}.safetensors"
-    if path.exists():
-        model.load_state_dict(load_file(path))
-        return model.eval()
-    start = time.perf_counter()
-    loss = training.train(model, task, rows, seed)
-    about = {
-        "cell": cell.name,
-        "pair": _pair_name(seeds),
-        "seed": seed,
-        "rows": len(rows),
-        "training_loss": loss if np.isfinite(loss) else None,
-        "seconds": time.perf_counter() - start,
-    }
-    # Tied tensors share memory, which the format does not know.
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, {"training": json.dumps(about)})
-    return model.eval()
-
-
-def line_path(out: Path, cell: Cell, seeds: tuple[int, int], method: str) -> Path:
-    """Return where the rows of one line are kept."""
-    return out / "lines" / f"{cell.name}.{_pair_name(seeds)}.{method}.jsonl"
-
-
-def _pair_name(seeds: tuple[int, int]) -> str:
-    return "-".join(map(str, seeds))
-
-
-def _record(grid: Grid, out: Path, command: str) -> None:
-    """Write configuration and versions; refuse to mix results of different settings."""
-    path = out / "config.json"
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    cells = held.get("cells", {})
-    for cell in grid.cells:
-        before = cells.get(cell.name, {})
-        if before and {k: v for k, v in before.items() if k != "pairs"} != cell.settings():
-            raise FedrotError(
-                f"The folder '{out}' holds cell '{cell.name}' with other settings. Choose another "
-                "--out, or give the settings in its config.json."
-            )
-        pairs = [tuple(pair) for pair in before.get("pairs", [])]
-        cells[cell.name] = {**cell.settings(), "pairs": list(dict.fromkeys([*pairs, *cell.pairs]))}
-    methods = {**held.get("methods", {}), **{name: METHODS[name].description for name in grid.methods}}
-    commands = [*held.get("commands", []), command]
-    out.mkdir(parents=True, exist_ok=True)
-    for name, value in (
-        ("config.json", {"commands": commands, "methods": methods, "cells": cells}),
-        ("versions.json", versions()),
-    ):
-        write_whole(out / name, json.dumps(value, indent=2) + "\n")
-
-
-def _collect(out: Path) -> list[Line]:
-    """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
-    files = sorted((out / "lines").glob("[!.]*.jsonl"))
-    lines = lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}"))
-    cells = list(json.loads((out / "config.json").read_text(encoding="utf-8"))["cells"])
-    methods = list(METHODS)
-    lines.sort(key=lambda line: (_place(cells, line.cell), _place(methods, line.method)))
-    write_rows(out / "rows.jsonl", lines)
-    return lines
-
-
-def _place(names: Sequence[str], name: str) -> int:
-    return names.index(name) if name in names else len(names)
-
-
-def write_summary(out: Path, lines: Sequence[Line]) -> Path:
-    """Write ``summary.md``, ``models.jsonl`` and a picture per cell; return the summary's path."""
-    from fedrot.simulations.barrier.barrier_report import markdown, plot, stem, summarise
-
-    for cell in dict.fromkeys(line.cell for line in lines):
-        plot(out / "plots" / f"{stem(cell)}.png", [line for line in lines if line.cell == cell])
-    models = sorted((out / "models").glob("[!.]*.safetensors"))
-    write_whole(out / "models.jsonl", "".join(f"{text}\n" for text in _trainings(models)))
-    write_whole(out / "summary.md", markdown(summarise(lines)))
-    return out / "summary.md"
-
-
-def _trainings(files: Iterable[Path]) -> Iterator[str]:
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            yield opened.metadata()["training"]

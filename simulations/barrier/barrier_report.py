@@ -1,40 +1,40 @@
-"""Tables and pictures of loss barriers: every method beside the vanilla line."""
+"""Summaries, tables and plots of loss barriers; every method is compared with the vanilla line."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrot.simulations.barrier.barriers import METHODS, VANILLA, Line
+from fedrot.simulations.barrier.barrier_lines import BarrierLine, ordered
+from fedrot.simulations.barrier.barrier_methods import VANILLA
 from fedrot.simulations.report.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
-from fedrot.simulations.report.tables import number_style
+from fedrot.simulations.report.tables import format_interval, pipe_table, terminal_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
 LOSS = "loss"
-MIDDLE = 0.5
-#: Methods beside each other in a picture, and the picture's width in inches: 1,600 pixels.
+#: Panels beside each other in a plot, and the plot's largest width in inches: 1,600 pixels.
 MOST_ACROSS, WIDTH = 6, 13.2
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A method's lines in one cell: means over pairs with 95 % t intervals.
+class BarrierSummary:
+    """The lines of one method in one cell: means over pairs with 95 % t intervals.
 
     Attributes:
         above: the largest loss less that of the worse end.
-        share: the barrier over that of the vanilla line between the same two models.
-        headline: the task's first metric; ``middle`` is its value at the middle of the line, ``ends``
-            are those of the anchor and of the other model.
+        share: the barrier over that of the vanilla line between the same two models; NaN without one.
+        headline: the name of the task's first metric.
+        middle: the headline metric at the middle of the line.
+        ends: the headline metric of the anchor and of the other model.
         distance: squared distance after matching over that before.
     """
 
@@ -51,56 +51,53 @@ class Summary:
     seconds: Paired
 
 
-def headline_of(lines: Sequence[Line]) -> str:
+def headline_of(lines: Sequence[BarrierLine]) -> str:
     """Return the first metric of a cell's lines."""
     return next(iter(lines[0].barrier.rows[0]))
 
 
-def by_cell(lines: Iterable[Line]) -> dict[str, dict[str, dict[str, Line]]]:
+def by_cell(lines: Sequence[BarrierLine]) -> dict[str, dict[str, dict[str, BarrierLine]]]:
     """Return cell -> method -> pair -> line; cells as they come, methods in the order of METHODS."""
-    found: dict[str, dict[str, dict[str, Line]]] = {}
-    order = {name: index for index, name in enumerate(METHODS)}
-    for line in sorted(lines, key=lambda line: order.get(line.method, len(order))):
-        found.setdefault(line.cell, {}).setdefault(line.method, {})[line.pair] = line
+    found: dict[str, dict[str, dict[str, BarrierLine]]] = {line.cell: {} for line in lines}
+    for line in ordered(lines):
+        found[line.cell].setdefault(line.method, {})[line.pair] = line
     return found
 
 
-def summarise(lines: Sequence[Line]) -> list[Summary]:
-    """Summarise every cell and method; a share is NaN where the vanilla barrier is missing or 0."""
-    cells = dict.fromkeys(line.cell for line in lines)
-    grouped = by_cell(lines)
+def summarise(lines: Sequence[BarrierLine]) -> list[BarrierSummary]:
+    """Summarise every method of every cell."""
     return [
-        _summary(list(own.values()), grouped[cell].get(VANILLA, {}))
-        for cell in cells
-        for own in grouped[cell].values()
+        _summary(list(pairs.values()), methods.get(VANILLA, {}))
+        for methods in by_cell(lines).values()
+        for pairs in methods.values()
     ]
 
 
-def _summary(lines: Sequence[Line], vanilla: Mapping[str, Line]) -> Summary:
+def _summary(lines: Sequence[BarrierLine], vanilla: Mapping[str, BarrierLine]) -> BarrierSummary:
     headline = headline_of(lines)
 
-    def over(value: Callable[[Line], float]) -> Paired:
+    def over(value: Callable[[BarrierLine], float]) -> Paired:
         return paired_difference([value(line) for line in lines])
 
-    def share(line: Line) -> float:
+    def headline_at(position: float) -> Paired:
+        return over(lambda line: line.barrier.at(position)[headline])
+
+    def share(line: BarrierLine) -> float:
         other = vanilla.get(line.pair)
         return _ratio(line.barrier.barrier, other.barrier.barrier if other else math.nan)
 
-    return Summary(
-        lines[0].cell,
-        lines[0].method,
-        len(lines),
-        over(lambda line: line.barrier.barrier),
-        over(lambda line: line.barrier.above_ends),
-        over(share),
-        headline,
-        over(lambda line: line.barrier.at(MIDDLE)[headline]),
-        (
-            over(lambda line: line.barrier.at(0)[headline]),
-            over(lambda line: line.barrier.at(1)[headline]),
-        ),
-        over(lambda line: _ratio(line.after, line.before)),
-        over(lambda line: line.seconds),
+    return BarrierSummary(
+        cell=lines[0].cell,
+        method=lines[0].method,
+        pairs=len(lines),
+        barrier=over(lambda line: line.barrier.barrier),
+        above=over(lambda line: line.barrier.above_ends),
+        share=over(share),
+        headline=headline,
+        middle=headline_at(0.5),
+        ends=(headline_at(0), headline_at(1)),
+        distance=over(lambda line: _ratio(line.after, line.before)),
+        seconds=over(lambda line: line.seconds),
     )
 
 
@@ -108,14 +105,14 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else math.nan
 
 
-#: What identifies a summary, and what it says: column titles, and how they are read. A terminal shows
-#: the name of the headline metric in place of the word.
-_NAMES: dict[str, Callable[[Summary], str]] = {
+#: Columns of the tables: titles, and functions from a summary to the text of a cell. The terminal shows
+#: the name of the headline metric in place of the word "headline".
+_NAMES: dict[str, Callable[[BarrierSummary], str]] = {
     "cell": lambda s: s.cell,
     "headline": lambda s: s.headline.replace("_", " "),
     "pairs": lambda s: str(s.pairs),
 }
-_VALUES: dict[str, Callable[[Summary], str]] = {
+_VALUES: dict[str, Callable[[BarrierSummary], str]] = {
     "method": lambda s: s.method,
     "barrier": lambda s: _shown(s.barrier),
     "above the worse end": lambda s: _shown(s.above, interval=False),
@@ -126,65 +123,50 @@ _VALUES: dict[str, Callable[[Summary], str]] = {
     "seconds": lambda s: _shown(s.seconds, interval=False),
 }
 
-#: Columns that a terminal has no room for.
+#: Columns that do not fit into a terminal.
 _MARKDOWN_ONLY = ("above the worse end", "distance left")
 
 
 def _shown(value: Paired, interval: bool = True) -> str:
-    """``0.412 [0.301, 0.523]``, without the interval if there is none, ``-`` if nothing is known."""
-    if not math.isfinite(value.mean):
-        return "-"
-    bounds = (value.ci_low, value.ci_high) if interval and math.isfinite(value.ci_low) else ()
-    style = number_style(value.mean, *bounds)
-    return f"{value.mean:{style}}" + (
-        f" [{', '.join(f'{b:{style}}' for b in bounds)}]" if bounds else ""
-    )
+    return format_interval(value, interval=interval) if math.isfinite(value.mean) else "-"
 
 
-def markdown(summaries: Sequence[Summary]) -> str:
+def markdown(summaries: Sequence[BarrierSummary]) -> str:
     """Return the summaries as a Markdown table."""
     columns = {**_NAMES, **_VALUES}
     rows = [[read(summary) for read in columns.values()] for summary in summaries]
-    rule = ["---" if title in ("cell", "headline", "method") else "---:" for title in columns]
-    return "".join(f"| {' | '.join(row)} |\n" for row in ([*columns], rule, *rows))
+    return pipe_table([*columns], rows, ("cell", "headline", "method"))
 
 
-def tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Return the summaries as tables for the terminal, one per cell, with its headline metric's name."""
-    from rich.table import Table
+def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
+    """Return a table for the terminal per cell."""
     from rich.text import Text
 
     found = []
+    columns = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
     for cell in dict.fromkeys(summary.cell for summary in summaries):
         own = [summary for summary in summaries if summary.cell == cell]
-        pairs = max(summary.pairs for summary in own)
-        headline = _NAMES["headline"](own[0])
-        table = Table(
-            title=f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
+        pairs, headline = max(summary.pairs for summary in own), _NAMES["headline"](own[0])
+        table = terminal_table(
+            f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
+            [title.replace("headline", headline) for title in columns],
+            texts=("method", "at the ends"),
             caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
         )
-        shown = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
-        for title in shown:
-            table.add_column(
-                title.replace("headline", headline),
-                justify="left" if title == "method" else "right",
-                no_wrap=title in ("method", "at the ends"),
-            )
         for summary in own:
-            # Plain text: brackets in names and intervals are no markup.
-            table.add_row(*(Text(read(summary)) for read in shown.values()))
+            # Text: brackets in names and intervals are not markup.
+            table.add_row(*(Text(read(summary)) for read in columns.values()))
         found.append(table)
     return found
 
 
-def plot(path: Path, lines: Sequence[Line]) -> Path:
+def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
 
     Methods stand in rows of at most ``MOST_ACROSS``, each row with a row of panels per metric. Thin
     lines are pairs, thick ones their means. All panels of a metric share their axis.
     """
-    methods = next(iter(by_cell(lines).values()))
-    vanilla = methods.get(VANILLA, {})
+    (methods,) = by_cell(lines).values()
     shown = [name for name in methods if name != VANILLA] or [VANILLA]
     metrics = list(dict.fromkeys((LOSS, headline_of(lines))))
     bands = math.ceil(len(shown) / MOST_ACROSS)
@@ -201,7 +183,7 @@ def plot(path: Path, lines: Sequence[Line]) -> Path:
                 ax.set_axis_off()
                 continue
             name = band[column]
-            _draw(ax, vanilla.values(), metric, "0.45", VANILLA)
+            _draw(ax, methods.get(VANILLA, {}).values(), metric, "0.45", VANILLA)
             if name != VANILLA:
                 _draw(ax, methods[name].values(), metric, PALETTE[0], "as the panel says")
             if metric is metrics[0]:
@@ -216,15 +198,10 @@ def plot(path: Path, lines: Sequence[Line]) -> Path:
     return save_figure(figure, path)
 
 
-def _draw(ax: Axes, lines: Iterable[Line], metric: str, colour: str, name: str) -> None:
+def _draw(ax: Axes, lines: Collection[BarrierLine], metric: str, colour: str, name: str) -> None:
     curves = [[row[metric] for row in line.barrier.rows] for line in lines]
     positions = [line.barrier.positions for line in lines]
     for where, curve in zip(positions, curves, strict=True):
         ax.plot(where, curve, color=colour, lw=0.7, alpha=0.4)
     if curves:
         ax.plot(positions[0], np.mean(curves, axis=0), color=colour, lw=1.8, label=name)
-
-
-def stem(name: str) -> str:
-    """Return a name as a file's name."""
-    return re.sub(r"[^\w+-]+", "-", name) or "line"

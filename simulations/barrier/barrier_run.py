@@ -1,68 +1,58 @@
-"""Barriers between two saved models: measured first, then written as one folder."""
+"""The barrier between two saved models, measured and written as one folder."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from fedrot._io import replacing, write_json, write_text
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barriers import (
-    METHODS,
-    Line,
-    check_methods,
-    measure,
-    training_batches,
-    write_rows,
-    write_whole,
-)
+from fedrot.simulations.barrier.barrier_lines import BarrierLine, measure, training_batches, write_rows
+from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
+from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
+from fedrot.simulations.models.model_files import refuse_filled
+from fedrot.simulations.models.saved_model import (
+    SavedModel,
+    check_alike,
+    check_bundled,
+    open_saved_model,
+)
+from fedrot.simulations.tasks.task import Task, task_of
 
 
-def compare_checkpoints(
-    a: Path,
-    b: Path,
-    out: Path,
-    methods: Sequence[str],
-    command: str,
-    console: Console,
-    *,
-    points: int = 21,
-    rows: int = 2048,
-    **settings: Any,
-) -> list[Line]:
-    """Measure the line between two saved models under every method, and print and write the results.
+def compare_saved_models(
+    a: Path, b: Path, out: Path, settings: BarrierSettings, command: str, console: Console
+) -> list[BarrierLine]:
+    """Measure the line between two saved models under every method; print and write the results.
 
-    ``out`` holds ``config.json``, ``versions.json``, ``rows.jsonl``, ``summary.md`` and
+    ``out`` contains ``config.json``, ``versions.json``, ``rows.jsonl``, ``summary.md`` and
     ``barrier.png``; it appears whole or not at all.
 
     Args:
-        a, b: folders written by ``save_pretrained``; ``b`` is moved towards ``a``.
-        methods: names in ``METHODS``; all of them if empty.
-        points: positions on the line, odd.
-        rows: training rows for the methods that look at data.
-        settings: of the data; see ``load_pair``.
+        a, b: folders written by ``save_pretrained``; ``b`` is aligned to ``a``.
 
     Raises:
-        FedrotError: bad input; the message says which.
+        FedrotError: bad input; the message names the setting or the model.
+        FileExistsError: ``out`` is not empty.
     """
     from fedrot.simulations.barrier.barrier_report import markdown, plot, summarise, tables
-    from fedrot.simulations.models.barrier_models import load_pair
     from fedrot.symmetry import symmetry_of
 
-    methods = check_methods(methods or METHODS)
+    points, rows = settings.points, settings.rows
+    named = [name.strip() for name in (settings.methods or "").split(",")]
+    methods = check_methods([name for name in named if name] or METHODS)
     if points < 3 or points % 2 == 0:
         raise FedrotError(f"points is {points}; it must be odd and at least 3, to include the middle.")
     if rows < 1:
         raise FedrotError(f"rows is {rows}; at least one is needed.")
-    _refuse_filled(out)
-    task, anchor, client = load_pair(a, b, **settings)
+    refuse_filled(out)
+    task, anchor, client = load_pair(a, b, settings)
     if task.data.note:
         console.print(task.data.note, highlight=False)
     config: Any = anchor.config
@@ -84,11 +74,14 @@ def compare_checkpoints(
         "settings": task.config.model_dump(mode="json", exclude_defaults=True),
     }
     summaries = summarise(lines)
-    with _whole_folder(out) as folder:
-        write_whole(folder / "config.json", json.dumps(described, indent=2) + "\n")
-        write_whole(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as folder:
+        folder.mkdir()
+        write_json(folder / "config.json", described)
+        write_json(folder / "versions.json", versions())
         write_rows(folder / "rows.jsonl", lines)
-        write_whole(folder / "summary.md", markdown(summaries))
+        write_text(folder / "summary.md", markdown(summaries))
         plot(folder / "barrier.png", lines)
     for table in tables(summaries):
         console.print(table)
@@ -96,20 +89,56 @@ def compare_checkpoints(
     return lines
 
 
-def _refuse_filled(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"'{out}' is there already and not an empty folder. Choose another --out.")
+def load_pair(
+    a: Path, b: Path, settings: BarrierSettings
+) -> tuple[Task, torch.nn.Module, torch.nn.Module]:
+    """Load two folders written by ``save_pretrained``, and the data set to compare the models on.
+
+    Texts are tokenised with the tokenizer of ``a``, or the bundled one if ``a`` has none.
+
+    Raises:
+        FedrotError: a file is missing, the family is not supported, the models differ in
+            architecture or vocabulary, or they do not fit the data.
+    """
+    for folder in (a, b):
+        if not folder.is_dir():
+            raise FedrotError(f"'{folder}' is not a folder. Give one written by save_pretrained.")
+    first, second = pair = [open_saved_model(folder) for folder in (a, b)]
+    check_alike(first, second)
+    texts = hasattr(first.config, "vocab_size")
+    if texts:
+        check_bundled(first)
+    task = task_of(
+        SimulationConfig(
+            **settings.model_dump(include={"task", "data_dir", "text_column", "label_column"}),
+            data=settings.data or "",
+            model=None if texts and first.tokenizer is None else str(a),
+            setting=f"{a.name} - {b.name}",
+            max_length=min(
+                settings.max_length,
+                getattr(first.config, "max_position_embeddings", settings.max_length),
+            ),
+            test_limit=settings.test_limit,
+        ).to_json()
+    )
+    anchor, client = (_loaded(model, task) for model in pair)
+    return task, anchor, client
 
 
-@contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """Give a folder beside ``out`` that takes its place once everything is in it."""
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.{os.getpid()}")
-    staging.mkdir()
-    try:
-        yield staging
-        staging.replace(out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def _loaded(saved: SavedModel, task: Task) -> torch.nn.Module:
+    model: Any
+    model, missing, _ = saved.load(saved.class_for(task.objective.auto_model))
+    if missing:
+        raise FedrotError(
+            f"'{saved.path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), so it was "
+            f"not trained for task '{task.config.task}'. Choose the task that the models were trained "
+            "for."
+        )
+    wanted = copy.deepcopy(model.config)
+    task.objective.configure(wanted, task.data)
+    if wanted.num_labels != model.config.num_labels:
+        raise FedrotError(
+            f"'{saved.path}' has {model.config.num_labels} outputs, but {task.data.name} has "
+            f"{wanted.num_labels} classes. Choose the data set that the models were trained on."
+        )
+    return model.float()

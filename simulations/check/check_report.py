@@ -1,4 +1,4 @@
-"""What a check of a model found: as plain data, and as tables for the terminal."""
+"""Report of a check of a model, and its tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
+
+from fedrot.simulations.report.tables import terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +20,7 @@ class GroupFound:
     """A group of the model.
 
     Attributes:
-        layer: None where the group acts on the whole model.
+        layer: None if the group acts on the whole model.
         units: heads or neurons that it acts on.
         tensors: how many tensors it moves.
     """
@@ -33,7 +35,7 @@ class GroupFound:
 
 @dataclass(frozen=True)
 class KindChecked:
-    """What moving all groups of one kind and part did.
+    """The change of the outputs when all groups of one kind and part are moved.
 
     Attributes:
         change: largest change of an output relative to its largest entry, None if it is not finite.
@@ -48,15 +50,16 @@ class KindChecked:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check found; ``dataclasses.asdict`` is what ``--json`` prints.
+    """The result of a check; ``dataclasses.asdict`` is what ``--json`` prints.
 
     Attributes:
         architecture: the class that was loaded.
-        parts: what was moved.
+        parts: the parts that were moved.
         refused: parts that cannot be moved in this model, with the reason.
-        change: of everything moved together, like that of ``KindChecked``.
+        change: of all parts moved together, as in ``KindChecked``.
         holds: whether that and the changes of all kinds are at most ``tolerance``.
-        notes: what was out of the ordinary, in sentences.
+        suspects: if not, the first group of each part that changes the outputs, with its tensors.
+        notes: what the user should know about the files, in sentences.
         seconds: wall time of everything, loading included.
     """
 
@@ -72,15 +75,21 @@ class CheckReport:
     change: float | None
     tolerance: float
     holds: bool
+    suspects: str
     notes: tuple[str, ...]
     seconds: float
 
 
+_TEXTS = ("layer", "part", "group", "kind", "", "family", "model_type")
+
+
 def tables(report: CheckReport) -> Iterator[Table]:
-    """Yield the groups by layer, and what moving each kind did; layers that are alike share lines."""
-    groups = _table(
+    """Yield a table of the groups by layer, equal layers in one line, and one of the output changes."""
+    groups = terminal_table(
         f"{report.architecture} ({report.model_type}), family {report.family}",
         ("layer", "part", "group", "kind", "units", "tensors"),
+        _TEXTS,
+        fold=True,
     )
     for layers, lines in _alike(report.groups):
         for line in lines:
@@ -88,7 +97,8 @@ def tables(report: CheckReport) -> Iterator[Table]:
             layers = ""
         groups.add_section()
     yield groups
-    kinds = _table("Largest change of an output", ("part", "kind", "groups", "change", ""))
+    columns = ("part", "kind", "groups", "change", "")
+    kinds = terminal_table("Largest change of an output", columns, _TEXTS, fold=True)
     for kind in report.kinds:
         kinds.add_row(kind.part, kind.kind, str(kind.groups), *_judged(kind.change, kind.holds))
     kinds.add_section()
@@ -98,18 +108,15 @@ def tables(report: CheckReport) -> Iterator[Table]:
 
 
 def verdict(report: CheckReport) -> str:
-    """Return in a sentence whether the model has the symmetry, and what to do if not."""
+    """Return a sentence: whether the model has the symmetry, and what to do if not."""
     if report.holds:
         return f"The function is preserved: outputs change by {report.change:.1e} of their size at most."
-    return (
-        f"'{report.model}' does something with its tensors that family '{report.family}' does not know: "
-        "its outputs change. Align it by other parts only."
-    )
+    return f"The outputs of '{report.model}' change. {report.suspects}"
 
 
 def families_table(families: Mapping[str, Iterable[str]]) -> Table:
     """Return a line per supported family with its model types."""
-    found = _table("Supported families", ("family", "model_type"))
+    found = terminal_table("Supported families", ("family", "model_type"), _TEXTS, fold=True)
     for family, model_types in families.items():
         found.add_row(family, ", ".join(model_types))
     return found
@@ -122,27 +129,18 @@ def _judged(change: float | None, holds: bool) -> tuple[str, Text]:
     return shown, Text("" if holds else "BROKEN", style="red")
 
 
-Line = tuple[str, str, str, int, int]
+#: Part, name, kind, units and tensors of a group.
+GroupCells = tuple[str, str, str, int, int]
 
 
-def _alike(groups: Iterable[GroupFound]) -> Iterator[tuple[str, list[Line]]]:
-    """Yield stretches of layers that have the same groups, such as ``0-5``, with these."""
-    by_layer: dict[int | None, list[Line]] = {}
+def _alike(groups: Iterable[GroupFound]) -> Iterator[tuple[str, list[GroupCells]]]:
+    """Yield ranges of consecutive layers with equal groups, such as ``0-5``, and these groups."""
+    by_layer: dict[int | None, list[GroupCells]] = {}
     for g in groups:
-        # Layers are alike if their names are but for the number; those of two stacks are not.
+        # The number of the layer does not count, but the rest of the name does: it may name a stack.
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", g.name)
         by_layer.setdefault(g.layer, []).append((g.part, name, g.kind, g.units, g.tensors))
-    for lines, stretch in groupby(by_layer, key=by_layer.__getitem__):
-        first, *rest = stretch
+    for cells, layers in groupby(by_layer, key=by_layer.__getitem__):
+        first, *rest = layers
         shown = "model" if first is None else str(first)
-        yield (f"{shown}-{rest[-1]}" if rest else shown), lines
-
-
-def _table(title: str, columns: Iterable[str]) -> Table:
-    from rich.table import Table
-
-    found = Table(title=title, title_justify="left")
-    for column in columns:
-        numbers = column in ("units", "tensors", "groups", "change")
-        found.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    return found
+        yield (f"{shown}-{rest[-1]}" if rest else shown), cells

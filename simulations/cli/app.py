@@ -1,27 +1,34 @@
-"""The ``fedrot`` command."""
+"""The ``fedrot`` command line."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 import fedrot
-from fedrot.simulations.barrier.barriers import METHODS, check_methods
-from fedrot.simulations.cli import actions
+from fedrot.simulations.barrier.barrier_methods import check_methods
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
+from fedrot.simulations.cli.commands import command
 from fedrot.simulations.cli.terminal import (
-    Command,
+    FAILED,
     command_line,
-    complain_in_json,
+    complain_in_red,
     console,
     examples,
-    guarded,
     names,
     say,
 )
-from fedrot.simulations.federation.runner import prepare_environment
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation import runner
+from fedrot.simulations.grids import bundled_grids, read_grid
+from fedrot.simulations.merge.merge_settings import MergeSettings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,9 +37,20 @@ app = typer.Typer(
 )
 
 
+def _grid_help(entries: str) -> str:
+    bundled = ", ".join(bundled_grids(entries))
+    return f"TOML file: [base] and one [[{entries}]] each; or a bundled one: {bundled}."
+
+
+# Parameters of several commands
+NewRun = Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
+GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
+
+
 def main() -> None:
     """Entry point of the command line."""
-    prepare_environment()
+    runner.prepare_environment()
     app()
 
 
@@ -51,133 +69,73 @@ def _options(
     """Aligned federated averaging of transformers, compared with plain averaging."""
 
 
-@app.command(
-    cls=Command,
-    epilog=examples(
-        "fedrot simulate --out runs/first",
-        "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
-        "fedrot simulate --out runs/mine --data mine.csv --dry-run",
-    ),
+@command(
+    app,
+    "fedrot simulate --out runs/first",
+    "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
+    "fedrot simulate --out runs/mine --data mine.csv --dry-run",
+    fields=SimulationConfig,
+    renamed={"starts": "--start"},
+    leave_out=("setting",),
 )
 def simulate(
-    out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a folder "
-            "of images, or a hub name; default: goemotions_ekman, and digits for images."
-        ),
-    ] = None,
-    task: Annotated[
-        str,
-        typer.Option(
-            help="classification, mlm or clm (masked or causal language modelling of the texts), ner "
-            "(named entities) or image (image classification)."
-        ),
-    ] = "classification",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with glue/, emotion/, ner/, images/ as Parquet files.")
-    ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column with text, words or image.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column with the label or tags.")] = None,
-    train_limit: Annotated[int | None, typer.Option(help="Use at most so many rows.")] = None,
-    test_limit: Annotated[int | None, typer.Option(help="Test on at most so many rows.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Pretrained model, folder or hub name; default: a small one.")
-    ] = None,
-    architecture: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, vit for image, "
-            "else bert."
-        ),
-    ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the small model.")] = 2,
-    width: Annotated[int, typer.Option(help="Hidden size of the small model.")] = 128,
-    heads: Annotated[int, typer.Option(help="Attention heads of the small model.")] = 4,
-    max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
-    dropout: Annotated[float, typer.Option(help="Dropout of the small model.")] = 0.1,
-    clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
-    partition: Annotated[
-        str,
-        typer.Option(help="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME."),
-    ] = "iid",
-    holdout: Annotated[float, typer.Option(help="Share of its data a client tests on.")] = 0.1,
-    fraction_train: Annotated[float, typer.Option(help="Share of clients in a round.")] = 1.0,
-    start: Annotated[
-        str, typer.Option(help="Any of same, different, scrambled, separated by commas.")
-    ] = "same",
-    head: Annotated[str, typer.Option(help="Task heads start the same or different.")] = "same",
-    arms: Annotated[
-        str,
-        typer.Option(
-            help="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
-            "/AGGREGATION such as aligned/regmean; ensemble, joined; separated by commas."
-        ),
-    ] = "plain,aligned",
-    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    out: NewRun,
+    settings: dict[str, Any],
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Rounds of federated training.")] = 3,
-    local_epochs: Annotated[float, typer.Option(help="Epochs per client and round.")] = 1,
-    first_epochs: Annotated[
-        float | None,
-        typer.Option(help="Epochs of the first round, before clients meet."),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,
     gpus: Annotated[
         float, typer.Option(min=0, help="GPUs per client: a share of one, such as 0.5, or whole ones.")
     ] = 0.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Compare aligned with plain averaging in Flower's simulation engine."""
-    settings = dict(locals())
-    for name in ("out", "gpus", "dry_run"):
-        del settings[name]
-    settings["starts"] = settings.pop("start")
-    guarded(lambda: actions.simulate([settings], out, gpus=gpus, dry_run=dry_run))
+    _simulate([{**settings, "first_seed": first_seed}], out, gpus=gpus, dry_run=dry_run)
 
 
-@app.command(
-    cls=Command,
-    epilog=examples(
-        "fedrot compare experiments/one-shot.toml --data-dir data --out runs/grid",
-    ),
-)
+@command(app, "fedrot compare one-shot --data-dir data --out runs/grid")
 def compare(
-    grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[setting]] each.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")] = None,
+    grid: Annotated[Path, typer.Argument(help=_grid_help("setting"))],
+    out: NewRun,
+    data_dir: GridData = None,
     model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Run a grid of settings, each with its arms, starts and seeds."""
-
-    def run() -> None:
-        from fedrot.simulations.config import read_grid
-
-        options = {"data_dir": data_dir, "model": model}
-        given = {key: value for key, value in options.items() if value is not None}
-        base, entries = read_grid(grid, "setting")
-        settings = [{**base, **setting, **given} for setting in entries]
-        if not settings:
-            raise ValueError(f"'{grid}' describes no [[setting]].")
-        actions.simulate(settings, out, dry_run=dry_run)
-
-    guarded(run)
+    options = {"data_dir": data_dir, "model": model}
+    given = {key: value for key, value in options.items() if value is not None}
+    base, entries = read_grid(grid, "setting")
+    if not entries:
+        raise ValueError(f"'{grid}' describes no [[setting]].")
+    _simulate([{**base, **entry, **given} for entry in entries], out, dry_run=dry_run)
 
 
-@app.command(
-    cls=Command,
-    epilog=examples(
-        "fedrot report runs/first --markdown results.md",
-        "fedrot report alignment.jsonl --out alignment.html",
-    ),
+def _simulate(settings: list[dict[str, Any]], out: Path, **how: Any) -> None:
+    configs = [SimulationConfig.from_flat(setting) for setting in settings]
+    named = [config.setting for config in configs]
+    if len(set(named)) != len(named):
+        raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")
+    if not runner.simulate(configs, out, command_line(), console, **how):
+        raise KeyboardInterrupt
+
+
+@command(app, "fedrot flower-app my-app", name="flower-app")
+def flower_app(
+    folder: Annotated[Path, typer.Argument(help="A new folder for the app's pyproject.toml.")],
+) -> None:
+    """Write the Flower app that runs a comparison in a federation of your own by flwr run."""
+    source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_bytes(source.read_bytes())
+    say(f"Flower app: {folder}")
+
+
+@command(
+    app,
+    "fedrot report runs/first --markdown results.md",
+    "fedrot report alignment.jsonl --out alignment.html",
 )
 def report(
     run_or_file: Annotated[
-        Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
+        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
@@ -191,71 +149,42 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
+    from fedrot.simulations.federation.run_folder import read_rows, rows_file
+    from fedrot.simulations.report.strategy_page import write_strategy_report
+    from fedrot.simulations.report.tables import markdown_table
 
-    def run() -> None:
-        if run_or_file.is_file():
-            from fedrot.simulations.report.strategy_page import write_strategy_report
+    if run_or_file.is_file():
+        say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
+        return
+    if rows_file(run_or_file) is None:
+        raise ValueError(f"'{run_or_file}' is not a run folder: it has no rows.jsonl.")
+    runner.present(run_or_file, console)
+    if markdown is not None:
+        markdown.write_text(markdown_table(read_rows(run_or_file)), encoding="utf-8")
 
-            say(f"Report: {write_strategy_report(run_or_file, out, metrics)}")
-            return
-        actions.report_folder(run_or_file, markdown)
 
-    guarded(run)
-
-
-@app.command(
-    cls=Command,
-    epilog=examples(
-        "fedrot barrier models/a models/b --out runs/barrier --methods vanilla,whole",
-    ),
+@command(
+    app,
+    "fedrot barrier models/a models/b --out runs/barrier --methods vanilla,whole",
+    fields=BarrierSettings,
 )
 def barrier(
     a: Annotated[Path, typer.Argument(help="Folder of a model saved with save_pretrained.")],
     b: Annotated[Path, typer.Argument(help="Folder of another one, which is moved to the first.")],
     out: Annotated[Path, typer.Option(help="Folder for results; must be empty or new.")],
-    data: Annotated[
-        str | None, typer.Option(help="Data set, as for simulate; default: that of the task.")
-    ] = None,
-    task: Annotated[
-        str, typer.Option(help="classification, mlm, clm, ner or image.")
-    ] = "classification",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
-    ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(help=f"Ways to match, separated by commas: {', '.join(METHODS)}; default: all."),
-    ] = None,
-    points: Annotated[int, typer.Option(help="Positions on the line; odd, to include the middle.")] = 21,
-    rows: Annotated[int, typer.Option(help="Training rows for the methods that look at data.")] = 2048,
-    test_limit: Annotated[int, typer.Option(help="Evaluate on at most so many held-out rows.")] = 1000,
-    max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
+    settings: dict[str, Any],
 ) -> None:
     """Measure the loss along the line between two saved models, matched in every way."""
-    settings = dict(locals())
-    for name in ("a", "b", "out", "methods"):
-        del settings[name]
+    from fedrot.simulations.barrier.barrier_run import compare_saved_models
 
-    def run() -> None:
-        from fedrot.simulations.barrier.barrier_run import compare_checkpoints
-
-        compare_checkpoints(a, b, out, names(methods), command_line(), console, **settings)
-
-    guarded(run)
+    compare_saved_models(a, b, out, BarrierSettings(**settings), command_line(), console)
 
 
-@app.command(
-    cls=Command,
-    epilog=examples(
-        "fedrot barriers experiments/barriers.toml --data-dir data --out runs/pairs",
-    ),
-)
+@command(app, "fedrot barriers barriers --data-dir data --out runs/pairs")
 def barriers(
-    grid: Annotated[Path, typer.Argument(help="TOML file: [base] and one [[task]] each.")],
+    grid: Annotated[Path, typer.Argument(help=_grid_help("task"))],
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")] = None,
+    data_dir: GridData = None,
     only: Annotated[
         str | None, typer.Option(help="Cells or settings of the grid, separated by commas.")
     ] = None,
@@ -266,106 +195,56 @@ def barriers(
     workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
 ) -> None:
     """Train pairs of small models and measure their barriers under every method of a grid."""
+    from fedrot.simulations.barrier.barrier_grid import Grid
+    from fedrot.simulations.barrier.barrier_report import summarise, tables
+    from fedrot.simulations.barrier.grid_run import run_grid
 
-    def run() -> None:
-        from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
-        from fedrot.simulations.barrier.barrier_report import summarise, tables
-
-        described = Grid.read(grid, data_dir)
-        if only:
-            described = described.only(names(only))
-        if methods:
-            described = described.model_copy(update={"methods": check_methods(names(methods))})
-        try:
-            lines = run_grid(described, out, command_line(), say, workers)
-        except KeyboardInterrupt:
-            say(f"Interrupted; what is done is in {out}. Repeat the command to go on.")
-            raise
-        for table in tables(summarise(lines)):
-            console.print(table)
-        console.print(f"Summary: {out / 'summary.md'}")
-
-    guarded(run)
+    described = Grid.read(grid, data_dir)
+    if only:
+        described = described.only(names(only))
+    if methods:
+        described = described.model_copy(update={"methods": check_methods(names(methods))})
+    try:
+        lines = run_grid(described, out, command_line(), say, workers)
+    except KeyboardInterrupt:
+        say(f"Interrupted; the finished cells are in {out}. Repeat the command to continue.")
+        raise
+    for table in tables(summarise(lines)):
+        console.print(table)
+    console.print(f"Summary: {out / 'summary.md'}")
 
 
-@app.command(
-    cls=Command,
-    epilog=examples(
-        "fedrot merge models/a models/b --out models/merged",
-        "fedrot merge models/a models/b --parts whole --dry-run",
-    ),
+@command(
+    app,
+    "fedrot merge models/a models/b --out models/merged",
+    "fedrot merge models/a models/b --parts whole --dry-run",
+    fields=MergeSettings,
 )
 def merge(
     models: Annotated[
         list[str],
         typer.Argument(help="Two or more: folders of saved models, .safetensors files or hub names."),
     ],
+    *,
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
     ] = None,
-    anchor: Annotated[
-        str | None, typer.Option(help="The model that the others are moved to; default: the first.")
-    ] = None,
-    method: Annotated[
-        str, typer.Option(help="mean, fisher, regmean or ot (pip install 'fedrot[ot]').")
-    ] = "mean",
-    parts: Annotated[
-        str, typer.Option(help="What is aligned: whole, none, or parts such as attention+ffn.")
-    ] = "attention+ffn",
-    layers: Annotated[
-        str, typer.Option(help="Aligned layers: all, first:N, last:N or indices such as 0,2.")
-    ] = "all",
-    weights: Annotated[
-        str | None, typer.Option(help="One number per model, separated by commas; default: equal.")
-    ] = None,
-    alpha: Annotated[float, typer.Option(help="RegMean's factor of off-diagonal entries.")] = 0.9,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; default: the anchor's.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Of .safetensors files: config.json, or a folder with one.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Texts for fisher, regmean and activations (whole): as for simulate."),
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with glue/, emotion/ ... as Parquet files.")
-    ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            help="Texts at most; default: 1024, and 256 for fisher, which takes a backward pass for "
-            "each text and label."
-        ),
-    ] = None,
-    max_length: Annotated[int, typer.Option(help="Tokens per text.")] = 64,
+    settings: dict[str, Any],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:
     """Align saved models to one of them, merge them, and write the result as a model."""
-    settings = dict(locals())
-    for name in ("models", "out", "parts", "layers", "weights"):
-        del settings[name]
+    from fedrot.simulations.merge.merge_report import table
+    from fedrot.simulations.merge.merging import merge as merge_models
 
-    def run() -> None:
-        from fedrot.simulations.merge import merging
-        from fedrot.simulations.merge.merge_report import table
-
-        shares = merging.weights_of(weights) if weights else None
-        options = merging.options_of(parts, layers)
-        with console.status(escape(f"{method} of {len(models)} models")):
-            report = merging.merge(models, out, options=options, weights=shares, **settings)
-        console.print(table(report))
-        for note in report.notes:
-            say(f"Note: {note}")
-        say(f"Written: {report.out}" if report.out else "Dry run: nothing was written.")
-
-    guarded(run)
+    with console.status(escape(f"{settings['method']} of {len(models)} models")):
+        found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)
+    console.print(table(found))
+    for note in found.notes:
+        say(f"Note: {note}")
+    say(f"Written: {found.out}" if found.out else "Dry run: nothing was written.")
 
 
-@app.command(cls=Command, epilog=examples("fedrot check models/a", "fedrot check --list"))
+@command(app, "fedrot check models/a", "fedrot check --list")
 def check(
     model: Annotated[
         str | None, typer.Argument(help="Folder of a saved model, or a hub name; its class is loaded.")
@@ -382,13 +261,38 @@ def check(
 
     Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
     """
+    from fedrot.simulations.check.check_report import tables, verdict
+    from fedrot.simulations.check.checking import check_model
+    from fedrot.simulations.merge.merging import options_of
 
-    def run() -> None:
-        if list_families:
-            actions.list_families(as_json)
-        elif model is None:
-            raise ValueError("Give a model to check, or --list.")
-        else:
-            actions.check(model, parts, seed, as_json)
+    if list_families:
+        _list_families(as_json)
+        return
+    if model is None:
+        raise ValueError("Give a model to check, or --list.")
+    chosen = None if parts is None else options_of(parts).parts
+    with nullcontext() if as_json else console.status(escape(f"Checking {model}")):
+        found = check_model(model, chosen, seed)
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        for table in tables(found):
+            console.print(table)
+        for part, reason in found.refused.items():
+            say(f"Part '{part}' cannot be moved: {reason}")
+        for note in found.notes:
+            say(f"Note: {note}")
+        (say if found.holds else complain_in_red)(verdict(found))
+    if not found.holds:
+        raise typer.Exit(FAILED)
 
-    guarded(run, complain_in_json if as_json else None)
+
+def _list_families(as_json: bool) -> None:
+    from fedrot.simulations.check.check_report import families_table
+    from fedrot.symmetry import FAMILIES
+
+    listed = {family.name: family.model_types for family in FAMILIES}
+    if as_json:
+        typer.echo(json.dumps({"families": listed}))
+    else:
+        console.print(families_table(listed))

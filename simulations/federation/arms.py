@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, RegMean
-from fedrot.research import GreedySoup, OptimalTransport
+from fedrot.aggregation import Aggregator, aggregation_named
 from fedrot.simulations.config import Arm
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task
-from fedrot.symmetry import symmetry_of
+from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors
 
 
@@ -62,27 +61,23 @@ def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
 
 
 def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callable[[], Aggregator] | None:
-    """Return what merges the updates of an arm, None for FedAvg's mean."""
+    """Return a function that builds the arm's aggregator, None for FedAvg's mean."""
 
-    def greedy() -> Aggregator:
+    def score() -> Callable[[Tensors], float]:
         rows = np.concatenate([task.client_rows(seed, c)[1] for c in range(task.config.clients)])
 
-        def score(tensors: Tensors) -> float:
+        def held_out(tensors: Tensors) -> float:
             return -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
 
-        return GreedySoup(score)
+        return held_out
 
-    def transport() -> Aggregator:
+    def symmetry() -> Symmetry:
         config: Any = shell.config
-        return OptimalTransport(symmetry_of(config, shell.state_dict()))
+        return symmetry_of(config, shell.state_dict())
 
-    merging: dict[str, Callable[[], Aggregator]] = {
-        "regmean": RegMean,
-        "fisher": Fisher,
-        "greedy": greedy,
-        "ot": transport,
-    }
-    return merging.get(arm.aggregation)
+    if arm.aggregation == "mean" or arm.ensemble:
+        return None
+    return aggregation_named(arm.aggregation, score=score, symmetry=symmetry)
 
 
 def train_joined(task: Task, seed: int, model: nn.Module, server_round: int) -> None:

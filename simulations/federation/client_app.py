@@ -22,16 +22,17 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.options import AlignmentOptions
 from fedrot.research.learning import LearningOptions
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.statistic_kinds import FISHER, GRAMS
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
 from fedrot.symmetry import Symmetry, symmetry_of
+from fedrot.tensors import Tensors
 
 #: Prefix of the metrics of a client's own model, before averaging, on the central held-out split.
 ALONE = "alone-"
@@ -197,7 +198,7 @@ def _train(job: Job, arrays: ArrayRecord) -> Result:
         model.load_state_dict(own.state_dict())
     else:
         model.load_state_dict(arrays.to_torch_state_dict())
-    if task.config.head == "different" and job.round == 1:
+    if task.config.task_head == "different" and job.round == 1:
         _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
     loss = training.train(model, task, job.rows, job.stream, task.config.epochs(job.round))
     metrics = {"num-examples": len(job.rows), "train-loss": loss}
@@ -216,17 +217,14 @@ def _copy_task_head(source: Any, target: nn.Module) -> None:
 
 def _statistics(job: Job, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     """Return the statistics of an update on the client's own training rows."""
-    collectors: dict[str, Callable[[Any, Any], dict[str, State]]] = {
-        GRAMS[1]: fedrot.collect_gram,
-        FISHER: fedrot.collect_fisher,
-    }
 
     def compute() -> Result:
         model = _empty_model(job.config_json)
         model.load_state_dict(state)
-        found: dict[str, State] = {}
+        found: dict[str, Tensors] = {}
         for kind in kinds:
-            found |= collectors[kind](model, job.batches(len(job.rows), STATISTICS_BATCH))
+            batches = job.batches(len(job.rows), STATISTICS_BATCH)
+            found |= kind_named(kind).collected(model, batches)
         return statistics_record(found).to_torch_state_dict(), {}
 
     return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])

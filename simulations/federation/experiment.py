@@ -6,7 +6,7 @@ import json
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.config import JOINED, Arm, SimulationConfig, Start
@@ -29,7 +29,12 @@ from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import own_id
-from fedrot.strategies.round.round_report import Update
+from fedrot.strategies.round.merge import Aggregated, Merge, Wrapped
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.spill import Store
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.settings import Execution, OtherBasis, Reporting
+from fedrot.tensors import Tensors
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
@@ -142,7 +147,7 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         "last-round": config.rounds,
         "cache": str(scratch) if shared_cache else "",
         "learn": cell.arm.evidence == "learned",
-        "align": "+".join(cell.arm.parts) if _aligns_at_clients(cell.arm) else "",
+        "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
     }
     try:
         result = strategy.start(
@@ -165,9 +170,23 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         cell.record("alignment", server_round, dict(metrics))
 
 
-def _aligns_at_clients(arm: Arm) -> bool:
-    """A Fisher diagonal cannot follow rotations: clients align before they compute it."""
-    return arm.align and arm.aggregation == "fisher"
+@dataclass(frozen=True)
+class KeepingMerge:
+    """Another merge whose accepted updates are kept in ``kept``."""
+
+    merge: Merge
+    kept: list[Tensors]
+
+    def add(self, update: Update) -> bool:
+        """Hand an update on; True if it was accepted."""
+        accepted = self.merge.add(update)
+        if accepted:
+            self.kept.append(update.tensors)
+        return accepted
+
+    def result(self, wrapped: Wrapped) -> Aggregated:
+        """Return the new model and metrics."""
+        return self.merge.result(wrapped)
 
 
 class ArmStrategy(FedRot):
@@ -181,20 +200,21 @@ class ArmStrategy(FedRot):
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
         task, arm = cell.task, cell.arm
         config = task.config
-        at_server = arm.align and not _aligns_at_clients(arm)
-        probes = arm.evidence == "probe"
-        other_basis = OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts)
+        at_server = arm.align and not arm.aligns_at_clients
+        other_basis = OtherBasis(
+            model=cell.model if arm.evidence == "probe" else None,
+            options=OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts),
+            at_clients=arm.evidence in ("clients", "learned"),
+        )
         super().__init__(
             model_config(config, task.data).to_dict(),
             anchor=arm.anchor,
             aggregation=aggregation_of(arm, task, cell.seed, model),
             options=AlignmentOptions(parts=arm.parts) if at_server else None,
-            other_basis=None if probes and arm.other_basis else other_basis,
-            model=cell.model if at_server and probes else None,
-            match_at_clients=arm.evidence in ("clients", "learned"),
+            other_basis=other_basis if at_server else None,
             align=at_server,
-            deterministic=True,
-            report_path=report,
+            execution=Execution(deterministic=True),
+            reporting=Reporting(report),
             fraction_train=config.fraction_train,
             fraction_evaluate=1.0 if config.holdout else 0.0,
             min_train_nodes=1,
@@ -206,7 +226,7 @@ class ArmStrategy(FedRot):
         self.cell, self.network = cell, model
         self.current_round = 0
         self.trained_rounds: set[int] = set()
-        self.updates: list[Mapping[str, Tensor]] = []
+        self.updates: list[Tensors] = []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -216,12 +236,13 @@ class ArmStrategy(FedRot):
         random.seed(f"{self.cell.seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def _updates(self, *args: Any, **kwargs: Any) -> Iterator[Update]:
+    def merge(self, this_round: Round, store: Store) -> Merge:
+        """Return what takes a round's updates; an ensemble keeps them."""
+        merge = super().merge(this_round, store)
+        if not self.cell.arm.ensemble:
+            return merge
         self.updates = []
-        for update in super()._updates(*args, **kwargs):
-            if self.cell.arm.ensemble:
-                self.updates.append(update.tensors)
-            yield update
+        return KeepingMerge(merge, self.updates)
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the global model, or the ensemble of the last round's updates."""

@@ -66,9 +66,10 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 def present(out: Path, console: Console) -> None:
     """Print the table of a run folder and write its report."""
     from fedrot.simulations.federation.run_folder import read_rows
-    from fedrot.simulations.report.page import summary_tables, write_report
+    from fedrot.simulations.report.findings import scrambling
+    from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import metrics_in
-    from fedrot.simulations.report.tables import result_lines, scrambling
+    from fedrot.simulations.report.tables import result_lines, summary_tables
 
     rows = read_rows(out)
     for table in summary_tables(rows):
@@ -131,7 +132,7 @@ def simulate(
 
 def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
     from fedrot.simulations.data.partition import histogram, key_names
-    from fedrot.simulations.report.page import partition_table
+    from fedrot.simulations.report.tables import partition_table
     from fedrot.simulations.tasks.task import task_of
 
     for config in configs:

@@ -1,4 +1,4 @@
-"""What a merge did: as plain data, and as a table for the terminal."""
+"""Report of a merge, and its table for the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedrot.report import AlignmentReport
+from fedrot.simulations.report.tables import terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InputReport:
-    """What happened to one model; the anchor's own distances are 0.
+    """The alignment of one model; the anchor's own distances are 0.
 
     Attributes:
         name: the model's path, or its name on the hub.
@@ -35,12 +36,12 @@ class InputReport:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did.
+    """The inputs and the result of a merge.
 
     Attributes:
         inputs: the anchor first.
-        notes: what was out of the ordinary, in sentences.
-        out: what was written, None after a dry run.
+        notes: what the user should know, in sentences.
+        out: the file or folder that was written, None after a dry run.
         seconds: wall time of everything.
     """
 
@@ -51,18 +52,12 @@ class MergeReport:
     seconds: float
 
 
-COLUMNS = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
-
-
 def table(report: MergeReport) -> Table:
     """Return a line per model and part, and one over all tensors of each model."""
-    from rich.table import Table
     from rich.text import Text
 
-    found = Table(title=f"Merged by {report.method}", title_justify="left")
-    for column in COLUMNS:
-        text = column in ("model", "part")
-        found.add_column(column, justify="left" if text else "right", overflow="fold")
+    columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
+    found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
     names = [Path(given.name).resolve().name for given in report.inputs]
     total = sum(given.weight for given in report.inputs)
     for index, (given, name) in enumerate(zip(report.inputs, names, strict=True)):

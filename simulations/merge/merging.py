@@ -1,83 +1,52 @@
-"""Saved models brought to the coordinates of one of them, merged, and written."""
+"""Merge of saved models: they are aligned to one of them, aggregated, and written as a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, Statistics
-from fedrot.alignment import Alignment
+from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
+from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
-from fedrot.collect.fisher import collect_fisher
-from fedrot.collect.gram import collect_gram
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.research import OptimalTransport
-from fedrot.simulations.merge.merge_inputs import Batches, Input, Tensors, aligned, batches_of, reported
+from fedrot.simulations.merge.merge_inputs import (
+    Batches,
+    Input,
+    aligned,
+    batches_of,
+    check_mergeable,
+    reported,
+)
 from fedrot.simulations.merge.merge_report import InputReport, MergeReport
-from fedrot.simulations.models.loading import find_model
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
-from fedrot.simulations.models.saved_model import Checkpoint, check_alike, open_checkpoint
-from fedrot.symmetry import WHOLE_MODEL, Symmetry
-
-#: (a model to load tensors into, a model's own tensors, its alignment, batches) to its statistics.
-Collect = Callable[[nn.Module, Tensors, Alignment, Batches], Statistics]
+from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
+from fedrot.symmetry import WHOLE_MODEL
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+#: Rows of data to match on, for methods that collect no statistics.
+_ROWS = 1024
 
-def _grams(model: nn.Module, tensors: Tensors, alignment: Alignment, batches: Batches) -> Statistics:
-    """Gram matrices of the model as it is, moved with it."""
-    model.load_state_dict(dict(tensors))
-    return alignment.transport(collect_gram(model, batches, max_batches=len(batches)))
-
-
-def _fisher(model: nn.Module, tensors: Tensors, alignment: Alignment, batches: Batches) -> Statistics:
-    """Fisher information of the aligned model: the diagonal could not follow a rotation."""
-    model.load_state_dict(alignment.apply(tensors))
-    return collect_fisher(model, batches, max_rows=sum(len(next(iter(b.values()))) for b in batches))
-
-
-@dataclass(frozen=True)
-class Method:
-    """How aligned models become one.
-
-    Attributes:
-        aggregator: from RegMean's ``alpha`` and the models' symmetry to a new aggregator.
-        collect: statistics that every model brings, if any.
-        together: whether tensors are merged all together, and not one by one.
-        rows: rows of data that the statistics are collected from, unless the caller says otherwise.
-    """
-
-    aggregator: Callable[[float, Symmetry], Aggregator]
-    collect: Collect | None = None
-    together: bool = True
-    rows: int = 1024
-
-
-METHODS: dict[str, Method] = {
-    "mean": Method(lambda alpha, symmetry: Mean(), together=False),
-    "fisher": Method(lambda alpha, symmetry: Fisher(), _fisher, rows=256),
-    "regmean": Method(lambda alpha, symmetry: RegMean(alpha), _grams),
-    "ot": Method(lambda alpha, symmetry: OptimalTransport(symmetry)),
-}
+#: The aggregations that need at most a symmetry.
+METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
-    """Read what to align from text.
+    """Read alignment options from text.
 
     Args:
         parts: of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL`` or ``none``.
         layers: ``all``, ``first:N``, ``last:N``, or indices separated by commas.
 
     Raises:
-        FedrotError: a part is unknown.
+        FedrotError: a part or the text for layers is unknown.
     """
     named: dict[str, tuple[str, ...]] = {"whole": WHOLE_MODEL, "none": ()}
     chosen = named[parts] if parts in named else tuple(parts.split("+"))
@@ -89,114 +58,93 @@ def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
         raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(named)}.") from error
 
 
-def weights_of(text: str) -> list[float]:
-    """Read numbers separated by commas; raises ``FedrotError`` if one is none."""
+def merge(
+    models: Sequence[Path | str],
+    out: Path | None,
+    settings: MergeSettings | None = None,
+    *,
+    dry_run: bool = False,
+) -> MergeReport:
+    """Align saved models to one of them, merge them, and write the result.
+
+    Files are mapped, and tensors are read when they are needed. At most two models are in memory at a
+    time; the mean holds its result beside them, methods with statistics hold float64 sums and a model
+    to run. Everything is computed in float32 or better.
+
+    Args:
+        models: two or more folders written by ``save_pretrained``, bare ``.safetensors`` files or names
+            on the hub; of one architecture, and of one tokenizer where they have one.
+        out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which gets
+            the anchor's configuration and tokenizer too. It appears whole or not at all.
+        settings: how they are merged; the defaults if None.
+        dry_run: do everything but write, whatever there is at ``out``.
+
+    Raises:
+        FedrotError: bad input; the message names the setting or the model.
+        FileExistsError: there is something at ``out``.
+    """
+    start = time.perf_counter()
+    settings = settings or MergeSettings()
+    weights = _weights_of(settings.weights) if settings.weights else [1.0] * len(models)
+    options, method = options_of(settings.parts, settings.layers), _method(settings)
+    if not dry_run:
+        if out is None:
+            raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
+        refuse_filled(out)
+    if settings.dtype is not None and settings.dtype not in DTYPES:
+        raise FedrotError(f"Unknown dtype '{settings.dtype}'; choose from {', '.join(DTYPES)}.")
+    names, weights = _anchor_first(list(map(str, models)), weights, settings.anchor)
+    first, *others = saved = [open_saved_model(name, settings.config) for name in names]
+    for other in others:
+        check_mergeable(first, other)
+    rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
+    batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
+    inputs = aligned(saved, weights, options, batches)
+    reports = tuple(reported(one, inputs[0]) for one in inputs)
+    merged, notes = _merged(inputs, method, settings.alpha, batches)
+    dtype = DTYPES.get(settings.dtype or "")
+    written = _written(merged, first, dtype)
+    if out is not None and not dry_run:
+        write_model(out, written, first.config_file, first.beside, dtype)
+    said = (*filter(None, [note]), *_remarks(saved, reports, options), *notes)
+    seconds = time.perf_counter() - start
+    return MergeReport(settings.method, reports, said, None if dry_run else out, seconds)
+
+
+def _weights_of(text: str) -> list[float]:
     try:
         return [float(number) for number in text.split(",")]
     except ValueError as error:
         raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
 
 
-def merge(
-    models: Sequence[Path | str],
-    out: Path | None,
-    *,
-    anchor: Path | str | None = None,
-    method: str = "mean",
-    options: AlignmentOptions | None = None,
-    weights: Sequence[float] | None = None,
-    alpha: float = 0.9,
-    dtype: str | None = None,
-    config: Path | None = None,
-    data: str | None = None,
-    rows: int | None = None,
-    dry_run: bool = False,
-    **settings: Any,
-) -> MergeReport:
-    """Align saved models to one of them, merge them, and write the result.
-
-    Every tensor is read when it is needed: files are mapped, two models at a time. The mean holds one
-    more model in memory, its result; methods with statistics hold their sums in float64 and a model
-    to run.
-
-    Args:
-        models: two or more, each a folder written by ``save_pretrained``, a bare ``.safetensors``
-            file or a name on the hub, of one architecture and, where they have one, one tokenizer.
-        out: a name that ends in ``.safetensors`` becomes a bare file, any other a folder with the
-            anchor's configuration, tokenizer and generation configuration beside the weights; there
-            must not be anything yet. It appears whole or not at all.
-        anchor: one of ``models``, the first if None: the others move to its coordinates.
-        method: a name in ``METHODS``.
-        options: what is aligned; see ``AlignmentOptions`` and ``options_of``. Where the residual
-            stream is among it, activations count beside weights: on the data, or on random tokens if
-            there is none.
-        weights: of ``models``, in their order; equal if None.
-        alpha: see ``RegMean``.
-        dtype: of the result, a name in ``DTYPES``; that of the anchor's tensors if None. Everything
-            is computed in float32 or better.
-        config: of bare files; see ``open_checkpoint``.
-        data: name of a data set whose training texts statistics are collected from. Labels are not
-            looked at, but a column of them must exist.
-        rows: so many texts at most; the method's own number if None.
-        dry_run: do everything but write, whatever there is at ``out``.
-        settings: of ``SimulationConfig``: ``data_dir``, ``text_column``, ``label_column``,
-            ``max_length``.
-
-    Raises:
-        FedrotError: bad input; the message says which.
-        FileExistsError: there is something at ``out``.
-    """
-    start = time.perf_counter()
-    chosen, options = _method(method, alpha, data, rows), options or AlignmentOptions()
-    if not dry_run:
-        if out is None:
-            raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
-        refuse_filled(out)
-    if dtype is not None and dtype not in DTYPES:
-        raise FedrotError(f"Unknown dtype '{dtype}'; choose from {', '.join(DTYPES)}.")
-    names, shares = _anchor_first(list(map(str, models)), weights, anchor)
-    first, *others = checkpoints = [open_checkpoint(find_model(n), config, n) for n in names]
-    for other in others:
-        check_alike(first, other)
-    batches, note = batches_of(first, data, rows or chosen.rows, settings) if data else ([], "")
-    inputs = aligned(checkpoints, shares, options, batches)
-    reports = tuple(reported(one, inputs[0]) for one in inputs)
-    merged, notes = _merged(inputs, chosen, alpha, batches)
-    kind = DTYPES.get(dtype or "")
-    written = _written(merged, first, kind)
-    if out is not None and not dry_run:
-        write_model(out, written, first.config_file, first.beside, kind)
-    said = (*filter(None, [note]), *_remarks(checkpoints, reports, options), *notes)
-    seconds = time.perf_counter() - start
-    return MergeReport(method, reports, said, None if dry_run else out, seconds)
-
-
-def _method(name: str, alpha: float, data: str | None, rows: int | None) -> Method:
-    if name not in METHODS:
-        raise FedrotError(f"Unknown method '{name}'; choose from {', '.join(METHODS)}.")
-    method = METHODS[name]
-    RegMean(alpha)  # refuses an impossible alpha before anything is read
-    if method.collect and not data:
+def _method(settings: MergeSettings) -> AggregationEntry:
+    """Return the method of the settings, which are checked before anything is read."""
+    if settings.method not in METHODS:
+        raise FedrotError(f"Unknown method '{settings.method}'; choose from {', '.join(METHODS)}.")
+    method = METHODS[settings.method]
+    RegMean(settings.alpha)
+    if method.needs and not settings.data:
         raise FedrotError(
-            f"Method '{name}' collects statistics from data: give --data NAME, and where it is with "
-            "--data-dir. Any texts of the kind that the models are for will do."
+            f"Method '{settings.method}' collects statistics from data: give --data NAME, and where it "
+            "is with --data-dir. Any texts of the kind that the models are for will do."
         )
-    if rows is not None and rows < 1:
-        raise FedrotError(f"rows is {rows}; at least one is needed.")
+    if settings.rows is not None and settings.rows < 1:
+        raise FedrotError(f"rows is {settings.rows}; at least one is needed.")
     return method
 
 
 def _anchor_first(
-    models: Sequence[str], weights: Sequence[float] | None, anchor: Path | str | None
+    models: Sequence[str], weights: Sequence[float], anchor: str | None
 ) -> tuple[list[str], list[float]]:
     """Return the models and their weights with the anchor's in front."""
     if len(models) < 2:
         raise FedrotError(f"{len(models)} model is given; two are the least that can be merged.")
-    shares = [1.0] * len(models) if weights is None else weights
-    if len(shares) != len(models) or not all(0 < share < float("inf") for share in shares):
+    if len(weights) != len(models) or not all(0 < weight < float("inf") for weight in weights):
+        shown = ", ".join(f"{weight:g}" for weight in weights)
         raise FedrotError(
-            f"The weights are {', '.join(f'{share:g}' for share in shares)} for {len(models)} models; "
-            "each model needs one, positive and finite."
+            f"The weights are {shown} for {len(models)} models; each model needs one, positive and "
+            "finite."
         )
     resolved = [Path(name).resolve() for name in models]
     wanted = resolved[0] if anchor is None else Path(anchor).resolve()
@@ -206,30 +154,24 @@ def _anchor_first(
         )
     place = resolved.index(wanted)
     order = [place, *(i for i in range(len(models)) if i != place)]
-    return [models[i] for i in order], [shares[i] for i in order]
+    return [models[i] for i in order], [weights[i] for i in order]
 
 
 def _merged(
-    inputs: Sequence[Input], method: Method, alpha: float, batches: Batches
+    inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Fold the inputs, tensor by tensor where the method allows it; return what it notes, too."""
-    first = inputs[0].checkpoint
-    collect, model = method.collect, first.build() if method.collect else None
-    pieces = [first.names] if method.together else [(name,) for name in first.names]
+    """Merge the inputs, tensor by tensor where the method allows it; return its notes, too."""
+    first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
+    model = first.build() if method.needs else None
+    build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
+    every = first.tensors.names
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
-    for names in pieces:
-        aggregator = method.aggregator(alpha, inputs[0].alignment.symmetry)
+    for names in [(name,) for name in every] if method.by_tensor else [every]:
+        aggregator = build()
         for one in inputs:
-            statistics = None
-            with about(one.checkpoint.path):
-                if collect and model:
-                    found = collect(model, one.own(), one.alignment, batches)
-                    # Tied tensors are merged once, under their first name.
-                    statistics = {
-                        kind: {name: value for name, value in by_name.items() if name in names}
-                        for kind, by_name in found.items()
-                    }
+            with about(one.saved.path):
+                statistics = _statistics(one, method.needs, model, names, batches) if model else None
                 aggregator.add(one.moved(names), one.weight, statistics)
         merged |= aggregator.result()
         for name, note in aggregator.notes.items():
@@ -237,12 +179,31 @@ def _merged(
     return merged, [f"{note}: {', '.join(names)}" for note, names in notes.items()]
 
 
+def _statistics(
+    one: Input, kinds: Sequence[str], model: nn.Module, names: Collection[str], batches: Batches
+) -> Statistics:
+    """Collect statistics of the named tensors, in the anchor's coordinates.
+
+    Kinds that follow rotations are collected from the model as it is and moved, others from the aligned
+    model. ``model`` is overwritten.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for kind in kinds:
+        follows = kind_named(kind).follows_rotations
+        model.load_state_dict(one.own() if follows else one.alignment.apply(one.own()))
+        collected = kind_named(kind).collected(model, batches, limited=False)
+        for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
+            # Tied tensors are merged once, under their first name.
+            found[moved] = {name: value for name, value in by_name.items() if name in names}
+    return found
+
+
 def _written(
-    merged: Mapping[str, Tensor], anchor: Checkpoint, dtype: torch.dtype | None
+    merged: Mapping[str, Tensor], anchor: SavedModel, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return the tensors in the dtype that is asked for, or in the anchor's."""
+    """Return the tensors in ``dtype``, or in the dtypes of the anchor's tensors if None."""
     found = {}
-    for name, like in anchor.read(merged).items():
+    for name, like in anchor.tensors.read(merged).items():
         floating = like.is_floating_point()
         found[name] = merged[name].to((dtype or like.dtype) if floating else like.dtype)
         if floating and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
@@ -254,11 +215,11 @@ def _written(
 
 
 def _remarks(
-    checkpoints: Sequence[Checkpoint], reports: Sequence[InputReport], options: AlignmentOptions
+    models: Sequence[SavedModel], reports: Sequence[InputReport], options: AlignmentOptions
 ) -> Iterator[str]:
-    """Yield what the user should know about the inputs."""
-    labels = getattr(checkpoints[0].config, "id2label", None)
-    for checkpoint, report in zip(checkpoints, reports, strict=True):
+    """Yield notes on the inputs, in sentences."""
+    labels = getattr(models[0].config, "id2label", None)
+    for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
@@ -266,10 +227,10 @@ def _remarks(
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )
-        if getattr(checkpoint.config, "id2label", None) != labels:
+        if getattr(model.config, "id2label", None) != labels:
             yield f"'{report.name}' names its labels differently than the anchor."
-        if checkpoint.unknown:
+        if model.tensors.unknown:
             yield (
-                f"'{report.name}' also stores what a {checkpoint.model_class.__name__} does not have, "
-                f"which is left out: {', '.join(checkpoint.unknown)}"
+                f"'{report.name}' also stores what a {model.model_class.__name__} does not have, "
+                f"which is left out: {', '.join(model.tensors.unknown)}"
             )

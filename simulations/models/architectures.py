@@ -1,4 +1,4 @@
-"""Configurations of models: small ones from scratch, by architecture, and those of pretrained models."""
+"""Configurations of transformers for small models from scratch and for pretrained models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from fedrot.simulations.config import SimulationConfig
 
 if TYPE_CHECKING:
-    from fedrot.simulations.data.texts import DataSet
+    from fedrot.simulations.data.data_set import DataSet
 
 
 def settings_of(config: SimulationConfig, data: DataSet[Any]) -> Any:
-    """Return the transformers configuration of the encoder or decoder, whatever the task."""
+    """Return the transformers configuration of the encoder or decoder, without the task's head."""
     if config.model is not None:
         return pretrained_settings(config.model)
     return ARCHITECTURES[config.architecture](config, data)
@@ -28,7 +28,7 @@ def pretrained_settings(model: str) -> Any:
 
 
 def pad_id_of(settings: Any) -> int:
-    """Return the token that fills rows up: padding, else what ends a text, else number 0."""
+    """Return the token that pads rows: the padding token, else the end of text, else token 0."""
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(settings, name, None)
         if token is not None:
@@ -38,7 +38,7 @@ def pad_id_of(settings: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _bundled_ids() -> dict[str, Any]:
-    """The tokens that transformers configurations of decoders name."""
+    """The size and the special tokens of the bundled vocabulary, by names of configurations."""
     from fedrot.simulations.data.tokenizer import bundled_tokenizer
 
     vocabulary = bundled_tokenizer().get_vocab()
@@ -50,19 +50,25 @@ def _bundled_ids() -> dict[str, Any]:
     }
 
 
+def _sizes(config: SimulationConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+    }
+
+
+def _encoder(config: SimulationConfig) -> dict[str, Any]:
+    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    shared = {**_sizes(config), "intermediate_size": 4 * config.width}
+    return {**shared, **dict.fromkeys(dropouts, config.dropout)}
+
+
 def _bert(config: SimulationConfig, data: DataSet[Any]) -> Any:
     from transformers import BertConfig
 
-    return BertConfig(
-        vocab_size=_bundled_ids()["vocab_size"],
-        hidden_size=config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=4 * config.width,
-        max_position_embeddings=config.max_length,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
-    )
+    size = _bundled_ids()["vocab_size"]
+    return BertConfig(vocab_size=size, max_position_embeddings=config.max_length, **_encoder(config))
 
 
 def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
@@ -74,9 +80,7 @@ def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
         n_layer=config.layers,
         n_head=config.heads,
         n_positions=config.max_length,
-        resid_pdrop=config.dropout,
-        embd_pdrop=config.dropout,
-        attn_pdrop=config.dropout,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
     )
 
 
@@ -85,10 +89,8 @@ def _llama(config: SimulationConfig, data: DataSet[Any]) -> Any:
 
     return LlamaConfig(
         **_bundled_ids(),
-        hidden_size=config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        # Three matrices of 8/3 of the width weigh what two of four times the width do.
+        **_sizes(config),
+        # Three matrices of 8/3 of the width have as many entries as two of four times the width.
         intermediate_size=8 * config.width // 3,
         max_position_embeddings=config.max_length,
         attention_dropout=config.dropout,
@@ -100,14 +102,9 @@ def _vit(config: SimulationConfig, data: DataSet[Any]) -> Any:
 
     from fedrot.simulations.data.images import ImageData
 
-    assert isinstance(data, ImageData), "only images are read by a vision transformer"
+    assert isinstance(data, ImageData), "a vision transformer reads images only"
     return ViTConfig(
-        hidden_size=config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=4 * config.width,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
+        **_encoder(config),
         image_size=data.side,
         patch_size=patch_of(data.side),
         num_channels=data.channels,
@@ -119,7 +116,7 @@ def patch_of(side: int) -> int:
     return next(patch for patch in range(math.isqrt(side), 0, -1) if side % patch == 0)
 
 
-#: Small models that are trained from scratch, by the names of ``SimulationConfig.architecture``.
+#: Functions to the configurations of small models, by the names of ``SimulationConfig.architecture``.
 ARCHITECTURES: Mapping[str, Callable[[SimulationConfig, DataSet[Any]], Any]] = {
     "bert": _bert,
     "gpt2": _gpt2,

@@ -1,4 +1,4 @@
-"""Models of a configuration: small ones from scratch, or pretrained."""
+"""Models of a simulation: small ones from scratch, or pretrained."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.texts import DataSet
+from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 
 
 def model_config(config: SimulationConfig, data: DataSet[Any]) -> Any:
-    """Return the transformers configuration of the model."""
+    """Return the transformers configuration of the model, with the task's head."""
     settings = settings_of(config, data)
     OBJECTIVES[config.task].configure(settings, data)
     return settings
 
 
 def build_model(config: SimulationConfig, data: DataSet[Any], seed: int) -> torch.nn.Module:
-    """Return the model with what is not pretrained drawn from ``seed``."""
+    """Return the model; parameters that are not pretrained are drawn from ``seed``."""
     import transformers
 
     torch.manual_seed(seed)

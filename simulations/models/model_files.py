@@ -1,9 +1,8 @@
-"""The files of a saved model: which tensors they hold, and how they are written whole or not at all."""
+"""Files of a saved model: their names, the tensors in them, and how they are written."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,45 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedrot._io import replacing
 from fedrot.errors import FedrotError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SUFFIX = ".safetensors"
 
-#: Any of these is a tokenizer; the others belong to one, or to the model.
+#: Files of a tokenizer: any one of these is enough.
 TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+#: Files that are copied with a model.
 BESIDE = (
     *TOKENIZER,
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
-
-SAVE_AGAIN = "Load it with transformers and save it with save_pretrained."
-
-#: Weights that cannot be mapped, of older versions of transformers.
+#: Weights as older versions of transformers save them; they cannot be mapped.
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
-#: What else a folder may hold instead of a model's files, and what to do with it.
+SAVE_AGAIN = "Load it with transformers and save it with save_pretrained."
+_MERGE_ADAPTERS = "Merge the adapters into the model (peft: merge_and_unload) and save it again."
+_DEQUANTISE = "Give the model before quantisation, or dequantize() it with transformers and save it."
+
+#: Files of a folder that holds no model of its own, with advice.
 _INSTEAD = {
     "adapter_config.json": "Load it with peft, merge_and_unload it into its base model, and save that.",
     **dict.fromkeys(PICKLED, SAVE_AGAIN),
 }
 
-#: Modules that data parallelism, compilation, sharding and adapters wrap around others.
+#: Names that data parallelism, compilation, sharding and adapters add to those of modules.
 _WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\.(?=.)"
 )
 
-_MERGE_ADAPTERS = "Merge the adapters into the model (peft: merge_and_unload) and save it again."
-_DEQUANTISE = "Give the model before quantisation, or dequantize() it with transformers and save it."
-
-#: Tensors that are not a model's own, by name, and what to do about them.
-_OTHER_BASIS = (
+#: Names of tensors that plain models do not have, with advice.
+_NOT_PLAIN = (
     (re.compile(r"(^|\.)(lora_[A-Za-z_]+|ia3_l)(\.|$)"), "an adapter", _MERGE_ADAPTERS),
     (
         re.compile(r"\.(qweight|qzeros|SCB|absmax|quant_map|weight_packed|quant_state\..+)$"),
@@ -61,13 +55,16 @@ _OTHER_BASIS = (
     ),
 )
 
-#: What weights are stored in; 8 bits and fewer need scales that lie elsewhere.
+#: Dtypes of weights that are not quantised: 8 bits and fewer need scales from another tensor.
 _WEIGHTS_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+#: A file, and the name of a tensor in it.
+Place = tuple[Path, str]
 
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """Say in every ``FedrotError`` which file or folder it is about."""
+    """Put the name of a file or folder in front of every ``FedrotError``."""
     try:
         yield
     except FedrotError as error:
@@ -76,10 +73,9 @@ def about(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; tensors read from it stay views of it after it is closed.
+    """Open a safetensors file; raises ``FedrotError`` if it is damaged.
 
-    Raises:
-        FedrotError: it is damaged.
+    Tensors that are read stay views of the mapped file after it is closed.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -91,7 +87,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
-    """Raise ``FedrotError`` if a configuration says that its model's weights are quantised."""
+    """Raise ``FedrotError`` if a configuration describes a quantised model."""
     described = settings.get("quantization_config")
     if described:
         method = described.get("quant_method") if isinstance(described, Mapping) else None
@@ -101,21 +97,26 @@ def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
         )
 
 
-def stored_tensors(path: Path) -> dict[str, tuple[Path, str]]:
-    """Return the file of every tensor of a bare safetensors file or a folder, and its name there.
+def stored_tensors(path: Path) -> dict[str, Place]:
+    """Return where each tensor of a bare safetensors file or a folder is stored.
 
-    Keys are the model's own names: without what wrappers (``module.``, ``_orig_mod.``,
-    ``_fsdp_wrapped_module.``, ``base_model.model.``, ``base_layer.``) put into them.
+    Keys are the model's own names, without the additions of wrappers (``module.``, ``_orig_mod.``,
+    ``_fsdp_wrapped_module.``, ``base_model.model.``, ``base_layer.``).
 
     Raises:
         FedrotError: a file is missing or damaged, a shard lacks a tensor of the index, or the tensors
             are those of an adapter, of a quantised model or of several models.
     """
-    found: dict[str, tuple[Path, str]] = {}
-    for name, file in _files(path).items():
-        for pattern, what, advice in _OTHER_BASIS:
+    found: dict[str, Place] = {}
+    for name, (file, dtype) in _listed(path).items():
+        for pattern, owner, advice in _NOT_PLAIN:
             if pattern.search(name):
-                raise FedrotError(f"'{file}' holds '{name}', a tensor of {what}. {advice}")
+                raise FedrotError(f"'{file}' holds '{name}', a tensor of {owner}. {advice}")
+        if name.endswith(".weight") and dtype not in _WEIGHTS_DTYPES:
+            raise FedrotError(
+                f"'{file}' holds '{name}' as {dtype}, so it is quantised and cannot be moved. "
+                f"{_DEQUANTISE}"
+            )
         clean = _WRAPPERS.sub("", name)
         if clean in found:
             raise FedrotError(
@@ -123,59 +124,45 @@ def stored_tensors(path: Path) -> dict[str, tuple[Path, str]]:
                 f"Save one model. {SAVE_AGAIN}"
             )
         found[clean] = (file, name)
-    _check_dtypes(found)
     return found
 
 
-def _check_dtypes(stored: Mapping[str, tuple[Path, str]]) -> None:
-    for file in dict.fromkeys(file for file, _ in stored.values()):
-        with opened(file) as handle:
-            for place, name in stored.values():
-                if place != file or not name.endswith(".weight"):
-                    continue
-                dtype = handle.get_slice(name).get_dtype()
-                if dtype not in _WEIGHTS_DTYPES:
-                    raise FedrotError(
-                        f"'{file}' holds '{name}' as {dtype}, so it is quantised and cannot be moved. "
-                        f"{_DEQUANTISE}"
-                    )
-
-
-def _files(path: Path) -> dict[str, Path]:
-    """Return the file of every tensor, by its name there."""
+def _listed(path: Path) -> dict[str, tuple[Path, str]]:
+    """Return the file and the dtype of every tensor, by its name there."""
     single, index = (path, None) if path.is_file() else (path / WEIGHTS, path / INDEX)
     if single.is_file():
-        return dict.fromkeys(_names(single), single)
+        return {name: (single, dtype) for name, dtype in _dtypes(single).items()}
     if index is None or not index.is_file():
         raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
     try:
-        listed = {n: path / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        files = {n: path / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.") from error
-    there = {file: _names(file) for file in dict.fromkeys(listed.values()) if file.is_file()}
-    for name, file in listed.items():
-        if name not in there.get(file, ()):
+    dtypes = {file: _dtypes(file) for file in dict.fromkeys(files.values()) if file.is_file()}
+    for name, file in files.items():
+        if name not in dtypes.get(file, ()):
             raise FedrotError(
                 f"'{index}' lists '{name}' in '{file}', which is not there. Copy all shards."
             )
-    return listed
+    return {name: (file, dtypes[file][name]) for name, file in files.items()}
+
+
+def _dtypes(file: Path) -> dict[str, str]:
+    with opened(file) as handle:
+        names = handle.keys()
+        return {name: handle.get_slice(name).get_dtype() for name in names}
 
 
 def instead(folder: Path) -> str:
-    """Return what a folder holds instead of a saved model, and what to do."""
+    """Return advice on a folder that holds no saved model."""
     for name, advice in _INSTEAD.items():
         if (folder / name).is_file():
             return f"There is '{name}' instead. {advice}"
     return SAVE_AGAIN
 
 
-def _names(file: Path) -> frozenset[str]:
-    with opened(file) as handle:
-        return frozenset(handle.keys())
-
-
 def refuse_filled(out: Path) -> None:
-    """Raise ``FileExistsError`` unless a model can be written there; see ``write_model``."""
+    """Raise ``FileExistsError`` unless ``out`` is absent or an empty folder."""
     if out.exists() and (out.suffix == SUFFIX or not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"'{out}' is there already and not an empty folder. Choose another --out.")
 
@@ -195,13 +182,15 @@ def write_model(
         tensors: contiguous, tied ones once.
         config_file: copied into the folder as ``config.json``.
         beside: the folder whose tokenizer and generation configuration are copied too.
-        dtype: what the configuration says from now on; None leaves it as it is.
+        dtype: written into the configuration unless None.
 
     Raises:
-        OSError: there is something already, or it cannot be written.
+        OSError: ``out`` is not empty, or cannot be written.
     """
     refuse_filled(out)
-    with _whole(out) as target:
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as target:
         if out.suffix == SUFFIX:
             _save(tensors, target)
             return
@@ -218,7 +207,7 @@ def _config_text(file: Path, dtype: torch.dtype | None) -> str:
     if dtype is None:
         return text
     settings = json.loads(text)
-    # Older versions of transformers know the other name only.
+    # Older versions of transformers write torch_dtype.
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     return json.dumps({**settings, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"
 
@@ -231,18 +220,3 @@ def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"'{file}' cannot be written: {error}") from error
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """Give a path beside ``out`` that takes its place once everything is written."""
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        yield staging
-        staging.replace(out)
-    finally:
-        if staging.is_dir():
-            shutil.rmtree(staging, ignore_errors=True)
-        staging.unlink(missing_ok=True)

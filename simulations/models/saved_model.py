@@ -1,25 +1,30 @@
-"""Models on disk, opened without being loaded."""
+"""Saved models on disk or on the hub: found, checked, compared and loaded."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.barrier_models import ARCHITECTURE
+from fedrot.simulations.models.mapped_tensors import MappedTensors
 from fedrot.simulations.models.model_files import (
+    BESIDE,
     CONFIG,
+    INDEX,
+    PICKLED,
     SAVE_AGAIN,
-    SUFFIX,
     TOKENIZER,
+    WEIGHTS,
     about,
     instead,
     opened,
@@ -27,229 +32,261 @@ from fedrot.simulations.models.model_files import (
     stored_tensors,
 )
 
+#: Fields of a configuration in which models to be compared or merged must agree.
+ARCHITECTURE = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "image_size",
+    "patch_size",
+)
+
+#: ``name`` or ``owner/name`` of a model on the hub.
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A model on disk whose tensors are read when they are asked for.
+class SavedModel:
+    """A model on disk; only its configuration has been read.
 
     Attributes:
         path: a folder written by ``save_pretrained``, or a bare ``.safetensors`` file.
-        name: the same, or the model's name on the hub.
-        config_file: its configuration, ``config`` the same as an object of transformers.
-        model_class: the class of transformers that the configuration names.
-        beside: the folder of its tokenizer and generation configuration, if there is one.
-        shapes: of every tensor of the state dict.
-        first: for every name of the state dict, the first of those that share its tensor.
-        places: the file and the name in it, by first name.
-        unknown: what is stored beside the tensors of the state dict.
+        name: the path or hub name that the user gave.
+        config_file: the file of the configuration.
+        config: the configuration as an object of transformers.
+        beside: the folder of the tokenizer and generation configuration, if there is one.
     """
 
     path: Path
     name: str
     config_file: Path
     config: Any
-    model_class: Any
     beside: Path | None
-    shapes: Mapping[str, tuple[int, ...]]
-    first: Mapping[str, str]
-    places: Mapping[str, tuple[Path, str]]
-    unknown: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names under which ``save_pretrained`` stores the tensors: tied ones once."""
-        return tuple(self.places)
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder to load the tokenizer from, if it has one."""
+        """The folder to load the tokenizer from, or None."""
         folder = self.beside
         return folder if folder and any((folder / name).is_file() for name in TOKENIZER) else None
 
-    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors by name, those of the whole state dict if no names are given.
+    @cached_property
+    def vocabulary(self) -> frozenset[tuple[str, int]] | None:
+        """The tokenizer's tokens and their numbers, or None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        from transformers import AutoTokenizer
 
-        They are views of the mapped files, which stay mapped as long as one of them is kept; tied
-        names hold one and the same tensor.
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        return frozenset(tokenizer.get_vocab().items())
+
+    @cached_property
+    def model_class(self) -> Any:
+        """The class of transformers that the configuration names, the bare model's if it names none.
+
+        Raises:
+            FedrotError: transformers does not have the class.
         """
-        wanted = list(self.first if names is None else names)
-        found: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            handles: dict[Path, Any] = {}
-            for name in dict.fromkeys(self.first[name] for name in wanted):
-                file, stored = self.places[name]
-                if file not in handles:
-                    handles[file] = stack.enter_context(opened(file))
-                found[name] = handles[file].get_tensor(stored)
-        return {name: found[self.first[name]] for name in wanted}
+        import transformers
+
+        named = self.config.architectures or []
+        if not named:
+            return self.class_for("AutoModel")
+        found = getattr(transformers, named[0], None)
+        if found is None:
+            raise FedrotError(
+                f"'{self.name}' is a {named[0]}, which transformers does not have. Use a class of your "
+                "own in Python, with fedrot.check_function and fedrot.align."
+            )
+        return found
+
+    def class_for(self, auto_model: str) -> Any:
+        """Return the class that an ``AutoModel...`` of transformers chooses for the configuration."""
+        import transformers
+
+        with torch.device("meta"):
+            return type(getattr(transformers, auto_model).from_config(self.config))
+
+    @cached_property
+    def tensors(self) -> MappedTensors:
+        """The tensors under the names of the model's state dict, read from the files on demand.
+
+        Raises:
+            FedrotError: a file is missing or damaged, or the tensors are not those of the class that
+                the configuration names.
+        """
+        named = self.config.architectures or []
+        if len(named) != 1:
+            raise FedrotError(
+                f"'{self.config_file}' names {named or 'nothing'} under 'architectures'; it should name "
+                f'one model class of transformers, such as ["BertForMaskedLM"]. {SAVE_AGAIN}'
+            )
+        return MappedTensors.of(self.path, self.config_file, self.model_class, self.config)
 
     def build(self) -> nn.Module:
-        """Return a float32 model of this class, in evaluation mode; its weights are not these."""
+        """Return a float32 model of the class, in evaluation mode, with random weights."""
         return self.model_class(self.config).float().eval()
 
+    def load(self, model_class: Any) -> tuple[nn.Module, list[str], list[str]]:
+        """Load the model as a class of transformers.
 
-def open_checkpoint(path: Path, config: Path | None = None, name: str | None = None) -> Checkpoint:
-    """Open a model on disk: names and shapes are read and checked, values are not.
+        Names of wrappers are removed from the names of tensors, see ``stored_tensors``. Files are read
+        safely: safetensors, or pickles that contain only tensors. No code of the model is run.
+
+        Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the names
+        that the files lack, which are random; and the stored names that the class does not have.
+
+        Raises:
+            FedrotError: it cannot be loaded, or its tensors are an adapter's or quantised.
+        """
+        tensors = self._unwrapped()
+        with _loading(self.name):
+            model, found = model_class.from_pretrained(
+                None if tensors else self.path,
+                config=self.config,
+                state_dict=tensors,
+                output_loading_info=True,
+            )
+        return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+
+    def _unwrapped(self) -> dict[str, Tensor] | None:
+        """Return all tensors without wrappers' names, or None if transformers finds them itself."""
+        there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (self.path / file).is_file()]
+        if there and there[0] in PICKLED:
+            return None
+        stored = stored_tensors(self.path)
+        if all(name == as_stored for name, (_, as_stored) in stored.items()):
+            return None
+        with ExitStack() as stack:
+            files = dict.fromkeys(file for file, _ in stored.values())
+            handles = {file: stack.enter_context(opened(file)) for file in files}
+            return {
+                name: handles[file].get_tensor(as_stored) for name, (file, as_stored) in stored.items()
+            }
+
+
+def open_saved_model(
+    name: str | Path, config: Path | None = None, *, pickles: bool = False
+) -> SavedModel:
+    """Find a saved model and read its configuration; one of the hub is downloaded into the hub's cache.
 
     Args:
-        path: a folder with ``config.json`` and ``model.safetensors`` (or its index and shards), or a
-            bare ``.safetensors`` file.
+        name: a folder with ``config.json`` and weights, a bare ``.safetensors`` file, or a hub name.
         config: for a bare file, its ``config.json`` or a folder with one, whose tokenizer is the
             model's too.
-        name: the model's name in reports; ``path`` if not given.
+        pickles: whether weights of the hub may be pickles if there are no safetensors files.
 
     Raises:
-        FedrotError: a file is missing or damaged, the family is not supported, the weights are
-            quantised or an adapter's, or not those of the class that the configuration names.
+        FedrotError: it does not exist, the hub cannot be reached, the configuration is missing or
+            damaged, the family is not supported, or the weights are quantised.
     """
-    config_file, beside = _belongings(path, config)
-    settings = read_config(config_file)
-    model_class = _model_class(settings, config_file)
-    with torch.device("meta"):
-        state = model_class(settings).state_dict(keep_vars=True)
-    firsts: dict[int, str] = {}
-    first = {name: firsts.setdefault(id(tensor), name) for name, tensor in state.items()}
-    stored = stored_tensors(path)
-    checkpoint = Checkpoint(
-        path,
-        name or str(path),
-        config_file,
-        settings,
-        model_class,
-        beside,
-        shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
-        first=first,
-        places=_places(path, stored, first, model_class.__name__),
-        unknown=tuple(sorted(stored.keys() - first.keys())),
-    )
-    for name, tensor in checkpoint.read().items():
-        if tuple(tensor.shape) != checkpoint.shapes[name]:
-            raise FedrotError(
-                f"'{path}': the tensor '{name}' has shape {list(tensor.shape)}, but should have "
-                f"{list(checkpoint.shapes[name])} by '{config_file}'. Check that they belong together."
-            )
-    return checkpoint
+    if Path(name).exists():
+        return _with_config(Path(name), str(name), config)
+    name = str(name)
+    if not _HUB_NAME.fullmatch(name):
+        raise FedrotError(f"'{name}' does not exist. Give the folder of a saved model, or a hub name.")
+    folder = _downloaded(name, CONFIG)
+    # Before its weights are downloaded, so that an unsupported model is refused at once.
+    model = _with_config(folder, name, None)
+    _downloaded(name, "model*.safetensors", INDEX, *BESIDE)
+    if pickles and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+        _downloaded(name, "pytorch_model*.bin", *PICKLED)
+    return model
 
 
-def _belongings(path: Path, config: Path | None) -> tuple[Path, Path | None]:
-    """Return a model's configuration, and the folder of what else belongs to it."""
-    if path.is_dir():
-        folder, file = path, path / CONFIG
-    elif not path.is_file():
-        raise FedrotError(f"'{path}' does not exist. Give a folder of a saved model or a {SUFFIX} file.")
-    elif config is None:
+def _with_config(path: Path, name: str, config: Path | None) -> SavedModel:
+    given = path if path.is_dir() else config
+    if given is None:
         raise FedrotError(
             f"'{path}' is a bare file. Give its configuration with --config, a {CONFIG} or a folder "
             "with one."
         )
-    elif config.is_dir():
-        folder, file = config, config / CONFIG
-    else:
-        folder, file = None, config
+    folder = given if given.is_dir() else None
+    file = folder / CONFIG if folder else given
     if not file.is_file():
         raise FedrotError(
             f"'{file}' does not exist. A model needs its configuration. {instead(file.parent)}"
         )
-    return file, folder
+    return SavedModel(path, name, file, _read_config(file), folder)
 
 
-def read_config(file: Path) -> Any:
-    """Return a configuration on disk as an object of transformers.
+def _downloaded(name: str, *files: str) -> Path:
+    from huggingface_hub import snapshot_download
 
-    Raises:
-        FedrotError: it is damaged, its family is not supported, or its model is quantised.
-    """
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        raise FedrotError(
+            f"'{name}' is no folder, and the hub has no model of that name or cannot be reached "
+            f"({_first_line(error)}). Give the folder of a saved model."
+        ) from error
+
+
+def _read_config(file: Path) -> Any:
     from transformers import AutoConfig
 
     from fedrot.symmetry import check_family
 
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-        with about(file):
-            check_family(settings)
-        refuse_quantised(settings, file)
     except json.JSONDecodeError as error:
         raise FedrotError(f"'{file}' is damaged: it is no JSON ({error}).") from error
+    with about(file):
+        check_family(settings)
+    refuse_quantised(settings, file)
     return AutoConfig.from_pretrained(file, local_files_only=True)
 
 
-def _model_class(config: Any, file: Path) -> Any:
-    import transformers
-
-    named = config.architectures or []
-    found = getattr(transformers, named[0], None) if len(named) == 1 else None
-    if found is None:
-        raise FedrotError(
-            f"'{file}' names {named or 'nothing'} under 'architectures'; it should name one model class "
-            f'of transformers, such as ["BertForMaskedLM"]. {SAVE_AGAIN}'
-        )
-    return found
-
-
-def _places(
-    path: Path, stored: Mapping[str, tuple[Path, str]], first: Mapping[str, str], model_class: str
-) -> dict[str, tuple[Path, str]]:
-    """Return where each tensor lies; of tied ones any copy will do."""
-    copies: dict[str, list[str]] = defaultdict(list)
-    for name, one in first.items():
-        copies[one] += [name] if name in stored else []
-    missing = [name for name, names in copies.items() if not names]
-    unknown = sorted(stored.keys() - first.keys())
-    if missing and unknown:
-        raise FedrotError(
-            f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
-            f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration "
-            "belong together. Some classes (ViT, DeiT) are stored by transformers under other names "
-            "than they have in memory, which this command does not translate: load them with "
-            "from_pretrained, merge with fedrot.align and save the result."
-        )
-    if missing:
-        raise FedrotError(
-            f"'{path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), which a "
-            f"{model_class} has. Check that it and its configuration belong together. {SAVE_AGAIN}"
-        )
-    for one, *others in copies.values():
-        for other in others:
-            (file, here), (beside, there) = stored[one], stored[other]
-            with opened(file) as a, opened(beside) as b:
-                same = torch.equal(a.get_tensor(here), b.get_tensor(there))
-            if not same:
-                raise FedrotError(
-                    f"'{path}' holds different values in '{one}' and '{other}', which its configuration "
-                    "ties. Set its 'tie_word_embeddings' to what the model was trained with."
-                )
-    return {one: stored[names[0]] for one, names in copies.items()}
-
-
-def check_alike(one: Checkpoint, other: Checkpoint) -> None:
-    """Check that two models differ in nothing but the values of their tensors.
+def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCHITECTURE) -> None:
+    """Check that two models agree in these fields of their configurations and in their vocabulary.
 
     Raises:
-        FedrotError: naming what differs: the class, the architecture, a shape or the vocabulary.
+        FedrotError: they differ; the message says in which field.
     """
     a, b = one.path, other.path
-    for name in ("architectures", *ARCHITECTURE):
+    for name in fields:
         here, there = getattr(one.config, name, None), getattr(other.config, name, None)
         if here != there:
             raise FedrotError(
-                f"Different architectures: {name} is {here} in '{a}' and {there} in '{b}'. Only models "
-                "of one architecture can be merged."
+                f"Different architectures: {name} is {here} in '{a}' and {there} in '{b}'. Give models "
+                "of one architecture."
             )
-    for name, shape in one.shapes.items():
-        if other.shapes.get(name) != shape:
-            raise FedrotError(
-                f"Different shapes: the tensor '{name}' is {shape} in '{a}' and "
-                f"{other.shapes.get(name)} in '{b}'. Only models of one architecture can be merged."
-            )
-    folders = {folder for folder in (one.tokenizer, other.tokenizer) if folder}
-    if len({_vocabulary(folder) for folder in folders}) > 1:
+    sizes = [getattr(model.config, "vocab_size", None) for model in (one, other)]
+    if sizes[0] != sizes[1] or len({one.vocabulary, other.vocabulary} - {None}) > 1:
         raise FedrotError(
-            f"Different vocabularies: the tokens of '{a}' and '{b}' are not the same. Only models that "
-            "were trained with one tokenizer can be merged."
+            f"Different vocabularies: the tokens of '{a}' and '{b}' are not the same ({sizes[0]} and "
+            f"{sizes[1]} embeddings). Give models that were trained with one tokenizer."
         )
 
 
-def _vocabulary(folder: Path) -> frozenset[tuple[str, int]]:
-    from transformers import AutoTokenizer
+def check_bundled(model: SavedModel) -> None:
+    """Refuse a model without a tokenizer unless it has the bundled tokenizer's vocabulary."""
+    from fedrot.simulations.data.tokenizer import bundled_tokenizer
 
-    return frozenset(AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab().items())
+    size = bundled_tokenizer().get_vocab_size()
+    if model.tokenizer is None and model.config.vocab_size != size:
+        raise FedrotError(
+            f"'{model.path}' has no tokenizer, and the bundled one has {size} tokens where the model "
+            f"has {model.config.vocab_size}. Save the model's tokenizer into that folder."
+        )
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Hide progress bars, and turn errors of loading into ``FedrotError``."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, ImportError, UnpicklingError) as error:
+        raise FedrotError(f"'{name}' cannot be loaded: {_first_line(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,15 @@ CONFIDENCE = 0.95
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "pseudo_perplexity"})
 
 
+class Place(NamedTuple):
+    """The cell of a table: an arm's metric from a start in a setting."""
+
+    setting: str
+    start: str
+    arm: str
+    metric: str
+
+
 @dataclass(frozen=True)
 class Summary:
     """A metric of one arm at the final round, over ``n`` seeds; ``sd`` (n - 1) is NaN if undefined."""
@@ -44,8 +53,8 @@ class Summary:
 class Paired:
     """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
 
-    The interval is NaN with fewer than two seeds. The verdict knows of which metrics lower is better;
-    it is "within noise" if the interval contains 0, "identical" if every difference is exactly 0.
+    The interval is NaN with fewer than two seeds. The verdict depends on whether lower or higher is
+    better; it is "within noise" if the interval contains 0, and "identical" if all differences are 0.
     """
 
     mean: float
@@ -61,36 +70,42 @@ def setting_of(row: Row) -> str:
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of every setting, settings in the order in which they come first."""
+    """The rows of every setting, settings in the order of their first rows."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(setting_of(row), []).append(row)
     return found
 
 
-def final_values(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], dict[int, float]]:
-    """Central values at the final round: (setting, start, arm, metric) -> seed -> value.
+def final_values(rows: Iterable[Row]) -> dict[Place, dict[int, float]]:
+    """Central values at the final round, by seed.
 
-    The final round is the last one any arm of the setting reached, so that an unfinished run never
-    compares different rounds: seeds that are not there yet are left out. Of repeated rows the last
-    counts. Keys come in the order of the rows.
+    The final round is the last one that any arm of the setting reached: an unfinished run never
+    compares different rounds, but leaves out the seeds that are not there yet. Of repeated rows the
+    last one counts. Keys come in the order of the rows.
     """
     central = [row for row in rows if row["scope"] == CENTRAL]
     final: dict[str, int] = defaultdict(int)
     for row in central:
         final[setting_of(row)] = max(final[setting_of(row)], int(row["round"]))
-    values: dict[tuple[str, str, str, str], dict[int, float]] = {}
+    values: dict[Place, dict[int, float]] = {}
     for row in central:
         if int(row["round"]) == final[setting_of(row)]:
-            key = (setting_of(row), str(row["start"]), str(row["arm"]), str(row["metric"]))
+            key = Place(setting_of(row), str(row["start"]), str(row["arm"]), str(row["metric"]))
             values.setdefault(key, {})[int(row["seed"])] = float(row["value"])
     return values
 
 
 def metrics_in(rows: Iterable[Row]) -> list[str]:
-    """Central metrics in the order of the rows, the headline first and ``loss`` last."""
+    """Central metrics in the order of the rows: the headline metric first, ``loss`` last."""
     found = dict.fromkeys(str(row["metric"]) for row in rows if row["scope"] == CENTRAL)
     return sorted(found, key=lambda metric: metric == "loss")
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """The headline metric of every setting, and the loss: the columns of a narrow table."""
+    first = [metric for own in by_setting(rows).values() for metric in metrics_in(own)[:1]]
+    return list(dict.fromkeys([*first, *metrics_in(rows)[-1:]]))
 
 
 def summarise(rows: Iterable[Row], metrics: Sequence[str] | None = None) -> list[Summary]:
@@ -98,42 +113,17 @@ def summarise(rows: Iterable[Row], metrics: Sequence[str] | None = None) -> list
 
     Args:
         rows: dictionaries with arm, start, seed, round, metric, value, scope and perhaps setting.
-        metrics: which metrics; all if not given.
+        metrics: all if None.
     """
     return [
         Summary(*key, len(by_seed), *_mean_and_sd(list(by_seed.values())))
         for key, by_seed in final_values(rows).items()
-        if metrics is None or key[3] in metrics
+        if metrics is None or key.metric in metrics
     ]
 
 
-def paired(
-    rows: Iterable[Row],
-    arm: str,
-    baseline: str,
-    metric: str,
-    start: str,
-    setting: str | None = None,
-) -> Paired:
-    """Difference ``arm`` minus ``baseline`` at the final round, over the seeds that both have.
-
-    Args:
-        setting: needed only if the rows hold more than one.
-
-    Raises:
-        ValueError: if ``setting`` is needed and not given.
-    """
-    values = final_values(rows)
-    settings = {key[0] for key in values}
-    if setting is None and len(settings) > 1:
-        raise ValueError(f"the rows hold several settings, name one of {sorted(settings)}")
-    where = setting if setting is not None else next(iter(settings), "")
-    ours = values.get((where, start, arm, metric), {})
-    return compare_seeds(ours, values.get((where, start, baseline, metric), {}), metric)
-
-
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
-    """Difference over the seeds that both have, given each one's values by seed."""
+    """Difference ``ours`` minus ``theirs`` over the seeds that both have; values are by seed."""
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     return paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
 
@@ -163,8 +153,8 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
 def removed_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, float]:
     """Share of the squared distance to the anchor that alignment removed: 1 - after / before.
 
-    Distances are summed over the rows with the same key first. Rows without distances (replies dropped
-    ) do not count.
+    Distances are summed over the rows with the same key. Rows without distances (dropped replies) do
+    not count.
     """
     sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in rows:

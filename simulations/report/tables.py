@@ -1,23 +1,21 @@
-"""Results of a run in words and tables: for the terminal, for Markdown and for the report."""
+"""Tables of results: numbers and differences as text, for the terminal and for Markdown."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fedrot.simulations.report.summaries import (
     Paired,
+    Place,
     Row,
     Summary,
     by_setting,
     compare_seeds,
     final_values,
-    metrics_in,
-    removed_shares,
-    setting_of,
+    headline,
     summarise,
 )
 
@@ -25,13 +23,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BASELINE = "plain"
-# Below this share of the squared distance, alignment of a layer is called without effect.
-NEGLIGIBLE = 0.01
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the result table: an arm, its metrics, and its difference from the baseline."""
+    """One line of the result table: an arm, its metrics, and its differences from the baseline."""
 
     setting: str
     start: str
@@ -47,18 +43,20 @@ def result_lines(rows: Sequence[Row], metrics: Sequence[str], baseline: str = BA
     Differences are ``None`` for the baseline itself and where a setting and start have none.
     """
     values = final_values(rows)
-    scores = {(s.setting, s.start, s.arm, s.metric): s for s in summarise(rows, metrics)}
+    scores = {Place(s.setting, s.start, s.arm, s.metric): s for s in summarise(rows, metrics)}
+
+    def difference(place: Place) -> Paired | None:
+        theirs = values.get(place._replace(arm=baseline))
+        if place.arm == baseline or theirs is None:
+            return None
+        return compare_seeds(values.get(place, {}), theirs, place.metric)
+
     lines = []
-    for setting, start, arm in dict.fromkeys(key[:3] for key in scores):
-        differences: list[Paired | None] = []
-        for metric in metrics:
-            ours = values.get((setting, start, arm, metric), {})
-            theirs = values.get((setting, start, baseline, metric))
-            comparable = arm != baseline and theirs is not None
-            differences.append(compare_seeds(ours, theirs or {}, metric) if comparable else None)
-        found = tuple(scores.get((setting, start, arm, metric)) for metric in metrics)
+    for key in dict.fromkeys(place[:3] for place in scores):
+        places = [Place(*key, metric) for metric in metrics]
+        found = tuple(map(scores.get, places))
         seeds = max(score.n for score in found if score)
-        lines.append(Line(setting, start, arm, seeds, found, tuple(differences)))
+        lines.append(Line(*key, seeds, found, tuple(map(difference, places))))
     return lines
 
 
@@ -76,10 +74,16 @@ def format_difference(difference: Paired | None) -> str:
         return "-"
     if difference.n == 0 or difference.verdict == "identical":
         return difference.verdict
-    style = "+" + number_style(difference.mean, difference.ci_low, difference.ci_high)
-    interval = f" [{difference.ci_low:{style}}, {difference.ci_high:{style}}]"
-    shown = "" if math.isnan(difference.ci_low) else interval
-    return f"{difference.mean:{style}}{shown} {difference.verdict}"
+    return f"{format_interval(difference, sign='+')} {difference.verdict}"
+
+
+def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool = True) -> str:
+    """``0.412 [0.301, 0.523]``, without the interval if there is none or it is not wanted."""
+    bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
+    style = sign + number_style(value.mean, *bounds)
+    return f"{value.mean:{style}}" + (
+        f" [{', '.join(f'{bound:{style}}' for bound in bounds)}]" if bounds else ""
+    )
 
 
 def number_style(*values: float, decimals: int = 3) -> str:
@@ -90,18 +94,44 @@ def number_style(*values: float, decimals: int = 3) -> str:
     return f".{max(0, decimals + 1 - len(str(int(largest))))}f"
 
 
-def headline(rows: Sequence[Row]) -> list[str]:
-    """The headline metric of every setting, and the loss: what fits into a narrow table."""
-    first = [metric for own in by_setting(rows).values() for metric in metrics_in(own)[:1]]
-    return list(dict.fromkeys([*first, *metrics_in(rows)[-1:]]))
+def terminal_table(
+    title: str,
+    columns: Iterable[str],
+    texts: Container[str] = (),
+    caption: str | None = None,
+    fold: bool = False,
+) -> Table:
+    """Return an empty table; columns of ``texts`` are left-aligned.
+
+    They are not wrapped, so that a narrow terminal cuts them, unless long cells are to ``fold``.
+    """
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, title_justify="left" if fold else "center")
+    for name in columns:
+        text = name in texts
+        table.add_column(
+            name,
+            justify="left" if text else "right",
+            no_wrap=text and not fold,
+            overflow="fold" if fold else "ellipsis",
+        )
+    return table
+
+
+def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
+    """Return a Markdown table; columns of ``texts`` are left-aligned, others are right-aligned."""
+    rule = ["---" if name in texts else "---:" for name in header]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, rule, *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> list[Table]:
-    """The final-round results for the terminal, one table per setting, fit for a narrow one.
+    """The final-round results for the terminal, one narrow table per setting.
 
     Args:
-        headline_metrics: columns of the tables; the headline metric and the loss if not given. The
-            difference from plain averaging is shown for the first.
+        headline_metrics: columns; the headline metric and the loss if None. The difference from plain
+            averaging is shown for the first.
     """
     tables = []
     for own in by_setting(rows).values():
@@ -113,24 +143,20 @@ def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None =
 
 
 def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
     seeds = sorted({line.seeds for line in lines})
     counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
-    table = Table(
-        title=f"{lines[0].setting}: final round, mean ± sd, {counted} seed(s)",
+    names = ("start", "arm") if len({line.start for line in lines}) > 1 else ("arm",)
+    table = terminal_table(
+        f"{lines[0].setting}: final round, mean ± sd, {counted} seed(s)",
+        (*names, *metrics, f"{metrics[0]} - {BASELINE}"),
+        texts=names,
         caption=f"Difference from {BASELINE}: paired by seed, two-sided 95 % t interval.",
     )
-    several = len({line.start for line in lines}) > 1
-    table.add_column("start" if several else "arm", no_wrap=True)
-    if several:
-        table.add_column("arm", no_wrap=True)
-    for name in (*metrics, f"{metrics[0]} - {BASELINE}"):
-        table.add_column(name, justify="right")
     for line in lines:
-        cells = [*([line.start] if several else []), line.arm, *map(format_score, line.scores)]
-        # Plain text: brackets in names and intervals are no markup.
+        cells = [*(getattr(line, name) for name in names), *map(format_score, line.scores)]
+        # Text: brackets in names and intervals are not markup.
         table.add_row(*map(Text, [*cells, format_difference(line.differences[0])]))
     return table
 
@@ -141,111 +167,25 @@ def markdown_table(
     """The final-round results as a Markdown table, with the paired difference of every metric.
 
     Args:
-        metrics: the headline metric and the loss if not given.
+        metrics: the headline metric and the loss if None.
     """
     metrics = list(metrics or headline(rows))
     against = [f"{metric}: difference from {baseline}" for metric in metrics]
-    header = ["setting", "start", "arm", "seeds", *metrics, *against]
     lines = [
         [ln.setting, ln.start, ln.arm, str(ln.seeds)]
         + [format_score(score) for score in ln.scores]
         + [format_difference(difference) for difference in ln.differences]
         for ln in result_lines(rows, metrics, baseline)
     ]
-    rule = ["---" if index < 3 else "---:" for index in range(len(header))]
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, rule, *lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
+    texts = ("setting", "start", "arm")
+    return pipe_table([*texts, "seeds", *metrics, *against], lines, texts)
 
 
 def partition_table(
     counts: Sequence[Sequence[int]], names: Sequence[str], setting: str, seed: int
 ) -> Table:
     """Rows of each class per client, for the terminal; ``counts`` is [clients][classes]."""
-    from rich.table import Table
-
-    table = Table(title=f"Rows per client: {setting}, seed {seed}")
-    for name in ("client", "rows", *names):
-        table.add_column(name, justify="right")
+    table = terminal_table(f"Rows per client: {setting}, seed {seed}", ("client", "rows", *names))
     for client, row in enumerate(counts):
         table.add_row(*map(str, (client, sum(row), *row)))
     return table
-
-
-def scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
-    """What scrambling the clients' coordinates cost every arm, against its own run of start same."""
-    same = {(line.setting, line.arm): line for line in lines if line.start == "same"}
-    said = []
-    for line in lines:
-        twin = same.get((line.setting, line.arm))
-        if line.start != "scrambled" or twin is None:
-            continue
-        changes = [
-            f"{metric} {theirs.mean:{style}} -> {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
-            for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
-            if ours is not None and theirs is not None
-            for style in [number_style(ours.mean, theirs.mean, decimals=4)]
-        ]
-        said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
-    return said
-
-
-def findings(lines: Sequence[Line], metrics: Sequence[str], alignment: Sequence[Row]) -> list[str]:
-    """Sentences on where alignment hurt, did nothing, or could not be done."""
-    said = []
-    for line in lines:
-        for metric, difference in zip(metrics, line.differences, strict=True):
-            if difference is not None:
-                said += _doubts(line, metric, difference)
-    return said + _idle_layers(alignment) + _dropped(alignment)
-
-
-def _doubts(line: Line, metric: str, difference: Paired) -> list[str]:
-    where = f"{line.setting or 'this run'}, start {line.start}: {line.arm}"
-    change = format_difference(difference).removesuffix(f" {difference.verdict}")
-    if difference.verdict == "worse":
-        return [f"{where} hurt {metric} against {BASELINE}: {change}."]
-    if difference.verdict == "identical":
-        return [f"{where} gave exactly the {metric} of {BASELINE}."]
-    if difference.verdict == "within noise":
-        return [f"{where} made no measurable difference to {metric}: {change}."]
-    if difference.verdict == "not finite":
-        return [f"{where} or {BASELINE} diverged: {metric} is not finite."]
-    return []
-
-
-def _idle_layers(alignment: Sequence[Row]) -> list[str]:
-    """Where alignment found next to nothing to remove."""
-    idle: dict[tuple[str, str, str, str], list[str]] = {}
-    for (setting, start, arm, part, layer), share in removed_shares(alignment).items():
-        if share < NEGLIGIBLE:
-            shown = f"{layer} ({100 * share:.2g} %)"
-            idle.setdefault((setting, start, arm, part), []).append(shown)
-    return [
-        f"{setting or 'this run'}, start {start}: {arm} removed less than {100 * NEGLIGIBLE:.0f} % "
-        f"of the squared distance by {part} in layer {', '.join(layers)}."
-        for (setting, start, arm, part), layers in idle.items()
-    ]
-
-
-def failed_clients(rows: Sequence[Row]) -> list[str]:
-    """Sentences on clients that failed or sent nothing usable."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for row in rows:
-        if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
-            counts[(setting_of(row), str(row["start"]), str(row["arm"]))] += int(row["value"])
-    return [
-        f"{setting or 'this run'}, start {start}: {arm} went on without {count} client(s) that failed."
-        for (setting, start, arm), count in counts.items()
-    ]
-
-
-def _dropped(alignment: Sequence[Row]) -> list[str]:
-    reasons = Counter(
-        (setting_of(row), str(row.get("arm")), str(row["dropped"]))
-        for row in alignment
-        if "dropped" in row
-    )
-    return [
-        f"{setting or 'this run'}: {arm} dropped a reply {count} time(s): {reason}"
-        for (setting, arm, reason), count in reasons.items()
-    ]

@@ -1,175 +1,225 @@
-"""A round's updates in common coordinates: aligned whole, or layer by layer on another device."""
+"""Aligners: they move each update of a round into the round's coordinates."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedrot.aggregation import Mean, Statistics
-from fedrot.anchors import AlignedUpdate, align_round
+from fedrot.aggregation import Mean
+from fedrot.alignment import Alignment
+from fedrot.anchors import ANCHORS, GlobalAnchor, RunningAnchor, align_round, finder
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import model_distance
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.round.inbox import Reply
-from fedrot.strategies.round.layerwise import fold_by_layer
-from fedrot.strategies.round.merge import Folding
-from fedrot.strategies.round.other_basis import Exchange, OtherBasis, in_other_basis
-from fedrot.strategies.round.round_report import Round, Update
+from fedrot.strategies.round.other_basis import Exchange, OtherBases, in_other_basis
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.update import Update
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
 
+class Unaligned:
+    """Leaves every update as it was received. The base of the other aligners.
+
+    Attributes:
+        needs_all: True if updates can only be aligned once every reply has arrived. Then ``prepare``
+            comes first.
+    """
+
+    needs_all = False
+
+    def __init__(self, broadcast: Tensors) -> None:
+        self.broadcast = broadcast
+
+    def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
+        """Look at all updates of the round, and return their places in the order to align them in."""
+        return range(len(updates))
+
+    def align(self, update: Update, place: int = 0) -> Update | None:
+        """Return the update in the round's coordinates, or None if it is dropped."""
+        return update
+
+    def accept(self, update: Update) -> None:
+        """Take note of an aligned update that is merged."""
+
+    def distances(self, updates: Iterable[Update]) -> Iterator[float]:
+        """Return every update's distance from the broadcast model."""
+        return (model_distance(update.tensors, self.broadcast) for update in updates)
+
+    def close(self) -> None:
+        """Log what concerns all updates of the round."""
+
+
 @dataclass(frozen=True)
-class Coordinates:
-    """Whom a round's updates are aligned to, how, and where.
+class Plan:
+    """What an aligned strategy aligns, and where; the same in every round.
 
     Attributes:
         symmetry: of the broadcast model.
         options: what is aligned.
-        anchor: its name, see ``fedrot.align_round``.
-        other_basis: what is done with updates from other bases.
+        anchor: name of the anchor, see ``fedrot.align_round``.
+        other_bases: what is done with updates from another basis.
         device: where updates are aligned and averaged.
-        statistics: returns those of a reply's statistics that are used.
-        exchange: by which clients can be asked to match themselves.
     """
 
     symmetry: Symmetry
     options: AlignmentOptions
     anchor: str
-    other_basis: OtherBasis
+    other_bases: OtherBases
     device: torch.device
-    statistics: Callable[[Reply], Statistics]
-    exchange: Exchange | None
 
-    def updates(
-        self,
-        replies: Iterable[Reply],
-        broadcast: Tensors,
-        this_round: Round,
-        running: Mean | None = None,
-    ) -> Iterator[Update]:
-        """Yield the updates in the round's coordinates, their statistics moved with them.
-
-        Those whose statistics cannot follow are dropped.
-
-        Args:
-            running: the mean that they are folded into, see ``align_round``; None if that is none.
-        """
-        symmetry, matching, base = self.symmetry, self.other_basis, broadcast
-        own = Mean() if running is None and self.anchor == "running" else None
-
-        def moved(reply: Reply, result: AlignedUpdate) -> Iterator[Update]:
-            for update in self._moved(reply, result, broadcast, this_round):
-                yield update
-                if own is not None:
-                    own.fold(update.tensors, update.weight)
-
-        found: dict[int, AlignedUpdate] = {}
-        if isinstance(replies, Sequence) and matching.needs_all:
-            places = [i for i, reply in enumerate(replies) if in_other_basis(reply, broadcast, symmetry)]
-            this_round.other_basis = len(places)
-            base = matching.base(replies, places, broadcast)
-            if matching.match_at_clients and places and self.exchange is not None:
-                asked = (replies, base, symmetry, self.exchange, this_round)
-                found = matching.matched_at_clients(*asked)
-            for index, result in sorted(found.items()):
-                yield from moved(replies[index], result)
-        given = deque[Reply]()
-
-        def pairs() -> Iterator[tuple[Tensors, float]]:
-            index = -1
-            # Not with enumerate, which keeps the last reply until it has the next one.
-            for reply in replies:
-                index += 1
-                if index in found:
-                    continue
-                if not matching.needs_all:
-                    this_round.other_basis += in_other_basis(reply, broadcast, symmetry)
-                given.append(reply)
-                yield self._there(reply.tensors), reply.weight
-                del reply
-
-        aligned = align_round(
-            pairs(),
-            self._there(base),
-            symmetry,
-            self.options,
-            self.anchor,
-            matching.options,
-            matching.evidence,
-            running or own,
-        )
-        for result in aligned:
-            yield from moved(given.popleft(), result)
-            del result
-        matching.warn(this_round.other_basis, len(this_round.reports))
-
-    def _moved(
-        self, reply: Reply, result: AlignedUpdate, broadcast: Tensors, this_round: Round
-    ) -> Iterator[Update]:
-        """Yield a reply's update, unless its statistics cannot follow."""
-        this_round.report(reply.client, result.alignment.report)
-        try:
-            given = {kind: self._there(by_name) for kind, by_name in self.statistics(reply).items()}
-            statistics = result.alignment.transport(given)
-        except FedrotError as error:
-            this_round.drop(reply.client, str(error))
-            return
-        tensors = _without_integers(self._there(result.tensors), broadcast)
-        yield Update(reply, tensors, result.weight, statistics)
+    @property
+    def needs_all(self) -> bool:
+        """True if the round's anchor can only be chosen once every reply has arrived."""
+        return ANCHORS[self.anchor].needs_all or self.other_bases.needs_all
 
     @property
     def by_layer(self) -> bool:
-        """Whether updates go through another device's memory layer by layer."""
-        alone = self.other_basis.options is None and self.anchor in ("global", "running")
+        """True if a GPU can align and average the updates layer by layer."""
+        alone = self.other_bases.options is None and self.anchor in ("global", "running")
         return self.device.type != "cpu" and alone
 
-    def fold_by_layer(
-        self, replies: Iterable[Reply], broadcast: Tensors, this_round: Round, folding: Folding
-    ) -> None:
-        """Align the replies and fold them into the mean on the device, a layer at a time."""
-        assert folding.mean is not None
-        mean, anchor = folding.mean, Anchor(broadcast)
-        how = self.symmetry, self.options, self.device
-        for reply in replies:
-            this_round.other_basis += in_other_basis(reply, broadcast, self.symmetry)
-            update, before = _without_integers(reply.tensors, broadcast), mean.weight
-            statistics = self.statistics(reply)
-            try:
-                report = fold_by_layer(mean, update, reply.weight, anchor, *how, statistics)
-            except FedrotError as error:
-                this_round.drop(reply.client, str(error))
-                continue
-            this_round.report(reply.client, report)
-            folding.note(reply)
-            del reply, update
-            if self.anchor == "running":
-                anchor = anchor.towards_last(mean.current, 1 - before / mean.weight)
-        self.other_basis.warn(this_round.other_basis, len(this_round.reports))
+    def rule(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
+        """Return the anchor of a new round whose coordinates are those of ``base``.
 
-    def distances(self, replies: Iterable[Reply], broadcast: Tensors) -> Iterator[float]:
-        """Yield every update's distance from the broadcast model, in the coordinates of that one."""
-        given = ((self._there(reply.tensors), reply.weight) for reply in replies)
-        base, other_basis = self._there(broadcast), self.other_basis
-        how = (self.symmetry, self.options, "global", other_basis.options, other_basis.evidence)
-        for result in align_round(given, base, *how):
-            yield model_distance(result.tensors, base)
+        Args:
+            base: the broadcast model, or the model in its place.
+            shared: the mean that the round's updates are added to, if it is a plain one.
+        """
+        others = self.other_bases
+        find = finder(base, self.symmetry, self.options, others.options, others.evidence)
+        if self.anchor == "running":
+            return RunningAnchor(Anchor(base), find, shared)
+        return ANCHORS[self.anchor](Anchor(base), find)
+
+
+class Aligner(Unaligned):
+    """Aligns each update of one round as a whole.
+
+    Args:
+        plan: of the strategy.
+        broadcast: the broadcast model.
+        this_round: receives reports and dropped updates.
+        shared: the mean that updates are added to before ``accept``; see ``RunningAnchor``.
+        exchange: asks clients to match themselves; None does not.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        broadcast: Tensors,
+        this_round: Round,
+        shared: Mean | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        super().__init__(broadcast)
+        self.plan, self.this_round = plan, this_round
+        self._shared, self._exchange = shared, exchange
+        self.needs_all = plan.needs_all
+        self._matched: dict[int, Alignment] = {}
+        self._places: dict[int, int] = {}
+        self._rule = plan.rule(self._there(broadcast), shared)
+
+    def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
+        """Choose the round's coordinates and anchor; updates that their clients matched come first."""
+        others, base, symmetry = self.plan.other_bases, self.broadcast, self.plan.symmetry
+        if others.needs_all:
+            places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
+            self.this_round.other_basis = len(places)
+            base = others.base(updates, places, base)
+            if others.at_clients and places and self._exchange is not None:
+                asked = (updates, base, symmetry, self._exchange, self.this_round)
+                self._matched = others.matched_at_clients(*asked)
+            self._rule = self.plan.rule(self._there(base), self._shared)
+        rest = [place for place in range(len(updates)) if place not in self._matched]
+        self._places = {place: index for index, place in enumerate(rest)}
+        if self._rule.needs_all:
+            given = (updates[place] for place in rest)
+            self._rule.prepare([(self._there(update.tensors), update.weight) for update in given])
+        return [*sorted(self._matched), *rest]
+
+    def align(self, update: Update, place: int = 0) -> Update | None:
+        """Return the update with its statistics in the round's coordinates.
+
+        An update whose statistics cannot follow is dropped.
+        """
+        plan, tensors, alignment = self.plan, update.tensors, self._matched.get(place)
+        if alignment is None:
+            if not plan.other_bases.needs_all:
+                self.this_round.other_basis += in_other_basis(update, self.broadcast, plan.symmetry)
+            tensors = self._there(tensors)
+            alignment = self._rule.align(tensors, self._places.get(place, place))
+        self.this_round.report(update.client, alignment.report)
+        try:
+            given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
+            statistics = alignment.transport(given)
+        except FedrotError as error:
+            self.this_round.drop(update.client, str(error))
+            return None
+        moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
+        return replace(update, tensors=moved, statistics=statistics)
+
+    def accept(self, update: Update) -> None:
+        """Let an anchor that follows the round know the update."""
+        self._rule.accept(update.tensors, update.weight)
+
+    def distances(self, updates: Iterable[Update]) -> Iterator[float]:
+        """Return every update's distance from the broadcast model, after alignment to it."""
+        given = ((self._there(update.tensors), update.weight) for update in updates)
+        base, plan = self._there(self.broadcast), self.plan
+        how = (
+            plan.symmetry,
+            plan.options,
+            "global",
+            plan.other_bases.options,
+            plan.other_bases.evidence,
+        )
+        return (model_distance(result.tensors, base) for result in align_round(given, base, *how))
+
+    def close(self) -> None:
+        """Say how many replies came from another basis."""
+        self.plan.other_bases.warn(self.this_round.other_basis, len(self.this_round.reports))
 
     def _there(self, tensors: Tensors) -> Tensors:
-        """Return tensors where updates are aligned; what is one tensor under several names stays one."""
-        if self.device.type == "cpu":
+        """Return tensors on the plan's device; one tensor under several names stays one tensor."""
+        if self.plan.device.type == "cpu":
             return tensors
         given = dict(tensors)
-        moved = {id(tensor): tensor.to(self.device) for tensor in given.values()}
+        moved = {id(tensor): tensor.to(self.plan.device) for tensor in given.values()}
         return {name: moved[id(tensor)] for name, tensor in given.items()}
 
 
-def _without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]:
+class LayerwiseAligner(Unaligned):
+    """Prepares updates for ``LayerwiseMerge``, which aligns them on the device.
+
+    Attributes:
+        rule: the anchor, in the host's memory or in the shared mean.
+    """
+
+    def __init__(self, plan: Plan, broadcast: Tensors, this_round: Round, shared: Mean) -> None:
+        super().__init__(broadcast)
+        self.plan, self.this_round = plan, this_round
+        self.rule = plan.rule(broadcast, shared)
+
+    def align(self, update: Update, place: int = 0) -> Update | None:
+        """Return the update with the broadcast model's integers."""
+        self.this_round.other_basis += in_other_basis(update, self.broadcast, self.plan.symmetry)
+        return replace(update, tensors=without_integers(update.tensors, self.broadcast))
+
+    def accept(self, update: Update) -> None:
+        """Let the running anchor know the update."""
+        self.rule.accept(update.tensors, update.weight)
+
+    def close(self) -> None:
+        """Say how many replies came from another basis."""
+        self.plan.other_bases.warn(self.this_round.other_basis, len(self.this_round.reports))
+
+
+def without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]:
     """Return the tensors with the broadcast model's integer and boolean buffers, as floats.
 
     The new model keeps the broadcast ones, and strategies measure distances over everything.

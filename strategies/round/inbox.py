@@ -1,22 +1,25 @@
-"""Which replies may enter the average: checked before anything is computed with them."""
+"""The inbox of a round: a message becomes an update, or it is dropped with a reason."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from logging import WARNING
 from typing import TypeVar
 
-import torch
 from flwr.app import Message, Metadata, RecordDict
-from torch import Tensor
+from flwr.common import log
+from flwr.serverapp import Grid
 
+from fedrot.collect.statistic_kinds import brings, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import Statistics, brings, check_statistics
-from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.records import model_records, read_statistics
-from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT, check_finite, check_update
+from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.update import Schema, Update
+from fedrot.strategies.wire.records import model_records, read_statistics, statistics_bytes
+from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
 #: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
@@ -30,36 +33,8 @@ _MOST_NUMBERS = 100_000
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Reply:
-    """A reply that passed: its message, its tensors in the broadcast dtypes, and its weight.
-
-    Attributes:
-        client: see ``client_id``.
-        record: name of its ArrayRecord, which the message may have lost since.
-        statistics: as the client sent them, of its update before the server moves it.
-    """
-
-    message: Message
-    client: int
-    record: str
-    tensors: Mapping[str, Tensor]
-    weight: float
-    statistics: Statistics = field(default_factory=dict)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """What replies are sorted by: their clients' ids, and their nodes' where these are equal."""
-        return self.client, self.message.metadata.src_node_id
-
-    @property
-    def layout(self) -> tuple[object, ...]:
-        """What Flower's strategies need to be equal in all replies: record names and metrics."""
-        return self.record, *metrics_layout(self.message.content)
-
-
 class Asked:
-    """Whom a round asked: what answers another question, or the same one twice, has no part in it.
+    """The messages that a round sent. A reply to another message, or a second reply, is dropped.
 
     Attributes:
         clients: the clients' own ids by node, as far as they have named themselves in this run.
@@ -72,16 +47,21 @@ class Asked:
 
     @property
     def anybody(self) -> bool:
-        """Whether anybody was asked."""
+        """True if a message was sent."""
         return bool(self._metadata)
 
+    def sent_by(self, grid: Grid | None) -> Asked:
+        """Return what a grid has sent: a subclass may have sent other messages than it was given."""
+        sent = grid.sent if isinstance(grid, LazyGrid) else []
+        return Asked(sent, self.clients) if sent else self
+
     def answers(self) -> Answers:
-        """Return what keeps account of the replies of one round."""
+        """Return a new account for one round."""
         return Answers({(m.message_id, m.dst_node_id) for m in self._metadata}, self.clients)
 
 
 class Answers:
-    """The replies of one round, as they come."""
+    """The account of one round's replies: who was asked, and who has not answered yet."""
 
     def __init__(self, asked: set[tuple[str, int]], clients: dict[int, int]) -> None:
         self._asked = asked
@@ -103,9 +83,9 @@ class Answers:
         self._clients[question[1]] = client_id(message)
 
     def failed(self, message: Message) -> int | None:
-        """Note an error in the place of a reply, and return whose it is; None if nobody waits for it.
+        """Note an error reply, and return its client; None if the round does not wait for it.
 
-        For a node that is gone the SuperLink answers, under its own id.
+        If a node is gone, the SuperLink answers under its own id.
         """
         to = message.metadata.reply_to_message_id
         of = [question for question in self._asked if question[0] == to]
@@ -154,73 +134,99 @@ def client_id(message: Message) -> int:
     return message.metadata.src_node_id if own is None else own
 
 
-def read_reply(
-    message: Message,
-    broadcast: Mapping[str, Tensor],
-    weighted_by_key: str,
-    needs: Collection[str] = (),
-    copy: bool = False,
-    loss_key: str | None = None,
-) -> Reply:
-    """Check a reply and decode it.
+@dataclass(frozen=True)
+class Inbox:
+    """Reads the replies of one round: the only place where a reply is checked.
 
-    Args:
-        broadcast: the model that was sent. Tensors that a client sends as unchanged are its.
-        needs: the kinds of statistics that it has to bring.
-        copy: give the update memory of its own in place of views of what was received. Libraries add
-            up in another order where numbers lie elsewhere relative to vector registers, so that without
-            it the last bits depend on where a message happens to be.
-        loss_key: the metric that the strategy weights updates by, as q-FedAvg does.
-
-    Raises:
-        UpdateError: it does not hold exactly one ArrayRecord (statistics apart) and one MetricRecord,
-            its weight is not a positive number, an array cannot be decoded, the arrays are not a
-            finite update of the broadcast model, or statistics are missing or impossible.
+    Attributes:
+        answers: the account of who was asked and has answered.
+        schema: the tensors that a reply may hold.
+        this_round: receives what is dropped, and why.
+        weighted_by: the metric that weights the clients.
+        needs: the kinds of statistics that a reply must bring.
+        uses_statistics: False leaves out the statistics of replies, with a warning.
+        copy: see ``Schema.read``.
+        loss_key: the metric that the strategy weights updates by, as q-FedAvg does; None if it does not.
     """
-    content = message.content
-    records = model_records(content)
-    if len(records) != 1:
-        raise UpdateError(
-            f"The reply holds {len(records)} ArrayRecords and "
-            f"{len(content.metric_records)} MetricRecords; send exactly one of each."
-        )
-    weight = read_weight(content, weighted_by_key, SMALLEST_WEIGHT)
-    if loss_key is not None:
+
+    answers: Answers
+    schema: Schema
+    this_round: Round
+    weighted_by: str = "num-examples"
+    needs: Collection[str] = ()
+    uses_statistics: bool = True
+    copy: bool = False
+    loss_key: str | None = None
+
+    def read(self, message: Message) -> Update | None:
+        """Return a reply's update, or None if the reply is dropped or is an error."""
+        if message.has_error():
+            client = self.answers.failed(message)
+            if client is not None:
+                self.this_round.fail(client, message.error.reason or "no reason given")
+            return None
+        try:
+            self.answers.check(message)
+            self.this_round.statistics_bytes += statistics_bytes(message)
+            update = self.decode(message)
+        except UpdateError as error:
+            self.this_round.drop(client_id(message), str(error))
+            return None
+        except Exception as error:
+            # Nothing that a client sends may end the run.
+            what = f"It cannot be read, {type(error).__name__}: {error}"
+            self.this_round.drop(message.metadata.src_node_id, what)
+            return None
+        self.this_round.take(update)
+        return update
+
+    def decode(self, message: Message) -> Update:
+        """Check a reply and return its update.
+
+        Raises:
+            UpdateError: it does not hold exactly one ArrayRecord (statistics apart) and one
+                MetricRecord, its weight is not a positive number, it does not fit the schema, or
+                statistics are missing or impossible.
+        """
+        content = message.content
+        records = model_records(content)
+        if len(records) != 1:
+            raise UpdateError(
+                f"The reply holds {len(records)} ArrayRecords and "
+                f"{len(content.metric_records)} MetricRecords; send exactly one of each."
+            )
+        weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
+        self._check_loss(content)
+        ((record, arrays),) = records.items()
+        tensors = self.schema.read(arrays, self.copy)
+        statistics = read_statistics(content, self.copy)
+        missing = [kind for kind in self.needs if not brings(statistics, kind)]
+        if missing:
+            raise UpdateError(
+                f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
+                "statistics_record(...) into it under the name 'fedrot-statistics'."
+            )
+        check_statistics(statistics, self.schema.shapes)
+        if statistics and not self.uses_statistics:
+            unused = "', '".join(sorted(statistics))
+            log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
+            statistics = {}
+        return Update(client_id(message), message, record, tensors, weight, statistics, tensors)
+
+    def _check_loss(self, content: RecordDict) -> None:
+        if self.loss_key is None:
+            return
         (metrics,) = content.metric_records.values()
-        loss = metrics.get(loss_key)
+        loss = metrics.get(self.loss_key)
         if not isinstance(loss, float) or not 0 <= loss < math.inf:
-            raise UpdateError(f"The metric '{loss_key}' is {loss!r:.60}; it must be a finite float.")
-    ((record, arrays),) = records.items()
-    shapes = {name: tuple(t.shape) for name, t in broadcast.items()}
-    check_update(arrays, shapes)
-    tensors = from_arrays(arrays, since=broadcast, writable=copy)
-    # What legacy arrays hold, which claim no shape, is known only now.
-    check_update(tensors, shapes)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() != broadcast[name].is_floating_point():
             raise UpdateError(
-                f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
-                f"{broadcast[name].dtype}. Send the kind of numbers that was received."
+                f"The metric '{self.loss_key}' is {loss!r:.60}; it must be a finite float."
             )
-    check_finite(tensors)
-    # In the broadcast order: Flower's wrappers take tensors by their place.
-    cast = {name: tensors[name].to(like.dtype) for name, like in broadcast.items()}
-    for name, tensor in cast.items():
-        if tensor.dtype != tensors[name].dtype and not bool(torch.isfinite(tensor).all()):
-            raise UpdateError(
-                f"The tensor '{name}' holds values beyond {tensor.dtype}, in which the model was "
-                "broadcast. Check the client's training (learning rate, mixed precision) before "
-                "sending it."
-            )
-    statistics = read_statistics(content, copy)
-    missing = [kind for kind in needs if not brings(statistics, kind)]
-    if missing:
-        raise UpdateError(
-            f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
-            "statistics_record(...) into it under the name 'fedrot-statistics'."
-        )
-    check_statistics(statistics, shapes)
-    return Reply(message, client_id(message), record, cast, weight, statistics)
+
+    def close(self) -> None:
+        """Note the clients that have not answered."""
+        for client in self.answers.silent:
+            self.this_round.miss(client)
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:

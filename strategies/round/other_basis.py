@@ -1,8 +1,8 @@
-"""Replies from other bases than the broadcast model: whose coordinates a round is in, who matches."""
+"""Replies from another basis: the round's coordinates, and matching at the clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -10,24 +10,25 @@ import torch
 from flwr.app import ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
-from torch import Tensor, nn
 
-from fedrot.anchors import SAME_BASIS, AlignedUpdate, Evidence, base_cosine
+from fedrot.alignment import Alignment
+from fedrot.anchors import SAME_BASIS, Evidence, base_cosine
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS, read_answer, request
-from fedrot.strategies.round.inbox import Reply
 from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.resolve import settings_of
 from fedrot.tensors import Tensors, check_finite
 
 
 class Exchange(NamedTuple):
-    """How clients are asked once more in a round."""
+    """The grid, configuration and timeout with which clients are asked once more in a round."""
 
     grid: Grid
     config: ConfigRecord
@@ -38,36 +39,36 @@ class Exchange(NamedTuple):
         return self.grid.send_and_receive(requests, timeout=self.timeout) if requests else ()
 
 
-class OtherBasis:
-    """How a strategy treats replies in another basis; see ``Aligned`` for the arguments.
+class OtherBases:
+    """The settings ``OtherBasis`` at work; without settings, such replies are aligned like all others.
 
     Attributes:
-        options: what to align in them; None treats them like all others.
-        evidence: activations on random tokens, once the model has proved to be what its names say.
+        options: what to align in such replies; None aligns them like all others.
+        evidence: returns activations on random tokens, once the model is verified; None before.
     """
 
-    def __init__(
-        self,
-        options: AlignmentOptions | None,
-        model: Callable[[], nn.Module] | None,
-        match_at_clients: bool,
-    ) -> None:
-        self.options = options
-        self.model = model
-        self.match_at_clients = match_at_clients
+    def __init__(self, settings: OtherBasis | None) -> None:
+        self.model = settings.model if settings is not None else None
+        self.options = settings.options if settings is not None else None
+        self.at_clients = settings is not None and settings.at_clients
         self.evidence: Evidence | None = None
         self._prepared = False
 
     @property
+    def possible_options(self) -> AlignmentOptions | None:
+        """The options, or those that ``prepare`` will choose."""
+        return self.options or (OTHER_BASIS_OPTIONS if self.model is not None else None)
+
+    @property
     def needs_all(self) -> bool:
-        """Whether who is the anchor, or who is asked to match, depends on all replies of a round."""
-        return self.options is not None and (self.match_at_clients or "residual" in self.options.parts)
+        """True if the anchor, or the clients to ask, can only be chosen once every reply has arrived."""
+        return self.options is not None and (self.at_clients or "residual" in self.options.parts)
 
     def prepare(self, symmetry: Symmetry) -> None:
-        """Make sure, once, that the model is what its names say before its residual stream is moved.
+        """Verify the model, once, before its residual stream is moved.
 
         Raises:
-            SymmetryError: it is not.
+            SymmetryError: the model is not what its names say.
         """
         if self._prepared or self.model is None:
             return
@@ -81,80 +82,80 @@ class OtherBasis:
         except SymmetryError as error:
             raise SymmetryError(
                 "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
-                f"to align them like all others, or give 'other_basis' with fewer parts. {error}"
+                f"to align them like all others, or give 'options' with fewer parts. {error}"
             ) from error
         self.options = self.options or OTHER_BASIS_OPTIONS
         if reads_text(config):
             self.evidence = probing(self.model, config, symmetry)
         self._prepared = True
 
-    def base(
-        self, replies: Sequence[Reply], other_basis: Sequence[int], broadcast: Tensors
-    ) -> Mapping[str, Tensor]:
-        """Return whose coordinates the round is in: the broadcast model's, unless few share them.
+    def base(self, updates: Sequence[Update], places: Sequence[int], broadcast: Tensors) -> Tensors:
+        """Return the model whose coordinates the round takes.
+
+        This is the broadcast model. If most updates come from another basis and the residual stream is
+        matched, it is the heaviest of these.
 
         Args:
-            replies: all of the round's.
-            other_basis: the places of those in another basis.
+            updates: all of the round's.
+            places: of the updates from another basis.
+            broadcast: the broadcast model.
         """
         matched = self.options is not None and "residual" in self.options.parts
-        if not matched or 2 * len(other_basis) <= len(replies):
+        if not matched or 2 * len(places) <= len(updates):
             return broadcast
-        heaviest = max((replies[index] for index in other_basis), key=lambda reply: reply.weight)
+        heaviest = max((updates[place] for place in places), key=lambda update: update.weight)
         log(
             INFO,
             "%d of %d replies come from other bases; the anchor is client %d's model.",
-            len(other_basis),
-            len(replies),
+            len(places),
+            len(updates),
             heaviest.client,
         )
         return heaviest.tensors
 
     def matched_at_clients(
         self,
-        replies: Sequence[Reply],
+        updates: Sequence[Update],
         base: Tensors,
         symmetry: Symmetry,
         exchange: Exchange,
         this_round: Round,
-    ) -> dict[int, AlignedUpdate]:
-        """Return the updates that their senders matched to the base, by place among the replies."""
-        asked, requests = {}, []
-        for index, reply in enumerate(replies):
-            if in_other_basis(reply, base, symmetry):
-                node = reply.message.metadata.src_node_id
-                asked[node] = index
-                requests.append(request(base, reply.tensors, exchange.config, node))
-        found: dict[int, AlignedUpdate] = {}
+    ) -> dict[int, Alignment]:
+        """Return the alignments that clients found for their own updates, by place."""
+        asked, requests = dict[int, int](), list[Message]()
+        for place, update in enumerate(updates):
+            if in_other_basis(update, base, symmetry):
+                node = update.message.metadata.src_node_id
+                asked[node] = place
+                requests.append(request(base, update.tensors, exchange.config, node))
+        found: dict[int, Alignment] = {}
         for answer in this_round.waited(exchange.of(requests)):
-            index = asked.get(answer.metadata.src_node_id, -1)
-            if index < 0 or index in found:
+            place = asked.get(answer.metadata.src_node_id, -1)
+            if place < 0 or place in found:
                 continue
-            reply = replies[index]
+            update = updates[place]
             try:
-                alignment = read_answer(answer, reply.tensors, base, symmetry)
-                moved = alignment.apply(reply.tensors)
-                check_finite(moved)
+                alignment = read_answer(answer, update.tensors, base, symmetry)
+                check_finite(alignment.apply(update.tensors))
             except UpdateError as error:
-                log(WARNING, "Client %d is matched at the server: %s", reply.client, error)
+                log(WARNING, "Client %d is matched at the server: %s", update.client, error)
                 continue
-            found[index] = AlignedUpdate(moved, reply.weight, alignment)
+            found[place] = alignment
         return found
 
-    def warn(self, other_basis: int, replies: int) -> None:
-        """Say how many replies in another basis were aligned like all others, as nothing else was
-        asked for."""
-        if other_basis and self.options is None and self.model is None:
+    def warn(self, count: int, of: int) -> None:
+        """Say how many replies from another basis were aligned like all others, unless asked for."""
+        if count and self.options is None and self.model is None:
             log(
                 WARNING,
                 "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp "
-                "load it? If these clients have starts of their own, give the strategy 'model' to match "
-                "them as a whole.",
-                other_basis,
-                replies,
+                "load it? If these clients have starts of their own, give the strategy "
+                "other_basis=OtherBasis(model=...) to match them as a whole.",
+                count,
+                of,
             )
 
 
-def in_other_basis(reply: Reply, base: Tensors, symmetry: Symmetry) -> bool:
-    """Return whether a reply comes from another basis."""
-    return base_cosine(reply.tensors, base, symmetry) < SAME_BASIS
+def in_other_basis(update: Update, base: Tensors, symmetry: Symmetry) -> bool:
+    """Return whether an update comes from another basis."""
+    return base_cosine(update.tensors, base, symmetry) < SAME_BASIS

@@ -12,9 +12,9 @@ from flwr.common import NDArray
 from flwr.common.constant import SType
 from torch import Tensor
 
-from fedrot.strategies.round.round_report import Update
 from fedrot.strategies.round.spill import Store, Stored
-from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import STATISTICS, replace_changed
 
 
@@ -24,6 +24,11 @@ def plain(arrays: ArrayRecord) -> ArrayRecord:
         return arrays
     tensors = from_arrays(arrays)
     return replace_changed(arrays, tensors, tensors)
+
+
+def in_precision(arrays: ArrayRecord, wire: torch.dtype | None) -> ArrayRecord:
+    """Return arrays in the precision of the wire; None leaves them as they are."""
+    return arrays if wire is None else to_arrays(from_arrays(arrays), wire)
 
 
 def with_arrays(messages: Iterable[Message], before: ArrayRecord, after: ArrayRecord) -> list[Message]:
@@ -67,16 +72,15 @@ def with_tensors(update: Update, store: Store) -> Message:
 
     Where the store keeps files, the arrays are read from one when they are asked for.
     """
-    reply, tensors = update.reply, update.tensors
-    content = RecordDict(dict(reply.message.content))
+    tensors, content = update.tensors, RecordDict(dict(update.message.content))
     if STATISTICS in content.array_records:
         del content[STATISTICS]
     if store.folder is not None:
-        content[reply.record] = _stored(store.put(tensors), tensors)
+        content[update.record] = _stored(store.put(tensors), tensors)
     else:
-        arrays = content.array_records.get(reply.record, ArrayRecord())
-        content[reply.record] = replace_changed(arrays, reply.tensors, tensors)
-    message = copy.copy(reply.message)
+        arrays = content.array_records.get(update.record, ArrayRecord())
+        content[update.record] = replace_changed(arrays, update.received, tensors)
+    message = copy.copy(update.message)
     message.content = content
     return message
 

@@ -1,4 +1,4 @@
-"""One round of an aligned strategy: what came in, what was dropped, what there is to report."""
+"""The record of one round: alignment reports, dropped and failed replies, figures, rows."""
 
 from __future__ import annotations
 
@@ -7,28 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, INFO, WARNING
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from flwr.common import log
-from torch import Tensor
 
-from fedrot.aggregation import Statistics
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting.figures import FIGURES
 from fedrot.strategies.reporting.json_log import log_fields
-from fedrot.strategies.round.inbox import Reply
+from fedrot.strategies.round.update import Update
+from fedrot.tensors import Tensors, check_finite
 
 T = TypeVar("T")
-
-
-class Update(NamedTuple):
-    """A reply in the coordinates of its round: tensors, weight and statistics."""
-
-    reply: Reply
-    tensors: Mapping[str, Tensor]
-    weight: float
-    statistics: Statistics
 
 
 #: Characters of a reason in logs and reports; names in it may be a client's.
@@ -52,7 +42,7 @@ class Round:
     waiting: float = 0.0
 
     def drop(self, client: int, reason: str) -> None:
-        """Note a reply that has no part in the average."""
+        """Note a reply that is not averaged, and why."""
         reason = legible(reason)
         self.dropped.append((client, reason))
         fields = {"round": self.number, "client": client, "dropped": reason}
@@ -72,10 +62,10 @@ class Round:
         fields = {"round": self.number, "client": client, "failed": reason}
         log_fields(INFO, fields, message, client, reason)
 
-    def take(self, reply: Reply) -> None:
+    def take(self, update: Update) -> None:
         """Log a good reply, on the level of details."""
-        fields = {"round": self.number, "client": reply.client, "weight": reply.weight}
-        log_fields(DEBUG, fields, "Reply of client %d: weight %g", reply.client, reply.weight)
+        fields = {"round": self.number, "client": update.client, "weight": update.weight}
+        log_fields(DEBUG, fields, "Reply of client %d: weight %g", update.client, update.weight)
 
     def report(self, client: int, report: AlignmentReport) -> None:
         """Keep what the alignment of a reply did, and log it on the level of details."""
@@ -105,19 +95,24 @@ class Round:
             log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(notes), what)
 
     def waited(self, replies: Iterable[T]) -> Iterator[T]:
-        """Yield replies as they come, and count the seconds that they are waited for."""
-        coming = iter(replies)
-        while True:
-            start = time.perf_counter()
-            try:
-                reply = next(coming)
-            except StopIteration:
-                return
-            finally:
-                self.waiting += time.perf_counter() - start
-            yield reply
-            # Or it would stay until the next one has come.
-            del reply
+        """Return the replies as they come, and count the seconds spent on waiting for them."""
+        return _Timed(iter(replies), self)
+
+    def enough(self, min_replies: int) -> bool:
+        """Return whether enough replies were accepted; if not, the round fails."""
+        if self.accepted >= min_replies:
+            return True
+        self.lose(f"{self.accepted} good replies, {min_replies} needed.")
+        return False
+
+    def finite(self, tensors: Tensors) -> bool:
+        """Return whether a new model is finite; if not, the round fails."""
+        try:
+            check_finite(tensors)
+        except UpdateError as error:
+            self.lose(f"the aggregation is not finite. {error}")
+            return False
+        return True
 
     @property
     def seconds(self) -> float:
@@ -176,13 +171,27 @@ class Round:
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per reply lost, per note."""
         aligned = [{"client": client, **row} for client, report in self.reports for row in report.rows()]
-        aside = [{"client": client, "dropped": reason} for client, reason in self.dropped]
+        dropped = [{"client": client, "dropped": reason} for client, reason in self.dropped]
         failed = [{"client": client, "failed": reason} for client, reason in self.failed]
         notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
         lost = [{"lost": self.lost}] if self.lost else []
-        return [{"round": self.number, **row} for row in [*aligned, *aside, *failed, *notes, *lost]]
+        return [{"round": self.number, **row} for row in [*aligned, *dropped, *failed, *notes, *lost]]
 
 
 def legible(reason: str) -> str:
-    """Return a reason that may hold what a client wrote: on one line, and no longer than a few."""
+    """Return a reason, which may quote a client, on one line and of limited length."""
     return "".join(c if c.isprintable() else " " for c in reason[:LONGEST_REASON])
+
+
+class _Timed(Iterator[T]):
+    """An iterator that counts the seconds of ``next``, and keeps nothing of what it returns."""
+
+    def __init__(self, items: Iterator[T], this_round: Round) -> None:
+        self._items, self._round = items, this_round
+
+    def __next__(self) -> T:
+        start = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self._round.waiting += time.perf_counter() - start

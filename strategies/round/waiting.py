@@ -1,80 +1,84 @@
-"""Replies that wait until all have come, in an order that does not depend on who was fastest."""
+"""Updates that wait until every reply has arrived, sorted by client."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import overload
 
 from torch import Tensor
 
-from fedrot.strategies.round.inbox import Reply
 from fedrot.strategies.round.spill import Store, Stored
+from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.records import without_arrays
 
 #: Between kind and name of what is stored, and the kind of the update itself.
 _SLASH, _UPDATE = "/", "update"
 
 
-class Waiting(Sequence[Reply]):
-    """The replies of a round, in the order of the clients' own ids.
+class Waiting(Sequence[Update]):
+    """The updates of a round, sorted by the clients' own ids.
 
-    Those in files are read anew, as memory maps, whenever they are asked for.
+    With a store on disk, each update is read anew, as memory maps, whenever it is asked for.
     """
 
-    def __init__(self, replies: Iterable[Reply], store: Store) -> None:
-        held: list[tuple[tuple[int, int], Callable[[], Reply]]] = []
-        for reply in replies:
-            held.append((reply.order, _held(reply, store)))
-            del reply  # or it would stay until the next one has come
-        self._replies = [reply for _, reply in sorted(held, key=lambda item: item[0])]
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._updates: list[tuple[tuple[int, int], Callable[[], Update]]] = []
+
+    def add(self, update: Update | None) -> None:
+        """Keep an update; None is left out."""
+        if update is not None:
+            self._updates.append((update.order, _held(update, self._store)))
+            self._updates.sort(key=lambda item: item[0])
 
     def __len__(self) -> int:
-        return len(self._replies)
+        return len(self._updates)
 
     @overload
-    def __getitem__(self, index: int) -> Reply: ...
+    def __getitem__(self, index: int) -> Update: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Reply]: ...
+    def __getitem__(self, index: slice) -> Sequence[Update]: ...
 
-    def __getitem__(self, index: int | slice) -> Reply | Sequence[Reply]:
+    def __getitem__(self, index: int | slice) -> Update | Sequence[Update]:
         if isinstance(index, slice):
-            return [reply() for reply in self._replies[index]]
-        return self._replies[index]()
+            return [read() for _, read in self._updates[index]]
+        return self._updates[index][1]()
 
-    def remove(self, indices: Iterable[int]) -> None:
-        """Forget the replies at some places."""
-        gone = set(indices)
-        self._replies = [reply for i, reply in enumerate(self._replies) if i not in gone]
+    def remove(self, places: Collection[int]) -> None:
+        """Forget the updates at some places."""
+        self._updates = [held for i, held in enumerate(self._updates) if i not in places]
 
 
-def _held(reply: Reply, store: Store) -> Callable[[], Reply]:
+def _held(update: Update, store: Store) -> Callable[[], Update]:
     if store.folder is None:
-        return lambda: reply
-    tensors = {f"{_UPDATE}{_SLASH}{name}": tensor for name, tensor in reply.tensors.items()}
-    for kind, by_name in reply.statistics.items():
+        return lambda: update
+    tensors = {f"{_UPDATE}{_SLASH}{name}": tensor for name, tensor in update.tensors.items()}
+    for kind, by_name in update.statistics.items():
         tensors |= {f"{kind}{_SLASH}{name}": value for name, value in by_name.items()}
-    message = copy.copy(reply.message)
+    message = copy.copy(update.message)
     message.content = without_arrays(message.content)
-    return partial(_read, replace(reply, message=message, tensors={}, statistics={}), store.put(tensors))
+    kept = replace(update, message=message, tensors={}, statistics={}, received={})
+    return partial(_read, kept, store.put(tensors))
 
 
-def _read(reply: Reply, stored: Stored) -> Reply:
+def _read(update: Update, stored: Stored) -> Update:
     found: dict[str, dict[str, Tensor]] = {_UPDATE: {}}
     for key, tensor in stored().items():
         kind, _, name = key.partition(_SLASH)
         found.setdefault(kind, {})[name] = tensor
-    return replace(reply, tensors=found.pop(_UPDATE), statistics=found)
+    tensors = found.pop(_UPDATE)
+    return replace(update, tensors=tensors, statistics=found, received=tensors)
 
 
 def beyond(distances: Sequence[float], bound: float) -> dict[int, str]:
     """Return the places of distances above ``bound`` times their median, each with the reason.
 
-    A median says who is odd only among three or more, and nothing where most did not move.
+    The result is empty with fewer than three distances, and where the median is 0.
     """
     median = statistics.median(distances) if len(distances) > 2 else 0.0
     reason = "Its distance from the broadcast model is {:.3g} times the median, above the bound of {:g}."

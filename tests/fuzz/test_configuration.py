@@ -22,9 +22,14 @@ from fedrot.simulations.federation import runner, server_app
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
 ROOT = Path(__file__).parents[2]
-FILES = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "experiments").glob("*.toml"))}
+FILES = {
+    path.name: path.read_text("utf-8")
+    for path in sorted((ROOT / "simulations/experiments").glob("*.toml"))
+}
 APP = re.search(
-    r"\[tool\.flwr\.app\.config\]\n(.*)", (ROOT / "flower-app/pyproject.toml").read_text(), re.S
+    r"\[tool\.flwr\.app\.config\]\n(.*)",
+    (ROOT / "simulations/flower_app/pyproject.toml").read_text(),
+    re.S,
 )
 assert APP is not None
 FIELDS = sorted(

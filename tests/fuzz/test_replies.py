@@ -17,11 +17,13 @@ from torch import Tensor
 
 import fedrot
 from fedrot.alignment import Alignment
+from fedrot.collect.statistic_kinds import check_statistics
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import check_statistics
 from fedrot.strategies import statistics_record, to_arrays
 from fedrot.strategies.client_matching import ELEMENTS, read_answer
-from fedrot.strategies.round.inbox import read_reply
+from fedrot.strategies.round.inbox import Asked, Inbox
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import BFLOAT16, TIED, UNCHANGED, from_arrays
 from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from tests.fuzz.cases import EDGES, fuzzed, mutated
@@ -58,6 +60,12 @@ GOOD = (
 )  # fmt: skip
 SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
 (ASKED,) = broadcast(FedAvg(min_train_nodes=1, min_available_nodes=1), {"w": torch.ones(2)}, 1)
+
+
+def inbox(needs: tuple[str, ...]) -> Inbox:
+    """Return the inbox of a round that needs these statistics."""
+    return Inbox(Asked().answers(), Schema(MODEL), Round(1), needs=needs)
+
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")
 STYPES = (SType.NUMPY, BFLOAT16, TIED, UNCHANGED, "", "torch")
@@ -178,7 +186,7 @@ def contents(draw: st.DrawFn) -> RecordDict:
 @fuzzed(40, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
 def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tuple[str, ...]) -> bool:
     try:
-        reply = read_reply(Message(content, reply_to=ASKED), MODEL, "num-examples", needs)
+        reply = inbox(needs).decode(Message(content, reply_to=ASKED))
     except UpdateError:
         event("refused")
         return False
@@ -198,7 +206,7 @@ def test_good_replies_are_accepted() -> None:
         for arrays in (good, content["arrays"]):
             metrics = MetricRecord({"num-examples": 7})
             found = RecordDict({"arrays": arrays, "m": metrics, STATISTICS: GOOD_STATISTICS})
-            reply = read_reply(Message(found, reply_to=ASKED), MODEL, "num-examples", ("gram",))
+            reply = inbox(("gram",)).decode(Message(found, reply_to=ASKED))
             assert list(reply.tensors) == list(MODEL)
 
 

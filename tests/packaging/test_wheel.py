@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -86,14 +89,15 @@ def test_the_wheel_holds_one_package_with_types_data_and_licences(wheel: Path) -
     for expected in (
         "fedrot/py.typed",
         "fedrot/strategies/aligned.py",
-        "fedrot/simulations/cli.py",
-        "fedrot/simulations/bundled/goemotions_ekman_train.parquet",
-        "fedrot/simulations/bundled/goemotions_ekman_test.parquet",
-        "fedrot/simulations/bundled/tokenizer.json",
-        "fedrot/simulations/bundled/LICENSE-goemotions.txt",
-        "fedrot/simulations/templates/base.html.j2",
-        "fedrot/simulations/templates/report.html.j2",
-        "fedrot/simulations/templates/strategy.html.j2",
+        "fedrot/simulations/cli/app.py",
+        "fedrot/simulations/experiments/one-shot.toml",
+        "fedrot/simulations/flower_app/pyproject.toml",
+        "fedrot/simulations/data/bundled/goemotions_ekman_train.parquet",
+        "fedrot/simulations/data/bundled/goemotions_ekman_test.parquet",
+        "fedrot/simulations/data/bundled/tokenizer.json",
+        "fedrot/simulations/data/bundled/LICENSE-goemotions.txt",
+        "fedrot/simulations/report/templates/page.html.j2",
+        "fedrot/simulations/report/templates/results.html.j2",
     ):
         assert expected in names
     assert sum(name.endswith("licenses/LICENSE") for name in names) == 1
@@ -107,6 +111,32 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: Path) -> None:
     for folder in ("strategies", "simulations"):
         here |= {f"fedrot/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
     assert packed == here
+
+
+def test_a_bundled_grid_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "data").mkdir()
+    rows = {"text": ["a", "b"] * 20, "label": [0, 1] * 20, "split": ["train"] * 30 + ["test"] * 10}
+    pq.write_table(pa.table(rows), tmp_path / "data" / "dair_emotion.parquet")
+    for line, expected in (
+        ("compare one-shot --data-dir data --out run --dry-run", "160 cells (seed, start and arm)"),
+        ("flower-app app", "Flower app: app"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-m", "fedrot", *line.split()],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert expected in " ".join(result.stdout.split())
+    assert not (tmp_path / "run").exists()
+    assert (
+        "fedrot.simulations.federation.server_app:app" in (tmp_path / "app/pyproject.toml").read_text()
+    )
 
 
 def test_the_library_works_without_flower_transformers_and_datasets(bare: Path) -> None:

@@ -15,6 +15,7 @@ from fedrot.anchors import ANCHORS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.terminal import BAD_INPUT
 from fedrot.simulations.config import AGGREGATIONS, EVIDENCE, JOINED, Arm, SimulationConfig
+from fedrot.simulations.grids import bundled_grids, read_grid
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 from fedrot.symmetry.groups import DEFAULT_PARTS
@@ -29,7 +30,7 @@ BAD_OPTIONS = {
     "too many classes per client": (["--partition", "pathological:99"], "99"),
     "partition column missing": (["--partition", "column:country"], "country"),
     "empty partition": (["--clients", "50", "--train-limit", "20"], "50"),
-    "no client": (["--clients", "0"], "clients"),
+    "no client": (["--clients", "0"], "Error in --clients:"),
     "unknown arm": (["--arms", "plain,rotated"], "rotated"),
     "unknown anchor": (["--arms", "attention@median"], "median"),
     "unknown aggregation": (["--arms", "aligned/median"], "regmean"),
@@ -48,11 +49,11 @@ BAD_OPTIONS = {
     "no data for entities": (["--task", "ner"], "no data come with the package for task 'ner'"),
     "no such entities": (["--task", "ner", "--data", "no_such_corpus"], "no_such_corpus"),
     "images of text": (["--task", "image", "--data", "goemotions_ekman"], "goemotions_ekman"),
-    "unknown start": (["--start", "cold"], "start"),
+    "unknown start": (["--start", "cold"], "Error in --start:"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
-    "no seed": (["--seeds", "0"], "seeds"),
+    "no seed": (["--seeds", "0"], "Error in --seeds:"),
     "odd heads": (["--width", "30", "--heads", "4"], "not a multiple"),
-    "learning rate": (["--lr", "0"], "lr"),
+    "learning rate": (["--lr", "0"], "Error in --lr:"),
     "late starters": (["--start", "different", "--fraction-train", "0.5"], "fraction_train 1"),
 }
 
@@ -166,6 +167,39 @@ def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:
     assert "describes no [[setting]]" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("command", ["compare", "barriers"])
+def test_an_unknown_bundled_grid_lists_those_of_the_command(command: str, tmp_path: Path) -> None:
+    code, output = invoke(command, "one-shots", "--out", tmp_path / "run")
+    assert code == BAD_INPUT
+    assert "There is no bundled grid 'one-shots'." in output
+    for name, entries in (("one-shot", "setting"), ("families-barriers", "task")):
+        listed = f" {name}," in output or f" {name}." in output
+        assert listed == (entries == ("setting" if command == "compare" else "task"))
+        assert f"[[{entries}]]" in bundled_grids(entries)[name]
+
+
+def test_a_file_wins_over_a_bundled_grid_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(read_grid(Path("rounds"), "setting")[1]) == 2
+    Path("rounds").mkdir()
+    assert len(read_grid(Path("rounds"), "setting")[1]) == 2
+    Path("one-shot").write_text("[[setting]]\nclients = 2\n")
+    assert read_grid(Path("one-shot"), "setting") == ({}, [{"clients": 2}])
+    with pytest.raises(FileNotFoundError):
+        read_grid(Path("./rounds.toml"), "setting")
+
+
+def test_the_flower_app_is_written_to_a_new_folder(tmp_path: Path) -> None:
+    code, output = invoke("flower-app", tmp_path / "new" / "app")
+    assert code == 0, output
+    source = Path(__file__).parents[2] / "simulations" / "flower_app" / "pyproject.toml"
+    assert (tmp_path / "new" / "app" / "pyproject.toml").read_bytes() == source.read_bytes()
+    code, output = invoke("flower-app", tmp_path / "new" / "app")
+    assert (code, "File exists" in output) == (BAD_INPUT, True), output
+
+
 def test_report_of_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 2
@@ -173,7 +207,8 @@ def test_report_of_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_setting_can_be_given_to_flwr_run() -> None:
-    app = tomllib.loads((Path(__file__).parents[2] / "flower-app" / "pyproject.toml").read_text())
+    folder = Path(__file__).parents[2] / "simulations" / "flower_app"
+    app = tomllib.loads((folder / "pyproject.toml").read_text())
     keys = {key.replace("-", "_") for key in app["tool"]["flwr"]["app"]["config"]}
     assert keys == set(SimulationConfig.model_fields) | {"out", "first_seed"}
     settings = {k: v for k, v in app["tool"]["flwr"]["app"]["config"].items() if k != "out"}
@@ -306,10 +341,10 @@ def test_ensembles_soups_and_joined_training_have_their_conditions() -> None:
 
 
 def test_heads_start_from_the_same_or_from_different_ones() -> None:
-    assert SimulationConfig().head == "same"
-    assert SimulationConfig.from_flat({"head": "different"}).head == "different"
+    assert SimulationConfig().task_head == "same"
+    assert SimulationConfig.from_flat({"task_head": "different"}).task_head == "different"
     with pytest.raises(ValueError, match="'same' or 'different'"):
-        SimulationConfig.from_flat({"head": "scrambled"})
+        SimulationConfig.from_flat({"task_head": "scrambled"})
 
 
 BAD_ARMS = {

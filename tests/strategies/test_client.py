@@ -24,9 +24,10 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher
-from fedrot.statistic_kinds import FISHER
+from fedrot.collect.statistic_kinds import FISHER
 from fedrot.strategies import FedRot, Matching, align_mod, match_at_client, wanted_statistics
 from fedrot.strategies.client_matching import request
+from fedrot.strategies.settings import Execution
 from fedrot.strategies.wire.records import STATISTICS, read_statistics, statistics_record
 from tests.models import State, config_of, near
 from tests.models import largest_difference as difference
@@ -212,9 +213,9 @@ def test_the_server_sets_aside_what_left_unaligned() -> None:
     good = [app_of(sends(near(base, 0.02, i)), mods) for i in range(2)]
     bad = app_of(BROKEN["holds NaN or Inf"], mods)
     results = [
-        FedRot(CONFIG, anchor="global", deterministic=True, fraction_evaluate=0.0).start(
-            FakeGrid(dict(enumerate(clients, start=100))), ArrayRecord(base), 1
-        )
+        FedRot(
+            CONFIG, anchor="global", execution=Execution(deterministic=True), fraction_evaluate=0.0
+        ).start(FakeGrid(dict(enumerate(clients, start=100))), ArrayRecord(base), 1)
         for clients in (good, [*good, bad])
     ]
     assert largest_difference(results[0].arrays, results[1].arrays) == 0

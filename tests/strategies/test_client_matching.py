@@ -17,6 +17,7 @@ from fedrot.alignment import Alignment
 from fedrot.research import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
 from fedrot.strategies.client_matching import ELEMENTS, GENERAL, MESSAGE_TYPE, read_answer, request
+from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry.actions import (
     HeadLinear,
     HeadPermutation,
@@ -459,7 +460,7 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
         asked.append(message)
         return node(message)
 
-    strategy = FedRot(config_of(NAME), other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE, at_clients=True))
     result, metrics = play(strategy, base, sent, [counted] * 3)
     assert error(result, base) <= (1e-4 if learning is None else 0.2)
     assert warnings() == ""
@@ -474,7 +475,7 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
     sent = [near(base, 0.05, i) for i in range(3)]
     expected, _ = play(FedRot(config_of(NAME)), base, sent, [failure] * 3)
     grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
-    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=build, at_clients=True))
     result, _ = play(strategy, base, sent, grid)
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
@@ -504,7 +505,10 @@ class Chatty(FakeGrid):
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
     base, update = state(), state(3)
     sent, nodes = [base, update, base], [client()] * 3
-    options: dict[str, Any] = {"anchor": "global", "other_basis": WHOLE, "match_at_clients": True}
+    options: dict[str, Any] = {
+        "anchor": "global",
+        "other_basis": OtherBasis(options=WHOLE, at_clients=True),
+    }
     expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
     grid = Chatty(dict(enumerate(nodes, start=100)))
     found, metrics = play(FedRot(config_of(NAME), **options), base, sent, grid)
@@ -526,8 +530,10 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
 ) -> None:
     base = state()
     sent = [permuted(base, i) if i else base for i in (0, 1, 0)]
-    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
-    at_server, _ = play(FedRot(config_of(NAME), model=build), base, sent, [failure] * 3)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=build, at_clients=True))
+    at_server, _ = play(
+        FedRot(config_of(NAME), other_basis=OtherBasis(model=build)), base, sent, [failure] * 3
+    )
     result, metrics = play(strategy, base, sent, [BAD_NODES[case]] * 3)
     assert "Client 1 is matched at the server" in warnings()
     assert largest_difference(result, at_server) == 0
@@ -538,7 +544,7 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
 def test_clients_that_never_answer_are_matched_at_the_server() -> None:
     base = state()
     sent = [permuted(base, i) if i else base for i in (0, 1, 0)]
-    strategy = FedRot(config_of(NAME), model=build, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=build, at_clients=True))
     result, _ = play(strategy, base, sent, Silent(dict.fromkeys((100, 101, 102), failure)))
     assert error(result, base) <= 1e-4
 
@@ -548,7 +554,9 @@ def test_no_answer_ends_the_round(case: str) -> None:
     base = state()
     sent = [base, permuted(base, 1), base]
     node = edited(client(), EXTREME[case])
-    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(
+        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+    )
     result, _ = play(strategy, base, sent, [node] * 3)
     assert error(result, base) <= 0.1
 
@@ -559,7 +567,9 @@ def test_what_a_client_found_is_what_is_averaged(learning: LearningOptions | Non
     base, update = state(), state(3)
     node = client(learning)
     found = read_answer(ask(node, base, update), update, base, SYMMETRY).apply(update)
-    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(
+        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+    )
     result, _ = play(strategy, base, [base, update, base], [node] * 3)
     mean = {k: 22 / 33 * base[k] + 11 / 33 * found[k] for k in base}
     assert difference(tensors_of(result), mean) <= 1e-4
@@ -568,7 +578,9 @@ def test_what_a_client_found_is_what_is_averaged(learning: LearningOptions | Non
 def test_each_client_is_reported_once() -> None:
     base, update = state(), state(3)
     sent = [base, update, base]
-    strategy = FedRot(config_of(NAME), anchor="global", other_basis=WHOLE, match_at_clients=True)
+    strategy = FedRot(
+        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+    )
     _, metrics = play(strategy, base, sent, [client()] * 3)
     alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)
     assert metrics["fedrot-distance-before"] == pytest.approx(alignment.report.before / 3, rel=1e-3)
@@ -577,6 +589,9 @@ def test_each_client_is_reported_once() -> None:
 def test_messages_of_the_first_round_are_those_of_the_strategy() -> None:
     """Matching adds an exchange where it is needed, and changes nothing about training."""
     base = state()
-    stock, ours = FedRot(config_of(NAME)), FedRot(config_of(NAME), match_at_clients=True, model=build)
+    stock, ours = (
+        FedRot(config_of(NAME)),
+        FedRot(config_of(NAME), other_basis=OtherBasis(at_clients=True, model=build)),
+    )
     kinds = [[m.metadata.message_type for m in broadcast(s, base)] for s in (stock, ours)]
     assert kinds[0] == kinds[1]

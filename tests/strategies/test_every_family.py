@@ -7,6 +7,7 @@ from flwr.app import ArrayRecord
 
 import fedrot
 from fedrot.strategies import FedRot
+from fedrot.strategies.settings import OtherBasis
 from tests.families import MEMBERS, config_of, model_of, state_of, symmetry_for
 from tests.models import near
 from tests.strategies.fakes import broadcast, largest_difference, reply
@@ -39,10 +40,12 @@ def test_replies_from_other_bases_are_matched_in_every_family(name: str, asked: 
     model, symmetry = model_of(name).float(), symmetry_for(name)
     base = {key: value.float() for key, value in state_of(name).items()}
     other_basis = fedrot.random_equivalent(base, symmetry, 3, fedrot.WHOLE_MODEL)
-    strategy = FedRot(config_of(name), model=lambda: model, fraction_evaluate=0.0)
+    strategy = FedRot(
+        config_of(name), other_basis=OtherBasis(model=lambda: model), fraction_evaluate=0.0
+    )
     messages, sent = broadcast(strategy, base), (base, other_basis, other_basis)
     replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
     arrays, _ = strategy.aggregate_train(1, replies)
     # Most replies have a base of their own: the first of these is the anchor of this round.
     assert largest_difference(arrays, ArrayRecord(other_basis)) <= 1e-4
-    assert (strategy._other_basis.evidence is not None) == asked
+    assert (strategy.other_bases.evidence is not None) == asked

@@ -35,9 +35,10 @@ from flwr.serverapp.strategy import (
 )
 from flwr.serverapp.strategy.result import Result
 from flwr.supercore.privacy_accounting import SamplingMethod
+from torch import nn
 
 import fedrot
-from fedrot.strategies import Aligned, FedRot, align_mod
+from fedrot.strategies import Aligned, FedRot, OtherBasis, align_mod
 from tests.models import State, config_of, near, squared_distance
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
@@ -255,11 +256,13 @@ def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
         SERVER_SIDE[name].aligned(anchor=anchor)
 
 
-@pytest.mark.parametrize("given", [{"model": lambda: None}, {"other_basis": fedrot.AlignmentOptions()}])
-def test_other_bases_are_refused_with_privacy(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "other_basis", [OtherBasis(lambda: nn.Linear(1, 1)), OtherBasis(options=fedrot.AlignmentOptions())]
+)
+def test_other_bases_are_refused_with_privacy(other_basis: OtherBasis) -> None:
     """The round's coordinates would be those of the heaviest reply."""
     with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
-        SERVER_SIDE["server, fixed"].aligned(**given)
+        SERVER_SIDE["server, fixed"].aligned(other_basis=other_basis)
 
 
 @pytest.mark.parametrize("name", sorted(CLIENT_SIDE))

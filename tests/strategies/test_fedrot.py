@@ -23,6 +23,7 @@ from fedrot.aggregation import Mean
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
 from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.settings import Execution, Reporting
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(
@@ -119,16 +120,18 @@ def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
     assert largest_difference(results[0], plain) > 0.05
 
 
-def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates() -> None:
+@pytest.mark.parametrize("canonical", [False, True])
+def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bool) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
-    strategy = FedRot(CONFIG, anchor="global")
+    options = fedrot.AlignmentOptions(canonical_biases=canonical)
+    strategy = FedRot(CONFIG, anchor="global", options=options)
     messages = broadcast(strategy, base)
     sent, weights = updates(base), [1, 5, 14]
     result, _ = strategy.aggregate_train(
         1, [reply(m, u, w, i) for i, (m, u, w) in enumerate(zip(messages, sent, weights, strict=True))]
     )
-    aligned = [fedrot.align(u, base, symmetry).apply(u) for u in sent]
+    aligned = [fedrot.align(u, base, symmetry, options).apply(u) for u in sent]
     for name, array in arrays_of(result).items():
         expected = sum(w * a[name].double() for w, a in zip(weights, aligned, strict=True)) / 20
         np.testing.assert_allclose(array, expected.numpy(), atol=1e-6)
@@ -136,7 +139,7 @@ def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates() -> None:
 
 def test_in_deterministic_mode_the_order_of_arrival_does_not_matter() -> None:
     base = model()
-    strategy = FedRot(CONFIG, deterministic=True)
+    strategy = FedRot(CONFIG, execution=Execution(deterministic=True))
     messages = broadcast(strategy, base)
     replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))]
     first, _ = strategy.aggregate_train(1, replies)
@@ -216,7 +219,7 @@ def test_a_bad_reply_is_dropped_with_its_reason_and_the_round_goes_on(
 ) -> None:
     base = model()
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, report_path=report)
+    strategy = FedRot(CONFIG, reporting=Reporting(rows=report))
     messages = broadcast(strategy, base, clients=4)
     good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -277,7 +280,7 @@ def test_failed_clients_leave_the_average_to_the_others() -> None:
 def test_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: Path) -> None:
     """An error holds no id, and neither does silence."""
     base, report = model(), tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, report_path=report)
+    strategy = FedRot(CONFIG, reporting=Reporting(rows=report))
     grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
     for number in (1, 2, 3):
         messages = list(strategy.configure_train(number, ArrayRecord(base), ConfigRecord(), grid))
@@ -361,7 +364,7 @@ def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
 ) -> None:
     base = {name: tensor.half() for name, tensor in model().items()}
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, align=align, anchor="global", report_path=report)
+    strategy = FedRot(CONFIG, align=align, anchor="global", reporting=Reporting(rows=report))
     messages = broadcast(strategy, base, clients=4)
     good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -409,7 +412,7 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
     report = tmp_path / "deep" / "report.jsonl"
-    strategy = FedRot(CONFIG, anchor="global", report_path=report)
+    strategy = FedRot(CONFIG, anchor="global", reporting=Reporting(rows=report))
     messages = broadcast(strategy, base)
     sent = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(updates(base))]
     _, metrics = strategy.aggregate_train(

@@ -21,9 +21,11 @@ from transformers import BertConfig
 
 import fedrot
 from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import FakeGrid, failure, reply
+from tests.strategies.grouped import grouped
 
 CONFIG = config_of(NAME)
 
@@ -82,10 +84,10 @@ def _not_typed(**given: Any) -> dict[str, Any]:
 @STRATEGY
 def test_a_module_in_place_of_what_builds_one_is_refused(strategy: type[Aligned]) -> None:
     with pytest.raises(fedrot.FedrotError, match=r"model=lambda: BertForSequenceClassification\("):
-        strategy(CONFIG, model=build())
+        strategy(CONFIG, other_basis=OtherBasis(model=build()))
     with pytest.raises(fedrot.FedrotError, match=r"a str as model.* write model=lambda: MyModel\("):
-        strategy(CONFIG, **_not_typed(model="bert-tiny"))
-    strategy(CONFIG, model=build)
+        OtherBasis(**_not_typed(model="bert-tiny"))
+    strategy(CONFIG, other_basis=OtherBasis(model=build))
 
 
 def test_without_alignment_no_configuration_is_needed_but_a_mistake_is_one() -> None:
@@ -109,17 +111,19 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
     ("given", "says"),
     [
         ({"options": "attention"}, r"options is a str; pass fedrot\.AlignmentOptions"),
-        ({"report_path": "."}, "report_path is the folder"),
-        ({"metrics_path": Path()}, "metrics_path is the folder"),
-        ({"report_path": "rows.jsonl", "metrics_path": Path("rows.jsonl")}, "one file, 'rows.jsonl'"),
+        ({"rows": "."}, "rows is the folder"),
+        ({"metrics": Path()}, "metrics is the folder"),
+        ({"rows": "rows.jsonl", "metrics": Path("rows.jsonl")}, "one file, 'rows.jsonl'"),
         ({"spill": True}, "spill is True; give the folder"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
-        ({"aggregation": "regmean"}, r"aggregation=fedrot\.aggregation\.RegMean"),
+        ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
+        ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
+        ({"aggregation": "greedy"}, r"score"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:
     with pytest.raises(fedrot.FedrotError, match=says):
-        FedRot(CONFIG, **given)
+        FedRot(CONFIG, **grouped(**given))
 
 
 def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train() -> None:
@@ -235,11 +239,11 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
 ) -> None:
     report = tmp_path / "report.jsonl"
     clients = _clients(*(without(WEIGHT, index) for index in range(3)))
-    given: dict[str, Any] = {"align": align, "report_path": report}
+    given: dict[str, Any] = {"align": align, "rows": report}
     with pytest.raises(
         fedrot.FedrotError, match=f"Every reply of the first round .*'{WEIGHT}' is missing"
     ):
-        _start(strategy(CONFIG, **given), ArrayRecord(state()), clients)
+        _start(strategy(CONFIG, **grouped(**given)), ArrayRecord(state()), clients)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     assert sorted(row["client"] for row in rows if WEIGHT in row.get("dropped", "")) == [0, 1, 2]
 
@@ -289,7 +293,9 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
     clients = _clients(*(once(index, []) for index in range(3)))
 
     def play(rounds: int) -> Any:
-        strategy = FedRot(CONFIG, checkpoints=tmp_path, resume=tmp_path, fraction_evaluate=0.0)
+        strategy = FedRot(
+            CONFIG, checkpointing=Checkpointing(folder=tmp_path, resume=tmp_path), fraction_evaluate=0.0
+        )
         return strategy.start(FakeGrid(clients), ArrayRecord(state()), rounds)
 
     play(1)
@@ -301,7 +307,7 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    return {"report_path": folder / "alignment.jsonl", "metrics_path": folder / "metrics.jsonl"}
+    return {"rows": folder / "alignment.jsonl", "metrics": folder / "metrics.jsonl"}
 
 
 def _rounds(path: Path) -> list[int]:
@@ -311,7 +317,7 @@ def _rounds(path: Path) -> list[int]:
 
 
 def _run(folder: Path, rounds: int, **given: Any) -> None:
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **_files(folder), **given)
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(**_files(folder), **given))
     _start(strategy, ArrayRecord(state()), _clients(*map(good, range(3))), rounds)
 
 
@@ -378,7 +384,7 @@ def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> 
         raise KeyboardInterrupt
 
     def play(client: Any) -> None:
-        strategy = FedRot(CONFIG, checkpoints=kept, resume=kept, **_files(tmp_path))
+        strategy = FedRot(CONFIG, **grouped(checkpoints=kept, resume=kept, **_files(tmp_path)))
         strategy.start(
             FakeGrid(_clients(*(client,) * 2)),
             ArrayRecord(state()),
@@ -389,14 +395,14 @@ def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         play(killed)
     play(good(0))
-    rows = [json.loads(line) for line in _files(tmp_path)["metrics_path"].read_text().splitlines()]
+    rows = [json.loads(line) for line in _files(tmp_path)["metrics"].read_text().splitlines()]
     stages = [(row["round"], row["stage"]) for row in rows]
     assert stages == [(0, "server"), (1, "train"), (1, "evaluate"), (1, "server")]
 
 
 def test_both_runs_stay_in_a_shared_tensorboard_folder(tmp_path: Path) -> None:
     for rounds in (2, 1):
-        strategy = FedRot(CONFIG, fraction_evaluate=0.0, tensorboard=tmp_path)
+        strategy = FedRot(CONFIG, fraction_evaluate=0.0, reporting=Reporting(tensorboard=tmp_path))
         _start(strategy, ArrayRecord(state()), _clients(*map(good, range(3))), rounds)
     found = EventAccumulator(str(tmp_path)).Reload().Scalars("train/fedrot-replies-accepted")
     assert [(event.step, event.value) for event in found] == [(1, 3.0), (2, 3.0), (1, 3.0)]

@@ -25,6 +25,7 @@ from fedrot.strategies import FedRot, lazy_grid
 from tests.models import State, config_of, largest_difference
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.grouped import grouped
 
 ROUNDS, CLIENTS, TIMEOUT = 200, 20, 60.0
 #: In bytes. One update is 78 KB: one that stayed in every third round would be noticed.
@@ -265,9 +266,7 @@ def play(
     strategy = FedRot(
         config_of(NAME),
         fraction_evaluate=0.0,
-        report_path=folder / "report.jsonl",
-        metrics_path=folder / "metrics.jsonl",
-        **settings,
+        **grouped(rows=folder / "report.jsonl", metrics=folder / "metrics.jsonl", **settings),
     )
     result = strategy.start(grid, ArrayRecord(state()), rounds, timeout=TIMEOUT, evaluate_fn=check)
     assert largest_difference(tensors_of(result.arrays), grid.expected) < 1e-5

@@ -16,6 +16,7 @@ from fedrot.research.learning import LearningOptions, _head_matrix, _initial, _m
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from fedrot.transport import Move
+from tests import families
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
     DIM,
@@ -184,6 +185,26 @@ def test_heads_move_by_rotations_unless_in_general(general: bool) -> None:
             if m.group.name == move.group.name
         )
         assert (move.element - start).abs().max() > 1e-3
+
+
+def test_the_neurons_of_experts_stay_in_the_order_that_was_found() -> None:
+    anchor, update = (families.state_of("mixtral-classifier", seed) for seed in (0, 1))
+    symmetry, options = families.symmetry_for("mixtral-classifier"), LearningOptions(parts=ALL, steps=2)
+    model = families.model_of("mixtral-classifier", anchor)
+    batch = {**families.inputs("mixtral-classifier"), "labels": torch.tensor([0, 2])}
+    start = fedrot.align(update, anchor, symmetry)
+    found = learn_alignment(loss_of(model), [batch], update, anchor, symmetry, start, options)
+    before, after = ({m.group.name: m for m in a.moves} for a in (start, found.alignment))
+    for layer in range(2):
+        neurons, order = f"layers.{layer}.ffn", after[f"layers.{layer}.experts"]
+        first = before.get(order.group.name)
+        undone = torch.arange(2) if first is None else order.group.kind.inverse(first.element)
+        moved = order.group.kind.compose(order.element, undone)
+        carried = order.group.kind.act(moved, before[neurons].element, 0)
+        assert torch.equal(after[neurons].element, carried)
+    expected = families.outputs("mixtral-classifier", update)
+    aligned = families.outputs("mixtral-classifier", found.alignment.apply(update))
+    assert (aligned - expected).abs().max() <= 1e-9 * expected.abs().max()
 
 
 def test_other_parts_stay_as_they_were_found() -> None:

@@ -171,3 +171,15 @@ def test_neurons_of_gated_blocks_arrive_with_their_sign(name: str) -> None:
     fusion.add(base, 1.0)
     fusion.add(update, 1.0)
     assert largest_difference(fusion.result(), base) <= 1e-12
+
+
+def test_experts_are_averaged_in_place_and_a_note_says_so() -> None:
+    anchor, symmetry = families.state_of("mixtral"), families.symmetry_for("mixtral")
+    update = families.state_of("mixtral", 1)
+    fusion = OptimalTransport(symmetry, anchor=anchor)
+    assert set(fusion.notes) == {"layers.0.experts", "layers.1.experts"}
+    found = fusion.transported(update)
+    assert all(torch.equal(found[name], update[name]) for name in update if ".mlp." in name)
+    assert not torch.equal(
+        found["model.layers.0.self_attn.v_proj.weight"], update["model.layers.0.self_attn.v_proj.weight"]
+    )

@@ -22,6 +22,13 @@ WITHOUT = {
         "phi3",
         "phi3-partial",
         "modernbert",
+        "gptj",
+        "gptj-whole",
+        "falcon-7b",
+        "falcon-11b",
+        "falcon-40b",
+        "mixtral",
+        "mixtral-classifier",
     ),
 }
 

@@ -358,7 +358,7 @@ def test_neurons_do_not_change_experts(name: str) -> None:
             units[:2, 0] = units[:2, 0].flip(0).clone()
         assert _changed(name, state, _before(name)) > VISIBLE
         order = torch.arange(experts).roll(1)
-        whole = _groups(name, lambda g, inside=group: g.name == inside.within)[0]
+        whole = next(g for g in symmetry_for(name).groups if g.name == group.within)
         inner = [slot for slot in whole.slots if "gate.weight" not in slot.tensor]
         assert len(inner) == 2
         assert _change(name, Move(whole, order)) <= ROUNDING

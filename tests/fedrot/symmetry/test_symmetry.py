@@ -41,6 +41,7 @@ SUPPORTED = (
     *("deberta", "deberta-v2", "modernbert", "t5", "mt5", "bart", "vit", "deit"),
     *("clip", "clip_text_model", "clip_vision_model", "gpt2", "gpt_neox", "opt"),
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3"),
+    *("gptj", "falcon", "bloom", "mixtral"),
 )
 
 
@@ -169,7 +170,7 @@ def test_a_data_parallel_model_is_described() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize("model_type", ["xlnet", "falcon", "gemma3", None])
+@pytest.mark.parametrize("model_type", ["xlnet", "mamba", "gemma3", None])
 def test_unknown_architectures_name_what_is_supported(model_type: str | None) -> None:
     state = state_of("bert-classifier")
     with pytest.raises(fedrot.SymmetryError) as caught:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier import barriers
-from fedrot.simulations.barrier.barriers import METHODS, Method, lines_of
+from fedrot.simulations.barrier.barrier_lines import evaluator, lines_of
+from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import tokenizer_for
 from fedrot.simulations.federation.run_folder import read_rows
@@ -63,8 +63,7 @@ def test_two_checkpoints(name: str, checkpoints: Path, tmp_path: Path) -> None:
     config = SimulationConfig(task=name, **{**SMALL, "train_limit": None})
     task = task_of(config.to_json())
     ends = [
-        barriers.evaluator(task, (m := build_model(config, task.data, seed)))(m.state_dict())
-        for seed in (0, 1)
+        evaluator(task, (m := build_model(config, task.data, seed)))(m.state_dict()) for seed in (0, 1)
     ]
     for method, ln in lines.items():
         assert ln.barrier.rows[0] == pytest.approx(ends[0], rel=1e-5)
@@ -89,7 +88,7 @@ def _spoil(folder: Path, kind: str) -> None:
     [
         ("classification0", "classification-heads", None, [], "different architectures: num_attention"),
         ("classification0", "nowhere", None, [], "is not a folder"),
-        ("classification0", "classification1", "no config", [], "has no config.json"),
+        ("classification0", "classification1", "no config", [], "config.json' does not exist"),
         ("classification0", "classification1", "no weights", [], "has no model.safetensors"),
         ("classification0", "classification1", "family", [], "ernie"),
         ("classification0", "classification1", "vocabulary", [], "different vocabularies"),
@@ -173,7 +172,7 @@ def test_nothing_is_written_when_a_method_fails(
     def fail(*_: object) -> Any:
         raise FedrotError("out of luck")
 
-    monkeypatch.setitem(METHODS, "failing", Method(refine=fail))
+    monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))
     pair = [checkpoints / "classification0", checkpoints / "classification1"]
     options = ["--methods", "vanilla,failing", "--points", "3", "--test-limit", "60"]
     code, output = invoke("barrier", *pair, *options, "--out", tmp_path / "out")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedrot.simulations.barrier.barrier_grid import Cell, Grid, shared_rows, trained
-from fedrot.simulations.barrier.barriers import METHODS, Method, lines_of
+from fedrot.simulations.barrier.barrier_grid import Cell, Grid, shared_rows
+from fedrot.simulations.barrier.barrier_lines import lines_of
+from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
+from fedrot.simulations.barrier.grid_run import trained
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models.build import build_model
@@ -210,7 +212,7 @@ def test_a_failing_pair_leaves_what_was_done(
     def fail(*_: object) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setitem(METHODS, "failing", Method(refine=fail))
+    monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))
     options = ["--out", tmp_path / "run", "--only", "labels-same", "--workers", 1]
     code, output = invoke("barriers", grid_file, *options, "--methods", "vanilla,failing")
     assert code == 1

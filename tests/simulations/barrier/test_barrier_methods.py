@@ -21,9 +21,16 @@ from rich.console import Console
 from fedrot import random_equivalent, symmetry_of
 from fedrot.research import Barrier, interpolate, unit_statistics
 from fedrot.research.learning import LearningOptions
-from fedrot.simulations.barrier import barrier_report, barriers
+from fedrot.simulations.barrier import barrier_methods, barrier_report
+from fedrot.simulations.barrier.barrier_lines import (
+    BarrierLine,
+    lines_of,
+    measure,
+    training_batches,
+    write_rows,
+)
+from fedrot.simulations.barrier.barrier_methods import METHODS, match
 from fedrot.simulations.barrier.barrier_report import markdown, plot, summarise, tables
-from fedrot.simulations.barrier.barriers import METHODS, Line, lines_of, match, measure, training_batches
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models.build import build_model
@@ -47,7 +54,7 @@ def model(task: Task) -> torch.nn.Module:
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is learned in 600 steps is tested elsewhere; here it is enough that something is."""
-    monkeypatch.setattr(barriers, "LearningOptions", partial(LearningOptions, steps=5))
+    monkeypatch.setattr(barrier_methods, "LearningOptions", partial(LearningOptions, steps=5))
 
 
 def test_batches_for_methods_are_those_of_training(task: Task, model: torch.nn.Module) -> None:
@@ -64,14 +71,14 @@ def test_labels_are_not_shown_where_activations_are_collected(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[set[str]] = []
-    original = barriers.collect_activations
+    original = barrier_methods.collect_activations
 
     def spy(anchor: Any, client: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:
         batches = list(batches)
         seen.extend(set(batch) for batch in batches)
         return original(anchor, client, batches, *args, **kwargs)
 
-    monkeypatch.setattr(barriers, "collect_activations", spy)
+    monkeypatch.setattr(barrier_methods, "collect_activations", spy)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
     for name in METHODS:
         match(METHODS[name], model, model, symmetry, batches)
@@ -108,7 +115,7 @@ def test_a_method_may_refine_the_client_and_repair_the_merged_models(
 ) -> None:
     client = build_model(task.config, task.data, seed=1)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
-    moved = match(METHODS["whole"], model, client, symmetry, batches).state
+    moved = match(METHODS["whole"], model, client, symmetry, batches)
     seen: list[Any] = []
 
     def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
@@ -155,10 +162,10 @@ def test_repaired_averages_near_an_end_are_like_that_end(task: Task, model: torc
 # Summaries
 
 
-def line(cell: str, pair: str, method: str, *losses: float) -> Line:
+def line(cell: str, pair: str, method: str, *losses: float) -> BarrierLine:
     positions = tuple(np.linspace(0, 1, len(losses)).tolist())
     rows = tuple({"accuracy": 1 - loss, "loss": loss} for loss in losses)
-    return Line(cell, pair, method, 2.0, 10.0, 5.0, Barrier(positions, rows))
+    return BarrierLine(cell, pair, method, 2.0, 10.0, 5.0, Barrier(positions, rows))
 
 
 def test_means_and_intervals_are_over_pairs() -> None:
@@ -218,7 +225,7 @@ def test_diverged_models_stay_in_rows_and_summary(tmp_path: Path) -> None:
         line("c", "0-1", "vanilla", 0.1, math.nan, 0.1),
         line("c", "0-1", "whole", 0.1, math.inf, 0.1),
     ]
-    barriers.write_rows(tmp_path / "rows.jsonl", lines)
+    write_rows(tmp_path / "rows.jsonl", lines)
     assert "NaN" not in (tmp_path / "rows.jsonl").read_text()
     again = lines_of(read_rows(tmp_path))
     assert all(math.isnan(ln.barrier.at(0.5)["loss"]) for ln in again)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fedrot
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.models import loading
+from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.symmetry import FAMILIES
 from tests.models import EVERY, HEADS, LAYERS, NEURONS, WIDTH, fresh_model
 
@@ -58,7 +58,7 @@ def test_a_sound_model_is_reported_in_full(model: Path) -> None:
     assert code == 0
     assert list(found) == [
         *("model", "model_type", "family", "architecture", "seed", "parts", "refused", "groups"),
-        *("kinds", "change", "tolerance", "holds", "notes", "seconds"),
+        *("kinds", "change", "tolerance", "holds", "suspects", "notes", "seconds"),
     ]
     assert found["architecture"] == "BertForSequenceClassification"
     assert (found["model"], found["model_type"], found["family"]) == (str(model), "bert", "bert")
@@ -205,7 +205,7 @@ class _Failing(_FirstHead):
 
 
 def _as(model_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_class_of", lambda config, name: model_class)
+    monkeypatch.setattr(SavedModel, "model_class", model_class)
 
 
 def test_a_model_that_looks_at_single_heads_is_caught(
@@ -221,7 +221,9 @@ def test_a_model_that_looks_at_single_heads_is_caught(
     assert code == 1
     assert shown.count("BROKEN") == 2  # of the heads, and together
     assert "BROKEN attention" in shown
-    assert "does something with its tensors that family 'bert' does not know" in shown
+    assert "The description of family 'bert' is wrong for this model" in shown
+    assert "Look at group 'encoder.layer.0.heads' (heads), which acts on" in shown
+    assert found["suspects"] in shown
     assert "is preserved" not in shown
     assert read(model, "--parts", "attention+ffn")[0] == 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
+from fedrot.collect.statistic_kinds import STATISTIC_KINDS, StatisticKind
 from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
 from fedrot.simulations.federation import client_app
@@ -145,15 +146,15 @@ def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module
 
 
 def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> None:
-    kinds = {"regmean": RegMean, "fisher": Fisher, "greedy": GreedySoup, "ot": OptimalTransport}
+    classes = {"regmean": RegMean, "fisher": Fisher, "greedy": GreedySoup, "ot": OptimalTransport}
     for name in AGGREGATIONS:
         build = aggregation_of(Arm.parse(name), task, 0, shell)
-        if name not in kinds:
+        if name not in classes:
             assert build is None
             continue
         assert build is not None
         first, second = build(), build()
-        assert isinstance(first, kinds[name])
+        assert isinstance(first, classes[name])
         assert first is not second
     assert aggregation_of(Arm.parse("joined"), task, 0, shell) is None
 
@@ -268,7 +269,7 @@ HEAD = {"classification": "classifier.weight", "mlm": "cls.predictions.transform
 @pytest.mark.parametrize("kind", HEAD)
 @pytest.mark.usefixtures("untrained")
 def test_different_heads_on_one_encoder(kind: Any) -> None:
-    config = SimulationConfig(**SMALL, task=kind, head="different")
+    config = SimulationConfig(**SMALL, task=kind, task_head="different")
     received = initial(config)
     found = [ask(config, received, client)[0] for client in range(2)]
     encoder = {name: tensor for name, tensor in received.items() if name.startswith("bert.")}
@@ -287,7 +288,7 @@ def test_different_heads_on_one_encoder(kind: Any) -> None:
 @pytest.mark.parametrize("kind", HEAD)
 @pytest.mark.usefixtures("untrained")
 def test_heads_are_the_received_ones_in_later_rounds(kind: Any) -> None:
-    config = SimulationConfig(**SMALL, task=kind, head="different")
+    config = SimulationConfig(**SMALL, task=kind, task_head="different")
     received = initial(config)
     found = ask(config, received, 0, server_round=2)[0]
     assert all(torch.equal(found[name], tensor) for name, tensor in received.items())
@@ -321,17 +322,15 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what was collected, in order."""
     names: list[str] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        collect = getattr(fedrot, name)
+    def counted(kind: StatisticKind) -> StatisticKind:
+        def collect(*args: Any, **kwargs: Any) -> Any:
+            names.append(f"collect_{kind.name}")
+            return kind.collect(*args, **kwargs) if kind.collect else None
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            names.append(name)
-            return collect(*args, **kwargs)
+        return replace(kind, collect=collect)
 
-        return call
-
-    for name in ("collect_gram", "collect_fisher"):
-        monkeypatch.setattr(fedrot, name, counted(name))
+    for name in ("gram", "fisher"):
+        monkeypatch.setitem(STATISTIC_KINDS, name, counted(STATISTIC_KINDS[name]))
     return names
 
 

@@ -171,7 +171,7 @@ def test_the_app_starts_by_flwr_run(flower_home: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = f'out="{out}" clients=2 rounds=1 width=32 heads=2 train-limit=200 test-limit=100'
     command = [
-        str(SCRIPTS / "flwr"), "run", str(ROOT / "flower-app"), "local", "--stream",
+        str(SCRIPTS / "flwr"), "run", str(ROOT / "simulations" / "flower_app"), "local", "--stream",
         "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
         "-c", settings,
     ]  # fmt: skip

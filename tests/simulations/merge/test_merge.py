@@ -18,17 +18,17 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 
 import fedrot
-from fedrot.aggregation import Fisher, RegMean
-from fedrot.simulations.merge import merging
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.simulations.merge.merge_inputs import batches_of
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
 from fedrot.simulations.models import model_files
-from fedrot.simulations.models.saved_model import open_checkpoint
+from fedrot.simulations.models.saved_model import open_saved_model
 from tests import families
 from tests.models import VOCABULARY, State, bert_config, fresh_model, inputs, near
 from tests.simulations import commands
 
-NONE = options_of("none")
+NONE = MergeSettings(parts="none")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCABULARY - 5))]
 
 
@@ -120,7 +120,7 @@ def test_a_scrambled_copy_gives_the_original_back(name: str, parts: str, tmp_pat
         with safe_open(a / "model.safetensors", "pt") as theirs:
             assert set(ours.keys()) == set(theirs.keys())
         assert ours.metadata() == {"format": "pt"}
-    merge([a, b], tmp_path / "plain", options=NONE)
+    merge([a, b], tmp_path / "plain", NONE)
     plain = state(loaded(tmp_path / "plain", model))
     assert max(float((plain[n] - t).abs().max()) for n, t in state(model).items()) > 0.1
 
@@ -157,7 +157,8 @@ def test_the_mean_is_that_of_aligned_models(pair: tuple[Path, Path], tmp_path: P
     assert code == 0, output
     mean = {name: (ours[name] + moved[name]) / 2 for name in ours}
     assert_close(state(loaded(tmp_path / "out", first)), mean)
-    report = merge(pair, None, options=options, dry_run=True)
+    settings = MergeSettings(parts="attention", layers="1")
+    report = merge(pair, None, settings, dry_run=True)
     assert [g.layer for g in report.inputs[1].alignment.groups] == [1, 1]
 
 
@@ -166,7 +167,7 @@ def test_distances_are_over_all_tensors_once(name: str, parts: str, tmp_path: Pa
     model = model_of(name)
     other = neighbour(scrambled(model, options_of(parts).parts))
     a, b = saved(model, tmp_path / "a"), saved(other, tmp_path / "b")
-    first, second = merge([a, b], None, options=options_of(parts), dry_run=True).inputs
+    first, second = merge([a, b], None, MergeSettings(parts=parts), dry_run=True).inputs
     ours, theirs = ({n: p.detach() for n, p in m.named_parameters()} for m in (model, other))
     assert (first.before, first.after) == (0, 0)
     assert second.before == pytest.approx(
@@ -176,7 +177,7 @@ def test_distances_are_over_all_tensors_once(name: str, parts: str, tmp_path: Pa
     assert second.after == pytest.approx(
         sum(float(theirs[n].square().sum()) for n in ours) / 101, rel=0.1
     )
-    plain = merge([a, b], None, options=NONE, dry_run=True).inputs[1]
+    plain = merge([a, b], None, NONE, dry_run=True).inputs[1]
     assert plain.before == plain.after == second.before
 
 
@@ -195,7 +196,7 @@ def test_the_dtype_is_the_anchors_unless_another_is_asked_for(
     assert settings["dtype"] == stored
     merged = loaded(tmp_path / "out", model)
     assert merged.dtype == getattr(torch, stored)
-    merge([a, b], tmp_path / "exact", dtype="float32")
+    merge([a, b], tmp_path / "exact", MergeSettings(dtype="float32"))
     exact = state(loaded(tmp_path / "exact", model))
     for name, tensor in tensors.items():
         assert torch.equal(tensor, exact[name].to(tensor.dtype))
@@ -206,7 +207,7 @@ def test_what_belongs_to_the_anchor_is_copied(tmp_path: Path) -> None:
     a, b = saved(model, tmp_path / "a"), saved(neighbour(model), tmp_path / "b")
     save_tokenizer(a)
     (a / "training_args.bin").write_text("not the model's")
-    merge([b, a], tmp_path / "out", anchor=a)
+    merge([b, a], tmp_path / "out", MergeSettings(anchor=str(a)))
     copied = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     written = contents(tmp_path / "out")
     assert set(written) == copied | {"model.safetensors"}
@@ -254,7 +255,7 @@ def test_tied_tensors_may_be_stored_twice_and_are_written_once(name: str, tmp_pa
     a = saved(model, tmp_path / "a")
     both = tmp_path / "both.safetensors"
     save_file(state(model), both)
-    merge([both, a], tmp_path / "out", config=a)
+    merge([both, a], tmp_path / "out", MergeSettings(config=a))
     assert_close(state(loaded(tmp_path / "out", model)), state(model))
     assert (
         load_file(tmp_path / "out" / "model.safetensors").keys()
@@ -263,7 +264,7 @@ def test_tied_tensors_may_be_stored_twice_and_are_written_once(name: str, tmp_pa
     tied = next(n for n in state(model) if n not in load_file(a / "model.safetensors"))
     save_file({**state(model), tied: state(model)[tied] + 1}, both)
     with pytest.raises(fedrot.FedrotError, match="holds different values"):
-        merge([both, a], tmp_path / "no", config=a)
+        merge([both, a], tmp_path / "no", MergeSettings(config=a))
 
 
 def test_what_a_class_does_not_have_is_left_out_and_said(tmp_path: Path) -> None:
@@ -395,8 +396,7 @@ def test_statistics_are_those_of_the_aggregators(
     options += ["--alpha", 0.7] if expected is regmean else []
     code, output = invoke(a, b, *options, *as_options(texts), "--out", tmp_path / "out")
     assert code == 0, output
-    settings = {key: value for key, value in texts.items() if key != "data"}
-    batches, _ = batches_of(open_checkpoint(a), "few", 12, settings)
+    batches, _ = batches_of(open_saved_model(a), MergeSettings(**texts), 12)
     assert sum(len(batch["input_ids"]) for batch in batches) == 12
     assert "labels" not in batches[0]
     # Of tied tensors one is stored.
@@ -404,7 +404,7 @@ def test_statistics_are_those_of_the_aggregators(
     reference = expected(ours, theirs, batches)
     assert_close(stored, {name: reference[name] for name in stored}, atol=1e-5)
     loaded(tmp_path / "out", ours)
-    merge([a, b], tmp_path / "mean", weights=[1, 3])
+    merge([a, b], tmp_path / "mean", MergeSettings(weights="1,3"))
     mean = load_file(tmp_path / "mean" / "model.safetensors")
     assert max(float((mean[n] - stored[n]).abs().max()) for n in stored) > 1e-3
 
@@ -418,12 +418,12 @@ def test_optimal_transport_finds_units_where_nothing_is_aligned(tmp_path: Path) 
         "theirs": saved(theirs, tmp_path / "theirs"),
         "mixed": saved(scrambled(theirs, ("heads", "ffn")), tmp_path / "mixed"),
     }
-    still = options_of("none")
-    merge([folders["ours"], folders["theirs"]], tmp_path / "mean", options=still, weights=[1, 3])
+    still = MergeSettings(parts="none", weights="1,3")
+    merge([folders["ours"], folders["theirs"]], tmp_path / "mean", still)
     expected = load_file(tmp_path / "mean" / "model.safetensors")
     for method, apart in (("ot", False), ("mean", True)):
         models = [folders["ours"], folders["mixed"]]
-        merge(models, tmp_path / method / "out", method=method, options=still, weights=[1, 3])
+        merge(models, tmp_path / method / "out", still.model_copy(update={"method": method}))
         found = load_file(tmp_path / method / "out" / "model.safetensors")
         largest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
         assert largest > 0.1 if apart else largest < 1e-5
@@ -433,7 +433,8 @@ def test_what_the_aggregator_notes_is_in_the_report(
     pair: tuple[Path, Path], texts: dict[str, Any]
 ) -> None:
     save_tokenizer(pair[0])
-    report = merge(pair, None, method="regmean", alpha=1.0, rows=12, dry_run=True, **texts)
+    settings = MergeSettings(method="regmean", alpha=1.0, rows=12, **texts)
+    report = merge(pair, None, settings, dry_run=True)
     (note,) = (note for note in report.notes if "bert.pooler.dense.weight" in note)
     # Two models saw 12 texts each, so 8 of 32 directions are rounding of either sign.
     assert " of 32 directions of its input were seen by no client" in note
@@ -443,7 +444,8 @@ def test_the_report_says_how_rows_without_splits_were_divided(pair: tuple[Path, 
     save_tokenizer(pair[0])
     file = pair[0].parent / "texts.csv"
     file.write_text("text,label\n" + "w1 w2 w3,0\nw4 w5,1\n" * 10)
-    report = merge(pair, None, method="regmean", rows=4, data=str(file), dry_run=True)
+    settings = MergeSettings(method="regmean", rows=4, data=str(file))
+    report = merge(pair, None, settings, dry_run=True)
     assert report.notes[0].startswith(f"{file} has no splits of its own: of 20 rows 4 are held out")
 
 
@@ -464,7 +466,7 @@ def test_data_also_serves_the_residual_stream(
         return original(ours, theirs, batches, *args)
 
     monkeypatch.setattr(merge_inputs, "collect_activations", spy)
-    merge([a, b], tmp_path / "out", options=options_of("whole"), rows=8, **texts)
+    merge([a, b], tmp_path / "out", MergeSettings(parts="whole", rows=8, **texts))
     assert [len(batches[0]["input_ids"]) for batches in seen] == [8]
     assert_close(state(loaded(tmp_path / "out", model)), state(model), atol=2e-5)
 
@@ -693,7 +695,7 @@ def test_nothing_is_left_when_it_fails(
         fail()
 
     if stage == "merging":
-        monkeypatch.setattr(merging.Mean, "result", fail)
+        monkeypatch.setattr(Mean, "result", fail)
     elif stage == "writing":
         monkeypatch.setattr(model_files, "_save", half)
     else:

@@ -11,7 +11,7 @@ import pytest
 
 from fedrot.simulations.federation.run_folder import read_rows, refuse_used
 from fedrot.simulations.report.compact import compact, write_parquet
-from fedrot.simulations.report.page import write_report
+from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import markdown_table
 
 DOCS = Path(__file__).parents[3] / "docs"

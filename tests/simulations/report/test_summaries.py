@@ -8,8 +8,11 @@ import pytest
 
 from fedrot.simulations.config import TaskName
 from fedrot.simulations.report.summaries import (
+    Paired,
+    Place,
+    compare_seeds,
+    final_values,
     metrics_in,
-    paired,
     paired_difference,
     removed_shares,
     summarise,
@@ -21,6 +24,13 @@ from fedrot.simulations.tasks.scores import _CLASSIFICATION, _REGRESSION
 def row(arm: str, seed: int, value: float, round: int = 3, **more: object) -> dict[str, object]:
     given = {"arm": arm, "start": "same", "seed": seed, "round": round, "metric": "accuracy"}
     return {**given, "value": value, "scope": "central", **more}
+
+
+def paired(rows: list[dict[str, object]], arm: str, baseline: str, metric: str) -> Paired:
+    """Compare two arms of the one setting and start."""
+    values = final_values(rows)
+    ours, theirs = (values.get(Place("", "same", name, metric), {}) for name in (arm, baseline))
+    return compare_seeds(ours, theirs, metric)
 
 
 ROWS = [
@@ -54,8 +64,10 @@ def test_an_unfinished_seed_is_left_out() -> None:
 def test_settings_have_their_own_final_round() -> None:
     rows = [row("plain", 0, 0.5, round=1, setting="one-shot"), row("plain", 0, 0.6, setting="many")]
     assert [(s.setting, s.mean) for s in summarise(rows)] == [("one-shot", 0.5), ("many", 0.6)]
-    with pytest.raises(ValueError, match="name one of"):
-        paired(rows, "plain", "plain", "accuracy", "same")
+    assert {place.setting: values for place, values in final_values(rows).items()} == {
+        "one-shot": {0: 0.5},
+        "many": {0: 0.6},
+    }
 
 
 def test_metrics_keep_their_order_with_the_loss_last() -> None:
@@ -65,7 +77,7 @@ def test_metrics_keep_their_order_with_the_loss_last() -> None:
 
 
 def test_the_interval_by_hand() -> None:
-    found = paired(ROWS, "aligned", "plain", "accuracy", "same")
+    found = paired(ROWS, "aligned", "plain", "accuracy")
     # Differences 0.03, 0.02, 0.04: mean 0.03, sd 0.01; t(0.975, 2) = 4.302653 from a printed table.
     half = 4.302653 * 0.01 / math.sqrt(3)
     assert found.mean == pytest.approx(0.03)
@@ -75,11 +87,11 @@ def test_the_interval_by_hand() -> None:
 
 def test_only_common_seeds_are_paired() -> None:
     rows = [row("plain", 0, 0.5), row("plain", 1, 0.9), row("aligned", 0, 0.6), row("aligned", 2, 0.1)]
-    found = paired(rows, "aligned", "plain", "accuracy", "same")
+    found = paired(rows, "aligned", "plain", "accuracy")
     assert (found.n, found.verdict) == (1, "one seed: no interval")
     assert found.mean == pytest.approx(0.1)
     assert math.isnan(found.ci_low)
-    none = paired(rows, "absent", "plain", "accuracy", "same")
+    none = paired(rows, "absent", "plain", "accuracy")
     assert (none.n, none.verdict) == (0, "no seed in common")
 
 
@@ -117,8 +129,8 @@ def test_which_metrics_are_better_where_they_are_lower(metric: str) -> None:
         for seed in range(3)
     ]
     down, up = ("better", "worse") if metric in LOWER else ("worse", "better")
-    assert paired(rows, "aligned", "plain", metric, "same").verdict == down
-    assert paired(rows, "plain", "aligned", metric, "same").verdict == up
+    assert paired(rows, "aligned", "plain", metric).verdict == down
+    assert paired(rows, "plain", "aligned", metric).verdict == up
 
 
 @pytest.mark.parametrize("task", OBJECTIVES)

@@ -14,6 +14,7 @@ from flwr.app import Message
 import fedrot
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.figures import metrics_table
+from fedrot.strategies.settings import Robustness
 from fedrot.transport import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -56,7 +57,7 @@ def test_without_alignment_only_what_went_wrong_is_reported_under_the_page_s_nam
     def bare(message: Message) -> Message:
         return reply(message, {}, 10, 2)
 
-    metrics = _play(FedRot(align=False, min_replies=2), [whole], bare, failure)
+    metrics = _play(FedRot(align=False, robustness=Robustness(min_replies=2)), [whole], bare, failure)
     expected = {"replies-dropped": 1, "replies-failed": 1, "round-failed": 1}
     ours = {name: value for name, value in metrics.items() if name.startswith("fedrot-")}
     assert ours == {f"fedrot-{name}": value for name, value in expected.items()}

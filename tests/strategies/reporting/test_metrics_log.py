@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import fedrot
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot, JsonLines, MetricsLog
+from fedrot.strategies.settings import Checkpointing, Reporting, Robustness
 from tests.models import State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply
@@ -71,7 +72,7 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
         seen.append([(row["round"], row["stage"]) for row in rows_of(path)] if number else [])
         return MetricRecord({"norm": 1.5 * number}) if number != 1 else None
 
-    result = strategy(CONFIG, metrics_path=path).start(
+    result = strategy(CONFIG, reporting=Reporting(metrics=path)).start(
         grid(), ArrayRecord(state()), 2, evaluate_fn=evaluate
     )
     rows = rows_of(path)
@@ -113,7 +114,7 @@ def test_without_a_path_nothing_is_wrapped_or_written(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     path, folder = tmp_path / "metrics.jsonl", tmp_path / "board"
-    strategy = FedRot(CONFIG, metrics_path=path, tensorboard=folder)
+    strategy = FedRot(CONFIG, reporting=Reporting(metrics=path, tensorboard=folder))
     strategy.start(
         grid(),
         ArrayRecord(state()),
@@ -136,7 +137,7 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
 def test_a_missing_tensorboard_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(FedrotError, match=r"pip install 'fedrot\[tensorboard\]'"):
-        FedRot(CONFIG, tensorboard="board")
+        FedRot(CONFIG, reporting=Reporting(tensorboard="board"))
     FedRot(CONFIG)
 
 
@@ -160,10 +161,8 @@ def test_a_resumed_run_goes_on_with_its_metrics(tmp_path: Path, warnings: Any) -
     def play(rounds: int) -> None:
         strategy = FedRot(
             CONFIG,
-            metrics_path=path,
-            tensorboard=folder,
-            checkpoints=kept,
-            resume=kept,
+            reporting=Reporting(metrics=path, tensorboard=folder),
+            checkpointing=Checkpointing(folder=kept, resume=kept),
             fraction_evaluate=0,
         )
         strategy.start(grid(), ArrayRecord(state()), rounds)
@@ -214,7 +213,7 @@ def test_a_round_s_records_carry_their_fields(lines: Lines, tmp_path: Path) -> N
         103: lambda message: None,
         104: client(4, loss=0.25),
     }
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0, checkpoints=tmp_path)
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0, checkpointing=Checkpointing(folder=tmp_path))
     result = strategy.start(FakeGrid(clients), ArrayRecord(state()), 1, timeout=0.1)
     assert lines.rows("round", "client", "weight") == [("DEBUG", 1, 0, 10.0), ("DEBUG", 1, 4, 10.0)]
     aligned = lines.rows("round", "client", "before", "after", "seconds")
@@ -235,7 +234,9 @@ def test_a_round_s_records_carry_their_fields(lines: Lines, tmp_path: Path) -> N
 
 def test_resuming_and_damaged_checkpoints_are_said_with_fields(lines: Lines, tmp_path: Path) -> None:
     def play(rounds: int) -> None:
-        strategy = FedRot(CONFIG, fraction_evaluate=0.0, checkpoints=tmp_path, resume=tmp_path)
+        strategy = FedRot(
+            CONFIG, fraction_evaluate=0.0, checkpointing=Checkpointing(folder=tmp_path, resume=tmp_path)
+        )
         strategy.start(grid(), ArrayRecord(state()), rounds)
 
     play(2)
@@ -250,7 +251,7 @@ def test_resuming_and_damaged_checkpoints_are_said_with_fields(lines: Lines, tmp
 
 
 def test_evaluations_dropped_and_lost_rounds_are_said_with_fields(lines: Lines) -> None:
-    strategy = FedRot(CONFIG, min_replies=3)
+    strategy = FedRot(CONFIG, robustness=Robustness(min_replies=3))
     fake = FakeGrid(dict.fromkeys(range(100, 103), failure))
     messages = list(strategy.configure_evaluate(4, ArrayRecord(state()), ConfigRecord(), fake))
     like_most = {"num-examples": 1, "loss": 0.5}

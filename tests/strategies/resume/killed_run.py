@@ -28,6 +28,7 @@ from fedrot.strategies import Aligned
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.settings import Execution, Reporting
 from tests.models import near
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of, timeless
 
@@ -98,9 +99,9 @@ def play(folder: str) -> None:
         CONFIG,
         fraction_train=NODES / CLIENTS,
         fraction_evaluate=0.0,
-        deterministic=True,
+        execution=Execution(deterministic=True),
         eta=0.01,
-        report_path=home / "report.jsonl",
+        reporting=Reporting(rows=home / "report.jsonl"),
     )
     grid = FakeGrid({100 + i: client(i) for i in range(CLIENTS)})
     mark("start")

@@ -20,9 +20,10 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.research import GreedySoup, OptimalTransport
-from fedrot.statistic_kinds import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
+from fedrot.strategies.settings import OtherBasis, Reporting
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
 from tests.models import DIM, HEADS, WIDTH, State, config_of, near
 from tests.strategies.aggregating import (
@@ -130,7 +131,7 @@ def test_other_basis_replies_bring_statistics_of_the_whole_model() -> None:
     clients = [Client(other, 9.0, grams(other)), *[Client(other, 5.0, grams(other, s)) for s in (1, 2)]]
     moved = scrambled(clients, parts=fedrot.WHOLE_MODEL)
     moved[0] = clients[0]
-    strategy = FedRot(config_of(NAME), aggregation=RegMean, model=build)
+    strategy = FedRot(config_of(NAME), aggregation=RegMean, other_basis=OtherBasis(model=build))
     result, metrics = play(strategy, moved)
     assert metrics["fedrot-replies-other-basis"] == 3
     assert apart(result, other) <= 1e-3
@@ -501,7 +502,9 @@ def test_if_the_aggregation_takes_nothing_nothing_is_averaged(warnings: Callable
 
 def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(config_of(NAME), aggregation=partial(RegMean, alpha=1.0), report_path=report)
+    strategy = FedRot(
+        config_of(NAME), aggregation=partial(RegMean, alpha=1.0), reporting=Reporting(rows=report)
+    )
     few = [
         Client(c.update, c.weight, fedrot.collect_gram(loaded(c.update), batches(seed, 2, 5)))
         for seed, c in enumerate(honest())
@@ -582,8 +585,11 @@ def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], al
     [
         {},
         {"options": fedrot.AlignmentOptions(parts=("attention",))},
-        {"options": PERMUTATIONS, "other_basis": fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)},
-        {"options": PERMUTATIONS, "model": build},
+        {
+            "options": PERMUTATIONS,
+            "other_basis": OtherBasis(options=fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)),
+        },
+        {"options": PERMUTATIONS, "other_basis": OtherBasis(build)},
     ],
     ids=["default", "attention", "other_basis", "model"],
 )
@@ -598,9 +604,12 @@ def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> No
     "options",
     [
         {"align": False},
-        {"align": False, "model": build},
+        {"align": False, "other_basis": OtherBasis(build)},
         {"options": PERMUTATIONS},
-        {"options": PERMUTATIONS, "other_basis": fedrot.AlignmentOptions(parts=("residual", "ffn"))},
+        {
+            "options": PERMUTATIONS,
+            "other_basis": OtherBasis(options=fedrot.AlignmentOptions(parts=("residual", "ffn"))),
+        },
     ],
 )
 def test_fisher_without_rotations_is_accepted(options: dict[str, Any]) -> None:
@@ -658,7 +667,9 @@ def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
     assert sorted(direct.chosen) == [0, 1, 2]
     soup = partial(GreedySoup, closeness(target))
     bare = [replace(client, statistics={}) for client in clients]
-    result, _ = play(FedRot(config_of(NAME), align=False, aggregation=soup, report_path=report), bare)
+    result, _ = play(
+        FedRot(config_of(NAME), align=False, aggregation=soup, reporting=Reporting(rows=report)), bare
+    )
     assert apart(result, expected) == 0
     (note,) = [json.loads(line) for line in report.read_text().splitlines()]
     assert (note["tensor"], note["note"][:14]) == ("soup", "3 of 4 updates")

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
-from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies import Aligned, Execution, FedRot, OtherBasis, Robustness
 from tests.fedrot.pretend import Pretend
 from tests.models import near
 from tests.strategies.aggregating import (
@@ -44,8 +44,10 @@ WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 STREAMED: dict[str, Callable[..., FedAvg]] = {
     "running": lambda **given: FedRot(SYMMETRY, **given),
     "global": lambda **given: FedRot(SYMMETRY, anchor="global", **given),
-    "deterministic": lambda **given: FedRot(SYMMETRY, deterministic=True, **given),
-    "norm bound": lambda **given: FedRot(SYMMETRY, norm_bound=20.0, **given),
+    "deterministic": lambda execution=None, **given: FedRot(
+        SYMMETRY, execution=replace(execution or Execution(), deterministic=True), **given
+    ),
+    "norm bound": lambda **given: FedRot(SYMMETRY, robustness=Robustness(norm_bound=20.0), **given),
     "whole": lambda **given: FedRot(SYMMETRY, options=WHOLE, **given),
     "adam": lambda **given: AlignedAdam(SYMMETRY, **given),
 }
@@ -54,7 +56,7 @@ OTHERS: dict[str, Callable[..., FedAvg]] = {
     "consensus": lambda **given: FedRot(SYMMETRY, anchor="consensus", **given),
     "medoid": lambda **given: FedRot(SYMMETRY, anchor="medoid", **given),
     "first": lambda **given: FedRot(SYMMETRY, anchor="first", **given),
-    "other_basis": lambda **given: FedRot(SYMMETRY, model=build, **given),
+    "other_basis": lambda **given: FedRot(SYMMETRY, other_basis=OtherBasis(build), **given),
     "median": lambda **given: AlignedMedian(SYMMETRY, **given),
 }
 
@@ -69,7 +71,7 @@ def _both(build_one: Callable[..., FedAvg], clients: Sequence[Client]) -> tuple[
     """Return what a round gives on the CPU and on the device."""
     wanted = _played(build_one(), clients)
     with Pretend() as device:
-        found = _played(build_one(device="cuda"), clients)
+        found = _played(build_one(execution=Execution(device="cuda")), clients)
         assert device.uploads > 0
     return wanted, found
 
@@ -87,14 +89,14 @@ def test_a_round_on_the_device_is_that_on_the_cpu(which: str) -> None:
         assert found[1][name] == pytest.approx(wanted[1][name], rel=1e-5)
 
 
-@pytest.mark.parametrize(("anchor", "match_at_clients"), [("running", True), ("consensus", False)])
-def test_other_basis_replies_are_matched_there_too(anchor: str, match_at_clients: bool) -> None:
+@pytest.mark.parametrize(("anchor", "at_clients"), [("running", True), ("consensus", False)])
+def test_other_basis_replies_are_matched_there_too(anchor: str, at_clients: bool) -> None:
     """With activations of the models, which run on the host."""
     clients = [Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)]
     clients[0] = Client(near(state(), 0.02, 5), 2.0, {})
     wanted, found = _both(
         lambda **given: FedRot(
-            SYMMETRY, model=build, anchor=anchor, match_at_clients=match_at_clients, **given
+            SYMMETRY, other_basis=OtherBasis(build, at_clients=at_clients), **given, anchor=anchor
         ),
         clients,
     )
@@ -111,7 +113,8 @@ def test_statistics_go_to_the_device_too(
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
     wanted, found = _both(
-        lambda **given: FedRot(SYMMETRY, aggregation=aggregation, options=options, **given), clients
+        lambda **given: FedRot(SYMMETRY, aggregation=aggregation, options=options, **given),
+        clients,
     )
     assert apart(found[0], tensors_of(wanted[0])) <= 1e-5
 
@@ -131,7 +134,10 @@ def test_rows_that_were_not_trained_count_for_nothing_there_too(
 @pytest.mark.parametrize("which", [*STREAMED, *OTHERS])
 def test_a_round_leaves_nothing_on_the_device(which: str) -> None:
     with Pretend() as device:
-        _played((STREAMED | OTHERS)[which](device="cuda"), [replace(c, statistics={}) for c in honest()])
+        _played(
+            (STREAMED | OTHERS)[which](execution=Execution(device="cuda")),
+            [replace(c, statistics={}) for c in honest()],
+        )
         assert device.peak > 0
         assert device.held == 0
 
@@ -147,4 +153,4 @@ def test_a_reply_that_is_not_finite_is_dropped_there_too() -> None:
 
 def test_a_device_that_is_not_there_is_said_before_the_first_round() -> None:
     with pytest.raises(fedrot.FedrotError, match="device 'nowhere'"):
-        FedRot(SYMMETRY, device="nowhere")
+        FedRot(SYMMETRY, execution=Execution(device="nowhere"))

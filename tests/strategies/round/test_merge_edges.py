@@ -21,8 +21,9 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
-from fedrot.statistic_kinds import TRAINED
+from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.transport import Move, apply_moves
@@ -414,7 +415,7 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
     align: bool, aggregation: Any, warnings: Callable[[], str], tmp_path: Path
 ) -> None:
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, align=align, aggregation=aggregation, report_path=report)
+    strategy = FedRot(CONFIG, align=align, aggregation=aggregation, reporting=Reporting(rows=report))
     arrays, metrics = finished(strategy, answers(strategy, bare(honest()), loss=[1.0, 1.0, 1.0]))
     assert arrays is None
     assert "not finite" in warnings()

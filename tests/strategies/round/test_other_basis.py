@@ -17,6 +17,7 @@ from fedrot.aggregation import Mean
 from fedrot.anchors import ANCHORS
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
+from fedrot.strategies.settings import OtherBasis
 from tests.models import (
     BARE,
     State,
@@ -61,7 +62,9 @@ def test_permuted_copies_of_one_model_average_to_its_function(
 ) -> None:
     base, other = state(), state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
-    result, metrics = play(FedRot(config_of(NAME), anchor=anchor, model=build), base, sent)
+    result, metrics = play(
+        FedRot(config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build)), base, sent
+    )
     assert error(result, other) <= 1e-4
     assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
@@ -69,7 +72,7 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     assert error(lost, other) > 0.1
     assert metrics["fedrot-replies-other-basis"] == 3
     assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
-    assert "'model'" in warnings()
+    assert "OtherBasis(model=...)" in warnings()
 
 
 @pytest.mark.parametrize("heaviest", range(3))
@@ -79,7 +82,7 @@ def test_where_most_are_other_basis_the_heaviest_reply_is_the_anchor(anchor: str
     weights = [5.0, 6.0, 7.0]
     weights[heaviest] = 9.0
     sent = [(permuted(other, seed), weights[seed]) for seed in range(3)]
-    strategy = FedRot(config_of(NAME), anchor=anchor, other_basis=WHOLE)
+    strategy = FedRot(config_of(NAME), anchor=anchor, other_basis=OtherBasis(options=WHOLE))
     result, metrics = play(strategy, base, sent)
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
     assert metrics["fedrot-stream-moved"] != 0
@@ -88,7 +91,9 @@ def test_where_most_are_other_basis_the_heaviest_reply_is_the_anchor(anchor: str
 def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -> None:
     """The oracle: ``align`` with activations of the same tokens, model by model."""
     sent = [(state(seed), weight) for seed, weight in ((3, 5.0), (4, 9.0), (5, 7.0))]
-    result, _ = play(FedRot(config_of(NAME), anchor="global", model=build), state(), sent)
+    result, _ = play(
+        FedRot(config_of(NAME), anchor="global", other_basis=OtherBasis(model=build)), state(), sent
+    )
     symmetry = SYMMETRY
     evidence = fedrot.collect.activations.probing(build, config_of(NAME).to_dict(), symmetry)
     anchor = sent[1][0]
@@ -98,7 +103,9 @@ def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -
     ]
     assert difference(tensors_of(result), mean(aligned)) <= 1e-5
     assert difference(aligned[1][0], anchor) <= 1e-6
-    by_weights, _ = play(FedRot(config_of(NAME), anchor="global", other_basis=WHOLE), state(), sent)
+    by_weights, _ = play(
+        FedRot(config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE)), state(), sent
+    )
     assert largest_difference(result, by_weights) > 1e-3
 
 
@@ -110,8 +117,8 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members
     late = (permuted(honest[-1][0], 1), 90.0)
     honest[-1] = (honest[-1][0], 90.0)
     # The late joiner is the heaviest and comes first.
-    for given, accepted in (({"other_basis": WHOLE}, 1e-4), ({"model": build}, 0.05)):
-        strategy = FedRot(config_of(NAME), anchor=anchor, **given)
+    for given, accepted in ((OtherBasis(options=WHOLE), 1e-4), (OtherBasis(build), 0.05)):
+        strategy = FedRot(config_of(NAME), anchor=anchor, other_basis=given)
         expected, ordinary = play(strategy, base, honest[::-1])
         result, metrics = play(strategy, base, [late, *honest[-2::-1]])
         assert (ordinary["fedrot-replies-other-basis"], metrics["fedrot-replies-other-basis"]) == (0, 1)
@@ -141,7 +148,7 @@ class Peeking(BertForSequenceClassification):
 def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_train(
     name: str, model: Callable[[], nn.Module], reason: str
 ) -> None:
-    strategy = FedRot(config_of(name), model=model)
+    strategy = FedRot(config_of(name), other_basis=OtherBasis(model=model))
     for _ in range(2):
         with pytest.raises(fedrot.SymmetryError, match=f"Leave the argument out .*{reason}"):
             broadcast(strategy, state_of(name, dtype=torch.float32))
@@ -154,7 +161,7 @@ def test_the_model_is_asked_once_and_left_alone() -> None:
         built[0] += 1
         return build()
 
-    strategy = FedRot(config_of(NAME), model=counted)
+    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=counted))
     honest = [(near(base, 0.02, i), 1.0) for i in range(2)]
     for _ in range(3):
         play(strategy, base, honest)
@@ -175,7 +182,7 @@ def test_a_round_draws_nothing_from_the_caller_s_random_numbers(other_basis: boo
     base = state()
     sent = [(permuted(base, i) if other_basis else near(base, 0.02, i), 1.0) for i in range(2)]
     before = torch.random.get_rng_state()
-    play(FedRot(config_of(NAME), model=initialised), base, sent)
+    play(FedRot(config_of(NAME), other_basis=OtherBasis(model=initialised)), base, sent)
     assert torch.equal(torch.random.get_rng_state(), before)
     # Once to see what the model is; in two copies to probe it.
     assert drawn == ([True, True, True] if other_basis else [True])
@@ -184,7 +191,7 @@ def test_a_round_draws_nothing_from_the_caller_s_random_numbers(other_basis: boo
 def test_options_for_other_basis_replies_need_no_model(warnings: Callable[[], str]) -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
-    result, metrics = play(FedRot(config_of(NAME), other_basis=WHOLE), base, sent)
+    result, metrics = play(FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE)), base, sent)
     assert error(result, base) <= 1e-4
     assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
@@ -195,9 +202,11 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
     options = fedrot.AlignmentOptions(parts=("ffn",))
-    strategy = FedRot(config_of(NAME), other_basis=options, model=lambda: Peeking(config_of(NAME)))
+    strategy = FedRot(
+        config_of(NAME), other_basis=OtherBasis(options=options, model=lambda: Peeking(config_of(NAME)))
+    )
     result, metrics = play(strategy, base, sent)
-    assert strategy._other_basis.options is options
+    assert strategy.other_bases.options is options
     assert (metrics["fedrot-stream-moved"], metrics["fedrot-heads-rotated"]) == (0, 0)
     aligned = fedrot.align_round(sent, base, SYMMETRY, options, strategy.anchor)
     assert difference(tensors_of(result), mean([(a.tensors, a.weight) for a in aligned])) <= 1e-5
@@ -210,7 +219,9 @@ def test_a_bare_encoder_goes_on_as_ever() -> None:
     other_basis = (state_of(name, 5, torch.float32), 1.0)
     config = config_of(name)
     expected, _ = play(FedRot(config), base, [*sent, other_basis])
-    result, metrics = play(FedRot(config, other_basis=WHOLE), base, [*sent, other_basis])
+    result, metrics = play(
+        FedRot(config, other_basis=OtherBasis(options=WHOLE)), base, [*sent, other_basis]
+    )
     assert largest_difference(result, expected) == 0
     assert metrics["fedrot-replies-other-basis"] == 0
 
@@ -223,7 +234,9 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
         for i, weight in enumerate((3.0, 5.0, 1.0))
     ]
     expected, stock = play(FedRot(config_of(NAME), anchor=anchor), base, sent)
-    result, metrics = play(FedRot(config_of(NAME), anchor=anchor, model=build), base, sent)
+    result, metrics = play(
+        FedRot(config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build)), base, sent
+    )
     assert largest_difference(expected, result) == 0
     assert timeless(stock) == timeless(metrics)
     assert metrics["fedrot-replies-other-basis"] == 0
@@ -232,7 +245,7 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
 def test_without_alignment_no_model_is_built() -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(2)]
-    strategy = FedRot(config_of(NAME), align=False, model=never, match_at_clients=True)
+    strategy = FedRot(config_of(NAME), align=False, other_basis=OtherBasis(model=never, at_clients=True))
     messages = broadcast(strategy, base, 2)
     replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
     arrays, _ = strategy.aggregate_train(1, replies)
@@ -242,7 +255,9 @@ def test_without_alignment_no_model_is_built() -> None:
 def test_the_inputs_of_a_other_basis_round_are_not_changed() -> None:
     base, other = state(), state(3)
     sent = [(permuted(other, seed), 10.0) for seed in range(2)]
-    messages = broadcast(strategy := FedRot(config_of(NAME), model=build), base, 2)
+    messages = broadcast(
+        strategy := FedRot(config_of(NAME), other_basis=OtherBasis(model=build)), base, 2
+    )
     replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
     before: list[dict[str, Tensor]] = [
         copy.deepcopy(tensors_of(message.content["arrays"])) for message in replies

@@ -11,6 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +35,13 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.strategies import Aligned, FedRot, from_arrays, statistics_record, to_arrays
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import Reply
-from fedrot.strategies.round.merge import Folding
-from fedrot.strategies.round.round_report import Round, Update
+from fedrot.strategies.round.aligner import Aligner
+from fedrot.strategies.round.merge import AggregatorMerge
+from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.spill import Store
+from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Waiting
+from fedrot.strategies.settings import Execution, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
 from tests.models import State, config_of, near, squared_distance
 from tests.models import largest_difference as difference
@@ -53,6 +56,7 @@ from tests.strategies.fakes import (
     tensors_of,
     timeless,
 )
+from tests.strategies.grouped import grouped
 
 CONFIG = config_of(NAME)
 COUNT = 5
@@ -106,8 +110,10 @@ STREAMING: dict[str, Callable[..., Any]] = {
     "FedYogi": behind(FedYogi),
 }
 HOLDING: dict[str, Callable[..., Any]] = {
-    "deterministic": lambda *a, **k: FedRot(*a, deterministic=True, **k),
-    "norm bound": lambda *a, **k: FedRot(*a, norm_bound=5.0, **k),
+    "deterministic": lambda *a, execution=None, **k: FedRot(
+        *a, execution=replace(execution or Execution(), deterministic=True), **k
+    ),
+    "norm bound": lambda *a, **k: FedRot(*a, robustness=Robustness(norm_bound=5.0), **k),
     "consensus": lambda *a, **k: FedRot(*a, anchor="consensus", **k),
     "medoid": lambda *a, **k: FedRot(*a, anchor="medoid", **k),
     "FedMedian": behind(FedMedian),
@@ -132,7 +138,7 @@ def test_one_update_is_held_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(HOLDING))
 def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
-    assert most_alive(HOLDING[name](CONFIG, spill=spill)) == 1
+    assert most_alive(HOLDING[name](CONFIG, execution=Execution(spill=spill))) == 1
     assert list(spill.iterdir()) == []
     if name not in ("FedMedian", "QFedAvg", "Krum"):
         # Strategies behind get new records; what waits in memory are the replies themselves.
@@ -142,7 +148,7 @@ def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tm
 @pytest.mark.parametrize("name", sorted(HOLDING))
 def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
     found = []
-    for settings in ({}, {"spill": tmp_path}):
+    for settings in ({}, {"execution": Execution(spill=tmp_path)}):
         strategy = HOLDING[name](CONFIG, **settings)
         messages = broadcast(strategy, state(), COUNT)
         arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))
@@ -154,7 +160,9 @@ def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_statistics_are_spilled_with_their_update(tmp_path: Path) -> None:
     found = []
     for spill in (None, tmp_path):
-        strategy = FedRot(CONFIG, aggregation=RegMean, deterministic=True, spill=spill)
+        strategy = FedRot(
+            CONFIG, aggregation=RegMean, execution=Execution(deterministic=True, spill=spill)
+        )
         messages = broadcast(strategy, state(), 3)
         sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))]
         found.append(strategy.aggregate_train(1, sent)[0])
@@ -187,7 +195,7 @@ def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: str) -> None:
-    strategy = FedRot(CONFIG, anchor=anchor, deterministic=True)
+    strategy = FedRot(CONFIG, anchor=anchor, execution=Execution(deterministic=True))
     messages = broadcast(strategy, state(), COUNT)
     sent = replies(messages, updates(), loss=0.5)
     results = [strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS]
@@ -200,7 +208,7 @@ ORDERS = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3])
 def test_clients_of_one_name_are_in_the_order_of_their_nodes() -> None:
     messages = broadcast(FedRot(CONFIG), state(), 4)
     given = [
-        Reply(reply(m, {}, 1, name), name, "arrays", {}, 1.0)
+        Update(name, reply(m, {}, 1, name), "arrays", {}, 1.0)
         for m, name in zip(messages, (5, 5, 2, 5), strict=True)
     ]
     nodes = {
@@ -208,7 +216,9 @@ def test_clients_of_one_name_are_in_the_order_of_their_nodes() -> None:
         for name in (2, 5)
     }
     for arrived in itertools.permutations(given):
-        waiting = Waiting(arrived, Store())
+        waiting = Waiting(Store())
+        for update in arrived:
+            waiting.add(update)
         found = [(r.client, r.message.metadata.src_node_id) for r in waiting]
         assert found == [(2, nodes[2][0]), *((5, node) for node in nodes[5])]
 
@@ -236,7 +246,7 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
                         record[name] = elsewhere(array, shift)
             yield strategy.aggregate_train(1, sent)[0]
 
-    first, *others = results(deterministic=True)
+    first, *others = results(execution=Execution(deterministic=True))
     assert {largest_difference(first, other) for other in others} == {0.0}
     first, *others = results()
     assert max(largest_difference(first, other) for other in others) < 1e-4
@@ -388,7 +398,7 @@ def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_dropped() -
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(least: int, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, min_replies=least, report_path=report)
+    strategy = FedRot(CONFIG, robustness=Robustness(min_replies=least), reporting=Reporting(rows=report))
     messages = broadcast(strategy, state(), 3)
     sent = replies(messages, updates(3))
     sent[0] = reply(messages[0], {n: t * torch.nan for n, t in state().items()}, 5, 0)
@@ -424,7 +434,13 @@ def test_an_update_far_beyond_the_others_is_dropped_in_whatever_coordinates(tmp_
     sent[4] = fedrot.random_equivalent(far, SYMMETRY, 9)
     for anchor in ("global", "running"):
         report = tmp_path / f"{anchor}.jsonl"
-        strategy = FedRot(CONFIG, anchor=anchor, norm_bound=3.0, deterministic=True, report_path=report)
+        strategy = FedRot(
+            CONFIG,
+            anchor=anchor,
+            robustness=Robustness(norm_bound=3.0),
+            execution=Execution(deterministic=True),
+            reporting=Reporting(rows=report),
+        )
         messages = broadcast(strategy, state(), 5)
         found, metrics = strategy.aggregate_train(1, replies(messages, sent))
         assert metrics is not None
@@ -432,14 +448,14 @@ def test_an_update_far_beyond_the_others_is_dropped_in_whatever_coordinates(tmp_
         (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
         assert row["client"] == 4
         assert "times the median, above the bound of 3" in row["dropped"]
-        without = FedRot(CONFIG, anchor=anchor, deterministic=True)
+        without = FedRot(CONFIG, anchor=anchor, execution=Execution(deterministic=True))
         messages = broadcast(without, state(), 5)
         expected, _ = without.aggregate_train(1, replies(messages[:4], sent[:4]))
         assert largest_difference(found, expected) == 0
 
 
 def test_two_updates_have_no_norm_bound() -> None:
-    strategy = FedRot(CONFIG, norm_bound=1.01)
+    strategy = FedRot(CONFIG, robustness=Robustness(norm_bound=1.01))
     messages = broadcast(strategy, state(), 2)
     _, metrics = strategy.aggregate_train(
         1, replies(messages, [near(state(), s, 0) for s in (0.01, 0.5)])
@@ -459,7 +475,7 @@ def test_two_updates_have_no_norm_bound() -> None:
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(fedrot.FedrotError, match=problem):
-        FedRot(CONFIG, **settings)
+        FedRot(CONFIG, **grouped(**settings))
 
 
 def hostile(content: RecordDict) -> Iterator[tuple[str, RecordDict]]:
@@ -488,7 +504,7 @@ def test_no_content_raises_out_of_the_strategy() -> None:
 
 def test_who_is_too_far_is_dropped_whatever_others_sent_beside_it(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, norm_bound=3.0, report_path=report)
+    strategy = FedRot(CONFIG, robustness=Robustness(norm_bound=3.0), reporting=Reporting(rows=report))
     messages = broadcast(strategy, state(), 5)
     sent = replies(messages, updates(5))
     query = "bert.encoder.layer.0.attention.self.query.weight"
@@ -531,7 +547,7 @@ def through_the_wire(message: Message) -> Message:
 
 @pytest.mark.parametrize("name", sorted(HOLDING))
 def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path: Path) -> None:
-    strategy = HOLDING[name](CONFIG, spill=tmp_path)
+    strategy = HOLDING[name](CONFIG, execution=Execution(spill=tmp_path))
     messages = broadcast(strategy, state(), COUNT)
     zero = [{n: t * 0 if "LayerNorm.bias" in n else t for n, t in u.items()} for u in updates()]
     sent = [through_the_wire(m) for m in replies(messages, zero, train_loss=0.5)]
@@ -643,7 +659,7 @@ def test_what_clients_write_cannot_flood_or_forge_the_log(
 ) -> None:
     logging.getLogger("flwr").propagate = True
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, report_path=report)
+    strategy = FedRot(CONFIG, reporting=Reporting(rows=report))
     messages = broadcast(strategy, state(), 3)
     sent = replies(messages, updates(3))
     name = "\x1b[31m\nWARNING forged" + "x" * 10**6
@@ -658,7 +674,7 @@ def test_what_clients_write_cannot_flood_or_forge_the_log(
 def test_a_spill_folder_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(fedrot.FedrotError, match="cannot be written to"):
-        FedRot(CONFIG, spill=tmp_path / "file" / "below")
+        FedRot(CONFIG, execution=Execution(spill=tmp_path / "file" / "below"))
 
 
 def test_nobody_asked_is_no_failed_round() -> None:
@@ -745,13 +761,14 @@ class OfOneForm(Mean):
     ],
 )
 def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, ahead: str) -> None:
-    folding, this_round = Folding(OfOneForm), Round(1)
+    this_round = Round(1)
+    merge = AggregatorMerge(OfOneForm, this_round)
     message = broadcast(FedRot(CONFIG), state(), 2)[0]
     for client, form in enumerate(forms):
         tensors = {"w": torch.full((2,), float(client))}
-        given = Reply(reply(message, {}, 1, client), client, "arrays", tensors, 1.0)
-        folding.add(Update(given, tensors, 1.0, {form: {}}))
-    aggregator, contents = folding.chosen(this_round)
+        answered = reply(message, {}, 1, client)
+        merge.add(Update(client, answered, "arrays", tensors, 1.0, {form: {}}))
+    aggregator, contents = merge.chosen()
     assert isinstance(aggregator, OfOneForm)
     assert aggregator.form == ahead
     members = [client for client, form in enumerate(forms) if form == ahead]
@@ -780,7 +797,7 @@ def test_half_precision_travels_and_the_server_keeps_its_own(kind: Any, wire: to
         answered.content["arrays"] = to_arrays(trained, wire, since=arrays)
         return answered
 
-    strategy = kind(CONFIG, anchor="global", wire=wire, fraction_evaluate=0.0)
+    strategy = kind(CONFIG, anchor="global", execution=Execution(wire=wire), fraction_evaluate=0.0)
     grid = FakeGrid(dict.fromkeys((100, 101), client))
     result = strategy.start(grid, ArrayRecord(state()), 1)
     assert {t.dtype for tensors in received for t in tensors.values()} == {wire}
@@ -824,10 +841,11 @@ def test_the_norm_bound_measures_from_the_broadcast_model_whatever_the_anchor(an
     """Each update on its own: what others sent does not change its distance."""
     base = state()
     given = [fedrot.random_equivalent(near(base, 0.5, i), SYMMETRY, i) for i in range(3)]
-    strategy = FedRot(CONFIG, anchor=anchor, norm_bound=3)
+    strategy = FedRot(CONFIG, anchor=anchor, robustness=Robustness(norm_bound=3))
     broadcast(strategy, base)
     waiting: Any = [SimpleNamespace(tensors=update, weight=1.0) for update in given]
-    found = list(strategy._coordinates.distances(waiting, base))
+    aligner = Aligner(strategy.plan, base, Round(1))
+    found = list(aligner.distances(waiting))
     alone = [fedrot.align(update, base, SYMMETRY).apply(update) for update in given]
     assert found == pytest.approx([squared_distance(a, base) ** 0.5 for a in alone], rel=1e-5)
 

@@ -6,7 +6,7 @@ The helpers serve the families that differ from these in little.
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.family import Config, Family, Layer, Names, Stack
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
 
@@ -33,6 +33,13 @@ def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
 
 
+def decoder(name: str, model_types: tuple[str, ...], layer: Layer) -> Family:
+    """Return a family with LLaMA's modules around the layers."""
+    body = (embedding("embed_tokens"), Stack("layers", "num_hidden_layers", layer), norm("norm"))
+    spaces = {RESIDUAL: Space(SignedPermutation)}
+    return Family(name, model_types, body, spaces=spaces, inside=("rotary_emb",))
+
+
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("attention_bias", False)
     qkv_bias = bias or config["model_type"] == "qwen2"
@@ -43,10 +50,4 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     )
 
 
-FAMILY = Family(
-    name="llama",
-    model_types=("llama", "mistral", "qwen2"),
-    body=(embedding("embed_tokens"), Stack("layers", "num_hidden_layers", _layer), norm("norm")),
-    spaces={RESIDUAL: Space(SignedPermutation)},
-    inside=("rotary_emb",),
-)
+FAMILY = decoder("llama", ("llama", "mistral", "qwen2"), _layer)

@@ -5,14 +5,11 @@ Before version 5, transformers stored each expert as three modules. There the ex
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from fedrot.symmetry.families.decoders.llama import FAMILY as LLAMA
-from fedrot.symmetry.families.decoders.llama import NORMS, heads_of, projections
-from fedrot.symmetry.family import Config, Names, Stack
+from fedrot.symmetry.families.decoders.llama import NORMS, decoder, heads_of, projections
+from fedrot.symmetry.family import Config, Names
 from fedrot.symmetry.layers import Block, Units, attention, feed_forward, together
 from fedrot.symmetry.mixture import mixture
-from fedrot.symmetry.spaces import RESIDUAL, embedding, norm
+from fedrot.symmetry.spaces import RESIDUAL, norm
 
 
 def _experts(config: Config, names: Names, p: str) -> Block:
@@ -36,9 +33,4 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     )
 
 
-FAMILY = replace(
-    LLAMA,
-    name="mixtral",
-    model_types=("mixtral",),
-    body=(embedding("embed_tokens"), Stack("layers", "num_hidden_layers", _layer), norm("norm")),
-)
+FAMILY = decoder("mixtral", ("mixtral",), _layer)

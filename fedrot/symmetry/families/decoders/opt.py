@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.task_heads import read_out
-
-_PROJECTED = "decoder.project_in.weight"
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
@@ -33,16 +31,15 @@ FAMILY = Family(
     body=(
         embedding("decoder.embed_tokens", "embedding"),
         embedding("decoder.embed_positions"),
-        When(
-            _PROJECTED,
-            (
-                {_PROJECTED: (RESIDUAL, "embedding")},
-                {"decoder.project_out.weight": ("embedding", RESIDUAL)},
-            ),
+        *optional(
+            {
+                "decoder.project_in.weight": (RESIDUAL, "embedding"),
+                "decoder.project_out.weight": ("embedding", RESIDUAL),
+            }
         ),
         Stack("decoder.layers", "num_hidden_layers", _layer),
         When(_has_last_norm, (norm("decoder.final_layer_norm"),)),
     ),
     task_heads=(read_out("embedding"),),
-    spaces={"embedding": Space(present=_PROJECTED)},
+    spaces={"embedding": Space(present="decoder.project_in.weight")},
 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.families.decoders.llama import FAMILY as LLAMA
-from fedrot.symmetry.families.decoders.llama import NORMS, heads_of
-from fedrot.symmetry.family import Config, Names, Stack, rotary_units
+from fedrot.symmetry.families.decoders.llama import NORMS, decoder, heads_of
+from fedrot.symmetry.family import Config, Names, rotary_units
 from fedrot.symmetry.layers import Block, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.spaces import norm
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
@@ -23,9 +22,4 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     )
 
 
-FAMILY = replace(
-    LLAMA,
-    name="phi3",
-    model_types=("phi3",),
-    body=(embedding("embed_tokens"), Stack("layers", "num_hidden_layers", _layer), norm("norm")),
-)
+FAMILY = decoder("phi3", ("phi3",), _layer)

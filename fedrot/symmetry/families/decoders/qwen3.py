@@ -5,13 +5,10 @@ The norm leaves only a sign per rotary frequency. Gemma 3 has two more norms per
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from fedrot.symmetry.families.decoders.llama import FAMILY as LLAMA
-from fedrot.symmetry.families.decoders.llama import NORMS, gated, heads_of, projections
-from fedrot.symmetry.family import Config, Names, Stack
+from fedrot.symmetry.families.decoders.llama import NORMS, decoder, gated, heads_of, projections
+from fedrot.symmetry.family import Config, Names
 from fedrot.symmetry.layers import Block, attention, together
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.spaces import norm
 
 _MORE_NORMS = {"gemma3_text": ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
 
@@ -27,9 +24,4 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     )
 
 
-FAMILY = replace(
-    LLAMA,
-    name="qwen3",
-    model_types=("qwen3", "gemma3_text"),
-    body=(embedding("embed_tokens"), Stack("layers", "num_hidden_layers", _layer), norm("norm")),
-)
+FAMILY = decoder("qwen3", ("qwen3", "gemma3_text"), _layer)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
 from fedrot.symmetry.family import Config, Family, Names, Stack
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear, norm
 from fedrot.symmetry.task_heads import masked_lm
 
 
@@ -24,10 +25,7 @@ FAMILY = Family(
     name="albert",
     model_types=("albert",),
     body=(
-        embedding("embeddings.word_embeddings", "embedding"),
-        embedding("embeddings.position_embeddings", "embedding"),
-        embedding("embeddings.token_type_embeddings", "embedding"),
-        norm("embeddings.LayerNorm", "embedding"),
+        embeddings(KINDS, "embedding"),
         linear("encoder.embedding_hidden_mapping_in", RESIDUAL, "embedding"),
         Stack(
             "encoder.albert_layer_groups",

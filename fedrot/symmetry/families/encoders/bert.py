@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names, Stack
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import Space, embedding, linear, norm
+from fedrot.symmetry.spaces import RESIDUAL, Axes, Space, embedding, linear, merged, norm
 from fedrot.symmetry.task_heads import POOLED, POOLER, ROBERTA, masked_lm
+
+
+def embeddings(kinds: Sequence[str], space: str = RESIDUAL) -> Axes:
+    """Return tables of embeddings, and the norm after them."""
+    tables = (embedding(f"embeddings.{kind}_embeddings", space) for kind in kinds)
+    return merged(*tables, norm("embeddings.LayerNorm", space))
+
+
+#: The tables of BERT's embeddings.
+KINDS = ("word", "position", "token_type")
 
 
 def neurons(config: Config, p: str) -> Block:
@@ -30,10 +42,7 @@ FAMILY = Family(
     name="bert",
     model_types=("bert", "roberta", "xlm-roberta", "camembert"),
     body=(
-        embedding("embeddings.word_embeddings"),
-        embedding("embeddings.position_embeddings"),
-        embedding("embeddings.token_type_embeddings"),
-        norm("embeddings.LayerNorm"),
+        embeddings(KINDS),
         Stack("encoder.layer", "num_hidden_layers", layer),
     ),
     task_heads=(

@@ -1,4 +1,4 @@
-"""DeBERTa v1, v2 and v3: attention with relative positions, whose projections turn with the content's.
+"""DeBERTa v1, v2 and v3: BERT with relative positions in the attention.
 
 Positions have projections of their own, or (v2 and v3 with ``share_att_key``) the content's. v1 fuses
 query, key and value of each head.
@@ -6,8 +6,10 @@ query, key and value of each head.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedrot.symmetry.families.encoders.bert import neurons
-from fedrot.symmetry.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, together
 from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.task_heads import POOLED, POOLER, masked_lm
@@ -23,39 +25,35 @@ def _relative(config: Config, kind: str) -> bool:
     return bool(config.get("relative_attention", False)) and kind in kinds
 
 
-def _projections(config: Config, p: str, dim: int) -> Projections:
+def _projections(config: Config, p: str, heads: Heads) -> Projections:
     q, output = f"{p}attention.self.", Units(f"{p}attention.output.dense")
-    to_content, to_positions = _relative(config, "p2c"), _relative(config, "c2p")
-    if config["model_type"] == "deberta":
-        packed, every = f"{q}in_proj", 3 * dim
-        return Projections(
-            Units(packed, f"{q}q_bias", 0, every),
-            Units(packed, False, dim, every),
-            Units(packed, f"{q}v_bias", 2 * dim, every),
-            output,
-            queries=(Units(f"{q}pos_q_proj"),) if to_content else (),
-            keys=(Units(f"{q}pos_proj", bias=False),) if to_positions else (),
-        )
-    query, key, value = (Units(f"{q}{name}_proj") for name in ("query", "key", "value"))
-    own = not config.get("share_att_key", False)
-    return Projections(
-        *(query, key, value, output),
-        queries=(Units(f"{q}pos_query_proj"),) if own and to_content else (),
-        keys=(Units(f"{q}pos_key_proj"),) if own and to_positions else (),
-        key_bias_seen=to_content,
+    first = config["model_type"] == "deberta"
+    if first:
+        found = Projections.fused(f"{q}in_proj", heads, output, bias=False, by_head=True)
+        query, value = replace(found.query, bias=f"{q}q_bias"), replace(found.value, bias=f"{q}v_bias")
+        found = replace(found, query=query, value=value)
+        queries, keys = Units(f"{q}pos_q_proj"), Units(f"{q}pos_proj", bias=False)
+    else:
+        query, key, value = (Units(f"{q}{name}_proj") for name in ("query", "key", "value"))
+        found = Projections(query, key, value, output)
+        queries, keys = Units(f"{q}pos_query_proj"), Units(f"{q}pos_key_proj")
+    own = first or not config.get("share_att_key", False)
+    return replace(
+        found,
+        queries=(queries,) if own and _relative(config, "p2c") else (),
+        keys=(keys,) if own and _relative(config, "c2p") else (),
+        key_bias_seen=_relative(config, "p2c"),
     )
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config)
     return together(
-        attention(p, heads, _projections(config, p, heads.dim)),
+        attention(p, heads, _projections(config, p, heads)),
         norm(f"{p}attention.output.LayerNorm"),
         neurons(config, p),
     )
 
-
-_CONV = "encoder.conv.conv"
 
 FAMILY = Family(
     name="deberta",
@@ -67,21 +65,14 @@ FAMILY = Family(
             lambda config, names: config.get("relative_attention", False),
             (embedding("encoder.rel_embeddings"),),
         ),
-        *(
-            When(
-                f"embeddings.{kind}_embeddings.weight",
-                (embedding(f"embeddings.{kind}_embeddings", "embedding"),),
-            )
-            for kind in ("position", "token_type")
-        ),
-        When(_SMALL, ({_SMALL: (RESIDUAL, "embedding")},)),
-        When("encoder.LayerNorm.weight", (norm("encoder.LayerNorm"),)),
-        When(
-            f"{_CONV}.weight",
-            (
-                {f"{_CONV}.weight": (RESIDUAL, RESIDUAL, None), f"{_CONV}.bias": (RESIDUAL,)},
-                norm("encoder.conv.LayerNorm"),
-            ),
+        *optional(
+            embedding("embeddings.position_embeddings", "embedding"),
+            embedding("embeddings.token_type_embeddings", "embedding"),
+            {_SMALL: (RESIDUAL, "embedding")},
+            norm("encoder.LayerNorm"),
+            {"encoder.conv.conv.weight": (RESIDUAL, RESIDUAL, None)},
+            {"encoder.conv.conv.bias": (RESIDUAL,)},
+            norm("encoder.conv.LayerNorm"),
         ),
         Stack("encoder.layer", "num_hidden_layers", _layer),
     ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
 from fedrot.symmetry.family import Config, Family, Names, Stack
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear, norm
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
@@ -22,9 +23,7 @@ FAMILY = Family(
     name="distilbert",
     model_types=("distilbert",),
     body=(
-        embedding("embeddings.word_embeddings"),
-        embedding("embeddings.position_embeddings"),
-        norm("embeddings.LayerNorm"),
+        embeddings(KINDS[:2]),
         Stack("transformer.layer", "n_layers", _layer),
     ),
     task_heads=(

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.families.encoders.bert import layer
-from fedrot.symmetry.family import Family, Stack, When
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
+from fedrot.symmetry.family import Family, Stack, optional
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear
 from fedrot.symmetry.task_heads import masked_lm, read_out, two_layers
-
-_PROJECTED = "embeddings_project.weight"
 
 FAMILY = Family(
     name="electra",
     model_types=("electra",),
     body=(
-        embedding("embeddings.word_embeddings", "embedding"),
-        embedding("embeddings.position_embeddings", "embedding"),
-        embedding("embeddings.token_type_embeddings", "embedding"),
-        norm("embeddings.LayerNorm", "embedding"),
-        When(_PROJECTED, (linear("embeddings_project", RESIDUAL, "embedding"),)),
+        embeddings(KINDS, "embedding"),
+        *optional(linear("embeddings_project", RESIDUAL, "embedding")),
         Stack("encoder.layer", "num_hidden_layers", layer),
     ),
     task_heads=(
@@ -26,5 +21,5 @@ FAMILY = Family(
         masked_lm("generator_predictions", "LayerNorm", "generator_lm_head", "embedding"),
         two_layers("discriminator_predictions", "discriminator", last="dense_prediction"),
     ),
-    spaces={"embedding": Space(present=_PROJECTED)},
+    spaces={"embedding": Space(present="embeddings_project.weight")},
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.families.encoders.bert import neurons
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, neurons
 from fedrot.symmetry.family import Config, Family, Names, Stack
 from fedrot.symmetry.layers import Block, Heads, Projections, attention, together
-from fedrot.symmetry.spaces import Space, embedding, norm
+from fedrot.symmetry.spaces import Space, norm
 from fedrot.symmetry.task_heads import POOLED, POOLER, ROBERTA
 
 _ORDER = "encoder.heads"
@@ -24,9 +24,7 @@ FAMILY = Family(
     name="mpnet",
     model_types=("mpnet",),
     body=(
-        embedding("embeddings.word_embeddings"),
-        embedding("embeddings.position_embeddings"),
-        norm("embeddings.LayerNorm"),
+        embeddings(KINDS[:2]),
         Stack(
             "encoder.layer",
             "num_hidden_layers",

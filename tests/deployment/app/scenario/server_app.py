@@ -10,6 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 from safetensors.torch import save_file
 
 from fedrot.strategies import FedRot
+from fedrot.strategies.settings import Reporting
 from scenario.task import CLIENTS, ROUNDS, build_model
 
 app = ServerApp()
@@ -23,7 +24,7 @@ def main(grid: Grid, context: Context) -> None:
     model = build_model()
     strategy = FedRot(
         model.config,
-        report_path=out / "alignment.jsonl",
+        reporting=Reporting(rows=out / "alignment.jsonl"),
         min_available_nodes=len(CLIENTS),
         fraction_evaluate=0.0,
     )

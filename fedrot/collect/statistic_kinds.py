@@ -1,0 +1,193 @@
+"""The registry of statistic kinds: how each is checked, moved with the weights, and collected.
+
+Statistics belong to an update: by kind, then by tensor name, as in ``{"gram": {"fc.weight": G}}``.
+The kinds of fedrot are registered in ``fedrot.collect.known_kinds``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.precision import full_float32
+from fedrot.symmetry.groups import Slot
+from fedrot.tensors import Tensors
+from fedrot.transport import Move
+
+Statistics = Mapping[str, Tensors]
+Shape = tuple[int, ...]
+
+#: Kind of the Gram matrices of a linear layer's inputs, by the axis of the weight that reads them:
+#: ``nn.Linear`` holds ``[out, in]``, the ``Conv1D`` of GPT-2 ``[in, out]``.
+GRAMS = {1: "gram", 0: "gram_conv1d"}
+#: Axis by kind.
+INPUT_AXIS = {kind: axis for axis, kind in GRAMS.items()}
+#: Diagonal Fisher information in the shape of the tensor.
+FISHER = "fisher"
+#: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
+TRAINED = "trained"
+
+#: Values above this could overflow when they are added up.
+_LARGEST = 1e30
+
+
+@dataclass(frozen=True)
+class StatisticKind:
+    """One kind of statistics.
+
+    Attributes:
+        name: the key in ``Statistics``.
+        check: from a value and the shape of its tensor to a problem ("are negative"), None if it fits.
+        move: from a value, a slot of its tensor and the move that acts on the slot to the moved value;
+            raises ``FedrotError`` where the value cannot follow the move.
+        meaning: one line for the documentation.
+        collect: from a model and batches to statistics; None if they are not computed from batches.
+        limit: the argument of ``collect`` that limits the data; None has to mean no limit.
+        rows: rows of data that ``fedrot merge`` collects from by default.
+        follows_rotations: whether ``move`` accepts rotations of heads.
+        dtypes: accepted dtypes; every floating-point dtype if empty.
+        numbers: whether values are floating-point and finite; masks are not.
+    """
+
+    name: str
+    check: Callable[[Tensor, Shape], str | None]
+    move: Callable[[Tensor, Slot, Move], Tensor]
+    meaning: str
+    collect: Callable[..., Statistics] | None = None
+    limit: str = ""
+    rows: int = 1024
+    follows_rotations: bool = True
+    dtypes: tuple[torch.dtype, ...] = ()
+    numbers: bool = True
+
+    def collected(
+        self, model: nn.Module, batches: Iterable[Tensors], limited: bool = True
+    ) -> Statistics:
+        """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
+        if self.collect is None:
+            raise FedrotError(f"Statistics '{self.name}' are not computed from batches of data.")
+        return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
+
+
+#: All registered kinds by name. Add one of your own with ``STATISTIC_KINDS[kind.name] = kind``.
+STATISTIC_KINDS: dict[str, StatisticKind] = {}
+
+
+def kind_named(name: str) -> StatisticKind:
+    """Return a registered kind; raises ``UpdateError`` if there is none of this name."""
+    if name not in STATISTIC_KINDS:
+        raise UpdateError(f"Unknown statistics '{name}'; known kinds: {', '.join(STATISTIC_KINDS)}.")
+    return STATISTIC_KINDS[name]
+
+
+def kinds_table() -> str:
+    """Return the registered kinds as a Markdown table."""
+    rows = ["| kind | value | follows rotations | computed from batches |", "|---|---|---|---|"]
+    for kind in STATISTIC_KINDS.values():
+        rotates, collects = ("yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect))
+        rows.append(f"| `{kind.name}` | {kind.meaning} | {rotates} | {collects} |")
+    return "\n".join(rows)
+
+
+def brings(statistics: Statistics, kind: str) -> bool:
+    """Return whether there are statistics of a kind; all Gram matrices count as ``gram``."""
+    kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)
+    return any(statistics.get(one) for one in kinds)
+
+
+def untrained(statistics: Statistics | None) -> set[str]:
+    """Return the tensors of which the client trained no row."""
+    return {n for n, mask in (statistics or {}).get(TRAINED, {}).items() if not bool(mask.any())}
+
+
+def along_rows(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask ``[rows]`` or ``[]`` in a shape that multiplies a tensor row by row."""
+    return mask.to(like.device).reshape((-1, *[1] * (like.ndim - 1)) if like.ndim else ())
+
+
+def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
+    """Check statistics against the shapes of the tensors they belong to.
+
+    Raises:
+        UpdateError: an unknown kind or tensor, a shape that does not fit, values that are not finite,
+            or a problem that the kind's own ``check`` finds.
+    """
+    for name_of_kind, by_name in statistics.items():
+        kind = kind_named(name_of_kind)
+        checked: dict[int, Shape] = {}
+        for name, value in by_name.items():
+            where = f"The {kind.name} statistics of '{name}'"
+            if name not in shapes:
+                raise UpdateError(f"{where} belong to no tensor of the model.")
+            if checked.get(id(value)) == shapes[name]:
+                continue
+            problem = _number_problem(value, kind) or kind.check(value, shapes[name])
+            if problem:
+                raise UpdateError(f"{where} {problem}.")
+            checked[id(value)] = shapes[name]
+
+
+def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
+    if kind.dtypes and value.dtype not in kind.dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
+        return f"are {value.dtype}; send {', '.join(others)} or {last}"
+    if kind.numbers and not value.is_floating_point():
+        return f"are {value.dtype}, not floating-point"
+    if kind.numbers and not bool((value.abs() <= _LARGEST).all()):
+        return f"hold NaN, Inf or values above {_LARGEST:g}. Check the client's model and data"
+    return None
+
+
+def check_alike(
+    what: str, given: Set[str], lacking: Set[str], known: Set[str], lacked: Set[str]
+) -> None:
+    """Raise ``UpdateError`` if an update brings statistics of other tensors than those before it.
+
+    Args:
+        what: the name of the statistics in the error.
+        given: the update's tensors with statistics.
+        lacking: the update's tensors that the client has not trained; they need no statistics.
+        known, lacked: the same for all earlier updates.
+    """
+    odd = sorted((known - given - lacking) | (given - known - lacked))
+    if known and odd:
+        raise UpdateError(
+            f"The {what} of '{odd[0]}' is missing or extra, compared with the first update. Collect "
+            "statistics alike at every client."
+        )
+
+
+@full_float32()
+def transport_statistics(
+    statistics: Statistics, moves: Iterable[Move], shapes: Mapping[str, Shape]
+) -> dict[str, dict[str, Tensor]]:
+    """Move statistics like the weights they belong to; see ``Alignment.transport``.
+
+    Raises:
+        UpdateError: an unknown kind or tensor.
+        FedrotError: a value cannot follow a move.
+    """
+    out: dict[str, dict[str, Tensor]] = {}
+    for kind, by_name in statistics.items():
+        out[kind_named(kind).name] = dict(by_name)
+        for name in by_name:
+            if name not in shapes:
+                raise UpdateError(f"The {kind} statistics of '{name}' belong to no tensor of the model.")
+    for move in moves:
+        for kind, moved in out.items():
+            # Layers that read one input share its Gram matrix, and go on sharing it.
+            shared: dict[tuple[int, Slot], Tensor] = {}
+            before = dict(moved)  # keeps them alive, so that ids are not used twice
+            for slot in move.group.slots:
+                if slot.tensor not in moved:
+                    continue
+                value = moved[slot.tensor]
+                key = (id(value), replace(slot, tensor=""))
+                if value is not before[slot.tensor] or key not in shared:
+                    shared[key] = kind_named(kind).move(value, slot, move)
+                moved[slot.tensor] = shared[key]
+    return out

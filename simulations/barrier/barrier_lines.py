@@ -1,0 +1,143 @@
+"""The loss along the line between two models: how it is measured, and its rows."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fedrot._io import json_line, write_text
+from fedrot.matching.pairs import squared_distance
+from fedrot.research import interpolation
+from fedrot.research.interpolation import Barrier, loss_barrier
+from fedrot.simulations.barrier.barrier_methods import (
+    METHODS,
+    Batches,
+    State,
+    check_methods,
+    match,
+    with_state,
+)
+from fedrot.simulations.tasks.task import Task
+from fedrot.symmetry import Symmetry
+
+Evaluate = Callable[[State], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class BarrierLine:
+    """The line between two models, one of which a method has matched to the other.
+
+    Attributes:
+        cell, pair: which models.
+        seconds: wall time of the matching, activations included.
+        before, after: squared distance of all parameters, before and after matching.
+    """
+
+    cell: str
+    pair: str
+    method: str
+    seconds: float
+    before: float
+    after: float
+    barrier: Barrier
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield one flat row per position: this line's own fields, and every metric there."""
+        own = {name: getattr(self, name) for name in _LINE}
+        for position, metrics in zip(self.barrier.positions, self.barrier.rows, strict=True):
+            yield {**own, "position": position, **metrics}
+
+
+_LINE = ("cell", "pair", "method", "seconds", "before", "after")
+
+
+def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
+    """Return the lines from their rows, in the order of their first rows; null is NaN."""
+    grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        clean = {name: math.nan if value is None else value for name, value in row.items()}
+        grouped.setdefault(tuple(row[name] for name in _LINE), []).append(clean)
+    lines = []
+    for own in grouped.values():
+        own = sorted(own, key=lambda row: row["position"])
+        metrics = [{k: v for k, v in row.items() if k not in (*_LINE, "position")} for row in own]
+        barrier = Barrier(tuple(row["position"] for row in own), tuple(metrics))
+        lines.append(BarrierLine(**{name: own[0][name] for name in _LINE}, barrier=barrier))
+    return lines
+
+
+def ordered(lines: Iterable[BarrierLine]) -> list[BarrierLine]:
+    """Return the lines in the order of ``METHODS``, those of one method as they come."""
+    places = {name: place for place, name in enumerate(METHODS)}
+    return sorted(lines, key=lambda line: places.get(line.method, len(places)))
+
+
+def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
+    """Write the rows as JSON lines, whole or not at all; numbers that are not finite become null."""
+    write_text(path, "".join(json_line(row) for line in lines for row in line.rows()))
+
+
+def measure(
+    name: str,
+    anchor: nn.Module,
+    client: nn.Module,
+    symmetry: Symmetry,
+    task: Task,
+    batches: Batches,
+    *,
+    points: int = 21,
+    cell: str = "",
+    pair: str = "",
+) -> BarrierLine:
+    """Match two models by a method of ``METHODS`` and evaluate the line between them.
+
+    The anchor is at position 0, the matched client at 1. Metrics are those of ``task`` on all its
+    held-out rows. Neither model is changed.
+
+    Raises:
+        FedrotError: the method is unknown, the models cannot be aligned, or there are too few points.
+    """
+    (name,) = check_methods([name])
+    method = METHODS[name]
+    ours = {k: v.clone() for k, v in anchor.state_dict().items()}
+    start = time.perf_counter()
+    matched = match(method, anchor, client, symmetry, batches)
+    seconds = time.perf_counter() - start
+    path: interpolation.Path = interpolation.interpolate
+    if method.repair is not None:
+        path = method.repair(anchor, with_state(client, matched), symmetry, batches)
+    barrier = loss_barrier(evaluator(task, anchor), ours, matched, points, path=path)
+    names = [n for n, _ in anchor.named_parameters()]
+    before, after = (
+        squared_distance([(ours[n], theirs[n]) for n in names])
+        for theirs in (client.state_dict(), matched)
+    )
+    return BarrierLine(cell, pair, name, seconds, before, after, barrier)
+
+
+def evaluator(task: Task, model: nn.Module) -> Evaluate:
+    """Return the function from tensors of a model like this one to its metrics on held-out rows."""
+    from fedrot.simulations.tasks import training
+
+    shell, rows = copy.deepcopy(model), np.arange(len(task.test))
+
+    def evaluate(state: State) -> Mapping[str, float]:
+        shell.load_state_dict(state)
+        return training.evaluate(shell, task, task.test, rows)
+
+    return evaluate
+
+
+def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> list[State]:
+    """Return at most ``rows`` random training rows in batches as a training step has them."""
+    from fedrot.simulations.tasks.training import step_batches
+
+    return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))

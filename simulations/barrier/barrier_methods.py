@@ -1,0 +1,187 @@
+"""Methods to match two models before the loss between them is measured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fedrot.alignment import align, alignment_of
+from fedrot.collect.activations import Activations, Moments, collect_activations
+from fedrot.collect.random_inputs import random_inputs
+from fedrot.errors import FedrotError
+from fedrot.options import AlignmentOptions
+from fedrot.research import interpolation
+from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
+from fedrot.research.variance import average_statistics, repair, unit_statistics
+from fedrot.symmetry import WHOLE_MODEL, Symmetry
+from fedrot.tensors import Tensors
+
+State = dict[str, Tensor]
+#: Batches of a training step: the models' inputs, and ``labels``.
+Batches = Sequence[Mapping[str, Tensor]]
+
+#: After alignment: (anchor, moved client, symmetry, batches) to the client's new tensors.
+Refine = Callable[[nn.Module, nn.Module, Symmetry, Batches], State]
+#: (anchor, moved client, symmetry, batches) to the path that replaces the straight line.
+Repair = Callable[[nn.Module, nn.Module, Symmetry, Batches], interpolation.Path]
+
+
+@dataclass(frozen=True)
+class MatchingMethod:
+    """A way to match a client's model to the anchor's.
+
+    Attributes:
+        options: what is aligned; None aligns nothing.
+        evidence: the activations that count beside the weights: none, those of ``probe`` (random
+            tokens), or those of ``data`` (training rows).
+        residual, heads: which activations, as in ``fedrot.collect_activations``.
+        refine: a change of the aligned client.
+        repair: a change of the models on the line.
+    """
+
+    options: AlignmentOptions | None = None
+    evidence: Literal["weights", "probe", "data"] = "weights"
+    residual: str = "all"
+    heads: Moments = "covariance"
+    refine: Refine | None = None
+    repair: Repair | None = None
+
+    @property
+    def looks_at_data(self) -> bool:
+        """Whether training rows are read."""
+        return self.evidence == "data" or self.refine is not None or self.repair is not None
+
+    @property
+    def description(self) -> str:
+        """The fields as text, the same in every process."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in values)
+
+
+def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
+    """Learn matrices of the heads by gradient descent, starting from the aligned client."""
+    start = alignment_of((), client.state_dict(), anchor.state_dict(), symmetry)
+    small = [
+        {name: value[i : i + 32] for name, value in batch.items()}
+        for batch in batches
+        for i in range(0, len(batch["labels"]), 32)
+    ]
+    shell = copy.deepcopy(anchor).eval()
+    options = LearningOptions(general=True)
+    learned = learn_alignment(
+        loss_of(shell), small, client.state_dict(), anchor.state_dict(), symmetry, start, options
+    )
+    return learned.alignment.apply(client.state_dict())
+
+
+def _repaired(
+    anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+) -> interpolation.Path:
+    """Rescale the units of every model on the line: to the means and deviations between the ends'."""
+    few = batches[:4]
+    ends = [unit_statistics(model, few, symmetry) for model in (anchor, client)]
+    shell = copy.deepcopy(anchor)
+
+    def path(a: Tensors, b: Tensors, t: float) -> State:
+        merged = interpolation.interpolate(a, b, t)
+        if t in (0.0, 1.0):
+            return merged
+        shell.load_state_dict(merged)
+        return repair(shell, average_statistics(ends, [1 - t, t]), few, symmetry)
+
+    return path
+
+
+VANILLA = "vanilla"
+_WHOLE = AlignmentOptions(parts=WHOLE_MODEL)
+
+METHODS: dict[str, MatchingMethod] = {
+    VANILLA: MatchingMethod(),
+    # Zhang et al. (2025)
+    "rotation": MatchingMethod(AlignmentOptions()),
+    "rotation+heads": MatchingMethod(AlignmentOptions(parts=("heads", "attention", "ffn"))),
+    # Ainsworth et al. (2023): permutations found from weights
+    "git-rebasin": MatchingMethod(replace(_WHOLE, within_heads="permutation")),
+    # Verma & Elbayad (2024): permutations found from activations
+    "verma": MatchingMethod(
+        AlignmentOptions(
+            parts=("residual", "heads", "attention", "ffn"),
+            within_heads="permutation",
+            activation_weight=1.0,
+        ),
+        evidence="data",
+        residual="first",
+        heads="correlation",
+    ),
+    "whole": MatchingMethod(_WHOLE),
+    "whole+probe": MatchingMethod(_WHOLE, "probe"),
+    "whole+data": MatchingMethod(_WHOLE, "data"),
+    # Alternatives to the defaults: where activations of the residual stream are collected, and the
+    # weight of activations beside weights.
+    "whole+data@first": MatchingMethod(_WHOLE, "data", residual="first"),
+    "whole+data@last": MatchingMethod(_WHOLE, "data", residual="last"),
+    "whole+data@identity": MatchingMethod(replace(_WHOLE, parts=WHOLE_MODEL[1:]), "data"),
+    "whole+data@0.2": MatchingMethod(replace(_WHOLE, activation_weight=0.2), "data"),
+    "whole+data@0.8": MatchingMethod(replace(_WHOLE, activation_weight=0.8), "data"),
+    "whole+data@1": MatchingMethod(replace(_WHOLE, activation_weight=1.0), "data"),
+    "whole+data@whitened": MatchingMethod(_WHOLE, "data", heads="whitened"),
+    "whole+data+repair": MatchingMethod(_WHOLE, "data", repair=_repaired),
+    "learned": MatchingMethod(_WHOLE, "data", refine=_learned),
+}
+
+
+def check_methods(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names, each once; raises ``FedrotError`` if one is unknown or there is none."""
+    found = tuple(dict.fromkeys(names))
+    unknown = [name for name in found if name not in METHODS]
+    if unknown or not found:
+        problem = f"Unknown method '{unknown[0]}'" if unknown else "No method is given"
+        raise FedrotError(f"{problem}; choose from {', '.join(METHODS)}.")
+    return found
+
+
+def match(
+    method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+) -> State:
+    """Return the client's tensors, matched to the anchor; neither model is changed.
+
+    Args:
+        batches: inputs and ``labels``; read only by methods that look at data.
+
+    Raises:
+        FedrotError: the models cannot be aligned; see ``fedrot.align``.
+    """
+    state = client.state_dict()
+    if method.options is not None:
+        activations = _activations(method, anchor, client, symmetry, batches)
+        state = align(state, anchor.state_dict(), symmetry, method.options, activations).apply(state)
+    if method.refine is not None:
+        state = method.refine(anchor, with_state(client, state), symmetry, batches)
+    return state
+
+
+def _activations(
+    method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+) -> Activations | None:
+    if method.evidence == "weights":
+        return None
+    inputs: Iterable[Mapping[str, Tensor]] = (
+        {name: value for name, value in batch.items() if name != "labels"} for batch in batches
+    )
+    if method.evidence == "probe":
+        config: Any = anchor.config
+        inputs = random_inputs(config.to_dict())
+    return collect_activations(
+        anchor, client, inputs, symmetry, residual=method.residual, heads=method.heads
+    )
+
+
+def with_state(model: nn.Module, state: State) -> nn.Module:
+    """Return a copy of the model with other tensors."""
+    model = copy.deepcopy(model)
+    model.load_state_dict(state)
+    return model

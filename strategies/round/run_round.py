@@ -1,0 +1,89 @@
+"""The loop of a round: read each reply, align its update, merge it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from flwr.app import Message
+
+from fedrot.strategies.round.aligner import Aligner, LayerwiseAligner, Plan, Unaligned
+from fedrot.strategies.round.inbox import Inbox
+from fedrot.strategies.round.merge import AggregatorMerge, LayerwiseMerge, Merge
+from fedrot.strategies.round.other_basis import Exchange
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.waiting import Waiting, beyond
+from fedrot.tensors import Tensors
+
+
+def run_round(
+    replies: Iterable[Message],
+    inbox: Inbox,
+    aligner: Unaligned,
+    merge: Merge,
+    *,
+    waiting: Waiting | None = None,
+    norm_bound: float | None = None,
+    on_update: Callable[[Update], None] = lambda update: None,
+) -> None:
+    """Take the replies of a round one at a time, in the order of arrival.
+
+    Args:
+        replies: of the round.
+        inbox: reads and checks a reply, or drops it.
+        aligner: brings an update into the round's coordinates.
+        merge: takes the aligned updates.
+        waiting: keeps all updates until every reply has arrived, in the order of the clients' ids;
+            None keeps one at a time.
+        norm_bound: see ``Robustness``; it needs ``waiting``.
+        on_update: called with every aligned update, before it is merged.
+    """
+
+    def take(update: Update | None, place: int = 0) -> None:
+        aligned = aligner.align(update, place) if update is not None else None
+        if aligned is not None:
+            on_update(aligned)
+            if merge.add(aligned):
+                aligner.accept(aligned)
+
+    # ``map`` keeps no item: a loop variable would keep one until the next reply has come.
+    updates = map(inbox.read, inbox.this_round.waited(replies))
+    if waiting is None:
+        _exhaust(map(take, updates))
+        inbox.close()
+    else:
+        _exhaust(map(waiting.add, updates))
+        inbox.close()
+        if norm_bound is not None:
+            far = beyond(list(aligner.distances(waiting)), norm_bound)
+            for place, reason in far.items():
+                inbox.this_round.drop(waiting[place].client, reason)
+            waiting.remove(far)
+        _exhaust(take(waiting[place], place) for place in aligner.prepare(waiting))
+    aligner.close()
+
+
+def aligned_merge(
+    merge: Merge, plan: Plan | None, broadcast: Tensors, this_round: Round, exchange: Exchange | None
+) -> tuple[Merge, Unaligned]:
+    """Return a round's merge with the aligner in front of it; a GPU does both at once, layer by layer.
+
+    Args:
+        merge: of the strategy.
+        plan: what is aligned; None aligns nothing.
+        broadcast: the broadcast model.
+        this_round: receives reports and dropped updates.
+        exchange: see ``Aligner``.
+    """
+    if plan is None:
+        return merge, Unaligned(broadcast)
+    mean = merge.mean if isinstance(merge, AggregatorMerge) else None
+    if plan.by_layer and mean is not None:
+        layerwise = LayerwiseAligner(plan, broadcast, this_round, mean)
+        return LayerwiseMerge(this_round, mean, layerwise), layerwise
+    return merge, Aligner(plan, broadcast, this_round, mean, exchange)
+
+
+def _exhaust(items: Iterable[object]) -> None:
+    deque(items, maxlen=0)

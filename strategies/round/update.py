@@ -1,0 +1,93 @@
+"""An update on its way from a reply to the mean, and the schema of what may arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import ArrayRecord, Message
+from torch import Tensor
+
+from fedrot.aggregation import Statistics
+from fedrot.errors import UpdateError
+from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.tensors import Tensors, check_finite, check_update
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's update.
+
+    Attributes:
+        client: see ``inbox.client_id``.
+        message: the reply, with its metrics and configurations.
+        record: name of the reply's ArrayRecord.
+        tensors: in the broadcast model's dtypes; as they were received, later as they were aligned.
+        weight: number of examples, or another positive weight.
+        statistics: by kind, then by tensor name; they belong to ``tensors``.
+        received: the tensors as they were received: views of the message's arrays where possible.
+    """
+
+    client: int
+    message: Message
+    record: str
+    tensors: Tensors
+    weight: float
+    statistics: Statistics = field(default_factory=dict)
+    received: Tensors = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: the clients' own ids, and their nodes' where these are equal."""
+        return self.client, self.message.metadata.src_node_id
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors that a reply may hold: names, shapes and dtypes.
+
+    Attributes:
+        like: the broadcast model's tensors. Tensors that a client sends as unchanged are these.
+    """
+
+    like: Tensors
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
+
+    def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
+        """Return a reply's tensors, in the broadcast order and dtypes.
+
+        Args:
+            arrays: of one reply.
+            copy: give the tensors memory of their own in place of views of the received bytes.
+                Libraries add up in another order where numbers lie elsewhere relative to vector
+                registers, so that the last bits of a view depend on where the message lies.
+
+        Raises:
+            UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
+        """
+        shapes = self.shapes
+        check_update(arrays, shapes)
+        tensors = from_arrays(arrays, since=self.like, writable=copy)
+        # Legacy arrays claim no shape: theirs is known only now.
+        check_update(tensors, shapes)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() != self.like[name].is_floating_point():
+                raise UpdateError(
+                    f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
+                    f"{self.like[name].dtype}. Send the kind of numbers that was received."
+                )
+        check_finite(tensors)
+        # Flower's wrappers take tensors by their place.
+        cast = {name: tensors[name].to(like.dtype) for name, like in self.like.items()}
+        for name, tensor in cast.items():
+            if tensor.dtype != tensors[name].dtype and not bool(torch.isfinite(tensor).all()):
+                raise UpdateError(
+                    f"The tensor '{name}' holds values beyond {tensor.dtype}, in which the model was "
+                    "broadcast. Check the client's training (learning rate, mixed precision) before "
+                    "sending it."
+                )
+        return cast

@@ -1,0 +1,164 @@
+"""Groups of arguments of ``FedRot`` and ``Aligned``; each checks itself when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fedrot.errors import FedrotError
+from fedrot.options import AlignmentOptions
+from fedrot.strategies.wire.arrays import PRECISIONS
+
+
+@dataclass(frozen=True)
+class OtherBasis:
+    """How to align replies that come from another basis than the broadcast model.
+
+    Such replies come from clients that trained from a start of their own, or that join late with
+    their own model. If most replies of a round do, the heaviest of them is the round's anchor.
+
+    Example: ``FedRot(config, other_basis=OtherBasis(lambda: MyModel(config)))``.
+
+    Attributes:
+        model: returns a model of the broadcast architecture. With it, replies are matched by weights and
+            by activations on random tokens, without any data, once it is verified that this preserves
+            the model's function.
+        options: what to align; the whole model if None. Without ``model``, you promise that the model is
+            a standard one of its family.
+        at_clients: ask the senders to match themselves on their own data, which needs
+            ``match_at_client`` on their ``ClientApp``. This costs one more exchange of two models per
+            round; where most replies are in another basis, one of the two is another client's.
+
+    Raises:
+        FedrotError: ``model`` is not a function, or neither ``model`` nor ``options`` is given.
+    """
+
+    model: Callable[[], nn.Module] | None = None
+    options: AlignmentOptions | None = None
+    at_clients: bool = False
+
+    def __post_init__(self) -> None:
+        kind = type(self.model).__name__
+        if isinstance(self.model, nn.Module) or not (self.model is None or callable(self.model)):
+            example = kind if isinstance(self.model, nn.Module) else "MyModel"
+            raise FedrotError(
+                f"OtherBasis was given a {kind} as model, which has to be a function that builds one: "
+                f"write model=lambda: {example}(config)."
+            )
+        if self.model is None and self.options is None:
+            raise FedrotError("OtherBasis needs 'model', or 'options', or both.")
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """When a reply, or a round, is not used.
+
+    Example: ``FedRot(config, robustness=Robustness(min_replies=5, norm_bound=3.0))``.
+
+    Attributes:
+        min_replies: with fewer accepted replies the round fails, and the model stays as it was.
+        norm_bound: drop a reply whose distance from the broadcast model, after alignment to it, is more
+            than this many times the round's median. It needs three replies, and keeps all of a round's
+            updates until every reply has arrived. None drops none.
+
+    Raises:
+        FedrotError: ``min_replies`` is below 1, or ``norm_bound`` not above 1.
+    """
+
+    min_replies: int = 1
+    norm_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_replies < 1:
+            raise FedrotError(f"min_replies is {self.min_replies}; a round needs 1 reply at least.")
+        if self.norm_bound is not None and not self.norm_bound > 1:
+            raise FedrotError(f"norm_bound is {self.norm_bound}; it must be above 1, the median itself.")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where and how the server computes.
+
+    Example: ``FedRot(config, execution=Execution(device="cuda"))``.
+
+    Attributes:
+        device: where updates are aligned and averaged. With the anchors ``global`` and ``running`` a
+            GPU holds one model, the mean, and two layers; other anchors and aggregations, and replies in
+            another basis, take whole updates there.
+        wire: precision in which the model travels to the clients, float16 or bfloat16; None sends it as
+            it is. The server keeps its own precision. Clients read the model with ``from_arrays``, and
+            may answer in any precision.
+        spill: a folder for updates that wait for others; None keeps them in memory.
+        deterministic: take replies in the order of the clients' own ids, so that two runs agree to the
+            last bit. This keeps all of a round's updates until every reply has arrived.
+
+    Raises:
+        FedrotError: ``wire`` is no precision, or ``spill`` no folder.
+    """
+
+    device: str | torch.device = "cpu"
+    wire: torch.dtype | None = None
+    spill: str | Path | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.wire is not None and self.wire not in PRECISIONS:
+            raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
+        if isinstance(self.spill, bool):
+            raise FedrotError(f"spill is {self.spill}; give the folder in which updates may wait.")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Checkpoints of the run, see docs/checkpoints.md.
+
+    Example: ``FedRot(config, checkpointing=Checkpointing("checkpoints", resume="checkpoints"))``.
+
+    Attributes:
+        folder: receives a checkpoint after every round; None writes none.
+        keep: the number of newest checkpoints that stay.
+        resume: a folder of checkpoints to go on from; it may be ``folder``, and empty at first.
+    """
+
+    folder: str | Path | None = None
+    keep: int = 3
+    resume: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Files that receive what happened.
+
+    Example: ``FedRot(config, reporting=Reporting(rows="alignment.jsonl"))``.
+
+    Attributes:
+        rows: a JSON-lines file: one row per round, client and group, and one per reply that was dropped.
+        metrics: a JSON-lines file: one row per round and stage, see ``MetricsLog``.
+        tensorboard: a folder for TensorBoard that receives the same metrics; it needs
+            ``pip install 'fedrot[tensorboard]'``.
+
+    Raises:
+        FedrotError: a file is a folder, or both files are one.
+    """
+
+    rows: str | Path | None = None
+    metrics: str | Path | None = None
+    tensorboard: str | Path | None = None
+
+    @property
+    def rows_path(self) -> Path | None:
+        """``rows`` as a path."""
+        return Path(self.rows) if self.rows is not None else None
+
+    def __post_init__(self) -> None:
+        given = {"rows": self.rows, "metrics": self.metrics}
+        paths = {name: Path(path) for name, path in given.items() if path is not None}
+        for name, path in paths.items():
+            if path.is_dir():
+                raise FedrotError(f"{name} is the folder '{path}'; give a file in it, rows.jsonl, say.")
+        if len(paths) == 2 and len({path.resolve() for path in paths.values()}) == 1:
+            raise FedrotError(f"rows and metrics are one file, '{self.rows}'; give two.")

@@ -1,0 +1,135 @@
+"""Matching of a mixture's experts against all orders of the experts."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+import fedrot
+from fedrot.matching import experts
+from fedrot.matching.problem import Anchor, Problem
+from fedrot.report import moved_units
+from fedrot.symmetry.groups import Group
+from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
+from fedrot.transport import Move, apply_moves
+from tests.families import state_of, symmetry_for
+from tests.fedrot.oracles import seeded
+from tests.models import State, largest_difference, near, squared_distance
+
+NAME, EXPERTS, NEURONS = "mixtral", 3, 20
+FFN = fedrot.AlignmentOptions(parts=("ffn",))
+
+
+def _groups(kind: type) -> list[Group]:
+    return [group for group in symmetry_for(NAME).groups if isinstance(group.kind, kind)]
+
+
+def _neuron_rows(state: State, expert: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gate's rows, and the rows of up beside the columns of down, of layer 0."""
+    gate_up = state["model.layers.0.mlp.experts.gate_up_proj"][expert].numpy()
+    down = state["model.layers.0.mlp.experts.down_proj"][expert].numpy()
+    return gate_up[:NEURONS], np.concatenate([gate_up[NEURONS:], down.T], 1)
+
+
+def _worth(anchor: State, client: State, i: int, j: int) -> float:
+    """Return what client expert ``j`` has in common with anchor expert ``i`` at best."""
+    (gate, rest), (theirs, others) = _neuron_rows(anchor, i), _neuron_rows(client, j)
+    scores = gate @ theirs.T + np.abs(rest @ others.T)
+    router = "model.layers.0.mlp.gate.weight"
+    return float(scores[linear_sum_assignment(-scores)].sum() + anchor[router][i] @ client[router][j])
+
+
+@cache
+def _best(scale: float | None, seed: int) -> tuple[tuple[int, ...], float, State, State]:
+    """Return the best order of the experts of layer 0 by trying all, and what it is worth."""
+    anchor = state_of(NAME)
+    client = state_of(NAME, seed) if scale is None else near(anchor, scale, seed)
+    client = apply_moves(client, [Move(_groups(ExpertPermutation)[0], torch.tensor([2, 0, 1]))])
+    worths = {
+        order: sum(_worth(anchor, client, i, j) for i, j in enumerate(order))
+        for order in permutations(range(EXPERTS))
+    }
+    order = max(worths, key=worths.__getitem__)
+    return order, worths[order], anchor, client
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, None])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -> None:
+    order, worth, anchor, client = _best(scale, seed)
+    alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
+    moves = {move.group.name: move.element for move in alignment.moves}
+    found = moves.get("layers.0.experts", torch.arange(EXPERTS))
+    assert tuple(found.tolist()) == order
+    aligned = alignment.apply(client)
+    tensors = {k for k in anchor if k.startswith("model.layers.0.mlp.")}
+    norms = sum(float(state[k].square().sum()) for k in tensors for state in (anchor, client))
+    assert squared_distance({k: anchor[k] for k in tensors}, aligned) == pytest.approx(norms - 2 * worth)
+
+
+def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds say of most pairs that the best order does not use them."""
+    _, _, anchor, client = _best(0.1, 1)
+    solved: list[tuple[int, int]] = []
+    worth = experts._Pool.worth
+
+    def counted(pool: experts._Pool, i: int, j: int) -> float:
+        solved.append((i, j))
+        return worth(pool, i, j)
+
+    monkeypatch.setattr(experts._Pool, "worth", counted)
+    group = _groups(ExpertPermutation)[0]
+    problem = Problem(Anchor(anchor), client, symmetry_for(NAME), FFN)
+    (match,) = experts.match_experts([group], problem)
+    assert match.element is not None
+    assert set(solved) == {(i, i) for i in range(EXPERTS)} | {(0, 1), (1, 2), (2, 0)}
+    assert len(solved) == len(set(solved))
+
+
+def test_a_near_client_is_certified_without_an_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    anchor = state_of(NAME)
+    client = near(anchor, 1e-3)
+    monkeypatch.setattr(experts, "_best_order", None)
+    alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
+    assert all(row["certified"] for row in alignment.report.rows())
+    assert not alignment.moves
+
+
+def test_neurons_alone_are_matched_where_experts_stay() -> None:
+    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
+    rng = seeded(3)
+    moves = [Move(group, group.kind.random(rng)) for group in _groups(ExpertNeurons)]
+    client = apply_moves(anchor, moves)
+    alignment = fedrot.align(client, anchor, symmetry, FFN)
+    assert {move.group.name for move in alignment.moves} == {move.group.name for move in moves}
+    assert largest_difference(alignment.apply(client), anchor) == 0
+    assert alignment.report.after == pytest.approx(0, abs=1e-9 * alignment.report.before)
+
+
+def test_an_expert_that_moves_counts_with_all_of_its_neurons() -> None:
+    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
+    swap = Move(_groups(ExpertPermutation)[1], torch.tensor([1, 0, 2]))
+    report = fedrot.align(apply_moves(anchor, [swap]), anchor, symmetry, FFN).report
+    assert moved_units([report], "ffn") == 2 * NEURONS
+    moved = {row["group"]: row["moved"] for row in report.rows()}
+    assert moved["layers.1.experts"] == 2
+    assert moved["layers.0.experts"] == moved["layers.1.ffn"] == 0
+
+
+def test_expert_neurons_of_a_moving_anchor_keep_their_certificate() -> None:
+    """The bounds of the anchor before hold for one that has come nearer to its last client."""
+    first, symmetry = state_of(NAME), symmetry_for(NAME)
+    anchor, client = Anchor(first), near(first, 1e-3)
+    fedrot.align(client, anchor, symmetry, FFN)
+    moved = anchor.towards_last({k: (first[k] + client[k]) / 2 for k in first}, 0.5)
+    known = {name for name, _ in moved._separation}
+    assert known >= {group.name for group in _groups(ExpertNeurons)}
+    for (name, columns), bound in moved._separation.items():
+        group = next(group for group in symmetry.groups if group.name == name)
+        exact = Anchor(moved.tensors).separation(group, columns)
+        assert (bound <= exact + 1e-9).all()

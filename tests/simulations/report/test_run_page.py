@@ -1,0 +1,319 @@
+"""The report of complete, partial and hostile run folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fedrot.simulations.report.findings import scrambling
+from fedrot.simulations.report.run_page import PAGE, write_report
+from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
+
+ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
+# Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
+LEVEL = {"plain": 0.5, "aligned": 0.6, "hurtful": 0.4}
+
+
+def result_rows(setting: str = "main") -> list[dict[str, Any]]:
+    rows = []
+    for start in STARTS:
+        for arm in ARMS:
+            for seed in SEEDS:
+                for number in range(ROUNDS + 1):
+                    wobble = 0.001 * (seed if arm == "aligned" else 0)
+                    value = LEVEL[arm] * number / ROUNDS + 0.01 * seed + wobble
+                    about = {"setting": setting, "arm": arm, "start": start, "seed": seed}
+                    about |= {"round": number, "scope": "central"}
+                    rows.append({**about, "metric": "accuracy", "value": value})
+                    rows.append({**about, "metric": "loss", "value": 1 - value})
+    return rows
+
+
+def alignment_rows(setting: str = "main") -> list[dict[str, Any]]:
+    about = {"setting": setting, "arm": "aligned", "seed": 0, "round": 1, "client": 0, "group": "g"}
+    shares = {"attention": 0.3, "ffn": 0.001}
+    measured = [
+        {
+            **about,
+            "start": start,
+            "layer": layer,
+            "part": part,
+            "before": 2.0,
+            "after": 2.0 * (1 - share),
+        }
+        for start in STARTS
+        for layer in (0, 1)
+        for part, share in shares.items()
+    ]
+    return [*measured, {**about, "start": "same", "dropped": "a tensor is not finite"}]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    setting = {"setting": "main", "data": "goemotions_ekman", "arms": ARMS, "starts": STARTS}
+    setting |= {"seeds": SEEDS, "rounds": ROUNDS, "data_dir": None}
+    files = {
+        "config.json": {"command": "fedrot simulate --out 'a <b>'", "settings": [setting]},
+        "versions.json": {"python": "3.11.0", "torch": "2.9.0"},
+        "partition.json": {
+            "main": {
+                "label_names": ["sad", "<glad>"],
+                "seeds": {str(s): {"sizes": [30, 71], "counts": [[10, 20], [31, 40]]} for s in SEEDS},
+            }
+        },
+        "status.json": {"complete": True},
+    }
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    write_lines(tmp_path / "rows.jsonl", result_rows())
+    write_lines(tmp_path / "alignment.jsonl", alignment_rows())
+    return tmp_path
+
+
+class Outline(HTMLParser):
+    """Checks that tags close in order and collects what the page refers to."""
+
+    VOID = frozenset({"meta", "img", "br", "link"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_complete_run(run: Path) -> None:
+    path = write_report(run)
+    page = path.read_text(encoding="utf-8")
+    assert path == run / "report.html"
+    assert "incomplete" not in page.split("</style>")[1]
+    # 0.6 + 0.011 seed over three seeds: mean 0.611, sd 0.011.
+    assert "0.611 ± 0.011" in page
+    # Differences 0.1, 0.101, 0.102: 0.101 ± 4.302653 * 0.001 / sqrt(3).
+    assert "+0.101 [+0.099, +0.103] better" in page
+    assert "hurtful hurt accuracy against plain: -0.100" in page
+    assert "less than 1 % of the squared distance by ffn in layer 0 (0.1 %), 1 (0.1 %)" in page
+    assert "aligned dropped a reply 1 time(s): a tensor is not finite" in page
+    assert "2.9.0" in page
+    assert "goemotions_ekman" in page
+    assert ">71<" in page
+
+
+def test_the_page_is_self_contained_and_escaped(run: Path) -> None:
+    page = write_report(run).read_text(encoding="utf-8")
+    outline = Outline(page)
+    assert len(outline.links) == 4
+    assert all(link.startswith("data:image/png;base64,iVBOR") for link in outline.links)
+    assert not re.search(r"https?://|<script|@import|url\(", page)
+    assert "&lt;glad&gt;" in page
+    assert "a &lt;b&gt;" in page
+
+
+def test_plots_are_png_files_and_nothing_temporary_stays(run: Path) -> None:
+    write_report(run)
+    write_report(run)
+    plots = sorted(path.name for path in (run / "plots").iterdir())
+    assert plots == [f"main-{kind}.png" for kind in ("accuracy", "alignment", "loss", "partition")]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in (run / "plots").iterdir())
+    assert not list(run.rglob(".*"))
+
+
+def test_an_interrupted_run_says_so(run: Path) -> None:
+    (run / "status.json").unlink()
+    (run / "alignment.jsonl").unlink()
+    unfinished = [
+        r for r in result_rows() if (r["start"], r["arm"], r["seed"]) != ("same", "aligned", 2)
+    ]
+    write_lines(run / "rows.jsonl", unfinished)
+    with (run / "rows.jsonl").open("a") as file:
+        file.write('{"setting": "main", "arm": "alig')
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "This run is incomplete." in page
+    assert "the run has not finished" in page
+    assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
+    assert "0.611 ± 0.011" in page  # the other start is whole
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [{"scope": "client:0"}, {"scope": "alone:0"}, {"scope": "alignment"}, {"round": ROUNDS - 1}],
+    ids=str,
+)
+def test_a_run_is_done_when_its_last_model_is_evaluated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]
+) -> None:
+    """What clients report of the last round comes before: their own metrics, the alignment."""
+    monkeypatch.delitem(PAGE.sections, "settings")
+    rows = result_rows()
+    ended = ("same", "aligned", 2, ROUNDS)
+    for row in rows:
+        if (row["start"], row["arm"], row["seed"], row["round"]) == ended:
+            row |= instead
+    assert rows != result_rows()
+    write_lines(run / "rows.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
+
+
+def test_a_run_that_does_not_say_that_it_ended_is_incomplete(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(PAGE.sections, "settings")
+    (run / "status.json").write_text('{"complete": false}')
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "the run has not finished" in page
+    assert "have no final round yet" not in page
+
+
+@pytest.mark.parametrize("keep", [(), ("config.json",), ("partition.json",), ("rows.jsonl",)])
+def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None:
+    for path in list(run.iterdir()):
+        if path.name not in keep:
+            path.unlink()
+    page = write_report(run).read_text(encoding="utf-8")
+    Outline(page)
+    assert "This run is incomplete." in page
+    assert "versions.json is missing or unreadable" in page
+    assert ("There are no results yet." in page) == ("rows.jsonl" not in keep)
+
+
+def test_an_unreadable_file_is_named(run: Path) -> None:
+    (run / "config.json").write_text('{"command": ')
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "config.json is missing or unreadable" in page
+    assert "The command was not recorded." in page
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="check the path"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_one_seed_and_no_baseline(run: Path) -> None:
+    rows = [r for r in result_rows() if r["seed"] == 0]
+    write_lines(run / "rows.jsonl", rows)
+    assert "+0.100 one seed: no interval" in write_report(run).read_text(encoding="utf-8")
+    write_lines(run / "rows.jsonl", [r for r in rows if r["arm"] == "aligned"])
+    assert "There is no comparison with plain yet." in write_report(run).read_text(encoding="utf-8")
+
+
+def test_the_terminal_tables_one_per_setting() -> None:
+    text = StringIO()
+    (table,) = summary_tables(result_rows(), ["accuracy", "loss"])
+    Console(file=text, width=140).print(table)
+    assert "0.611 ± 0.011" in text.getvalue()
+    assert "+0.101 [+0.099, +0.103] better" in text.getvalue()
+    assert "3 seed(s)" in text.getvalue()
+    both = summary_tables(result_rows("one") + result_rows("two"))
+    assert [t.row_count for t in both] == [6, 6]
+    assert [str(t.title).split(":")[0] for t in both] == ["one", "two"]
+    assert summary_tables([]) == []
+
+
+def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
+    rows = result_rows()
+    for row in rows:
+        if (row["start"], row["arm"], row["metric"]) == ("scrambled", "plain", "accuracy"):
+            row["value"] -= 0.2
+    plain, aligned, _ = scrambling(result_lines(rows, ["accuracy"]), ["accuracy"])
+    assert plain == "main, plain: accuracy 0.5100 -> 0.3100 (-0.2000)."
+    assert aligned == "main, aligned: accuracy 0.6110 -> 0.6110 (+0.0000)."
+
+
+def test_the_markdown_table() -> None:
+    lines = markdown_table(result_rows(), ["accuracy"]).splitlines()
+    assert lines[0] == "| setting | start | arm | seeds | accuracy | accuracy: difference from plain |"
+    assert lines[1] == "| --- | --- | --- | ---: | ---: | ---: |"
+    assert lines[2] == "| main | same | plain | 3 | 0.510 ± 0.010 | - |"
+    assert lines[3] == "| main | same | aligned | 3 | 0.611 ± 0.011 | +0.101 [+0.099, +0.103] better |"
+    assert len(lines) == 8
+
+
+def test_a_diverged_arm_is_named(run: Path) -> None:
+    rows = result_rows()
+    for row in rows:
+        if (row["arm"], row["metric"], row["round"]) == ("hurtful", "loss", ROUNDS):
+            row["value"] = float("inf") if row["seed"] else float("nan")
+    write_lines(run / "rows.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "hurtful or plain diverged: loss is not finite" in page
+
+
+def masked_rows(setting: str = "masked") -> list[dict[str, Any]]:
+    """Pseudo-perplexities from 6000 down, 40 lower when aligned; accuracy and loss beside them."""
+    rows = []
+    for row in result_rows(setting):
+        if row["metric"] == "loss":
+            gain = 40 + row["seed"] if row["arm"] == "aligned" else 0
+            value = 6000 / (1 + 9 * row["round"]) - row["round"] * gain
+            rows.append({**row, "metric": "pseudo_perplexity", "value": value})
+            rows.append({**row, "metric": "accuracy", "value": 0.1})
+            rows.append(row)
+    return rows
+
+
+def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
+    rows = result_rows() + masked_rows()
+    plain, masked = summary_tables(rows)
+    headers = [[str(column.header) for column in table.columns[2:]] for table in (plain, masked)]
+    assert headers[0] == ["accuracy", "loss", "accuracy - plain"]
+    assert headers[1] == ["pseudo_perplexity", "loss", "pseudo_perplexity - plain"]
+    header, _, *lines = markdown_table(rows).splitlines()
+    assert header.split(" | ")[4:7] == ["accuracy", "pseudo_perplexity", "loss"]
+    main = [line.split(" | ") for line in lines if line.startswith("| main")]
+    assert [cells[5] for cells in main] == ["-"] * 6
+
+    write_lines(run / "rows.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    drawn = {path.name for path in (run / "plots").iterdir()}
+    assert {"main-accuracy.png", "masked-pseudo_perplexity.png", "masked-loss.png"} <= drawn
+    assert not {"main-pseudo_perplexity.png", "masked-accuracy.png"} & drawn
+    assert "better for pseudo_perplexity and loss, higher for every other metric" in page
+    assert "pseudo_perplexity on the held-out split by round (lower is better" in page
+    # 6000 / 19 = 315.8; differences -80, -82, -84: -82 ± 4.302653 * 2 / sqrt(3).
+    assert "-82.00 [-86.97, -77.03] better" in page
+    assert "233.8 ± 2.0" in page
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0.694, 0.706), "0.700 ± 0.008"),
+        ((5.5, 5.7), "5.600 ± 0.141"),
+        ((31.25, 31.35), "31.30 ± 0.07"),
+        ((312.34, 315.34), "313.8 ± 2.1"),
+        ((6012.3, 6014.3), "6013 ± 1"),
+        ((2.5e30, 2.5e30), "2.5e+30 ± 0"),
+        ((float("inf"), 1.0), "inf"),
+    ],
+)
+def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected: str) -> None:
+    (line,) = result_lines(
+        [
+            {"setting": "s", "start": "same", "arm": "plain", "seed": seed, "round": 1}
+            | {"scope": "central", "metric": "pseudo_perplexity", "value": value}
+            for seed, value in enumerate(values)
+        ],
+        ["pseudo_perplexity"],
+    )
+    assert format_score(line.scores[0]) == expected

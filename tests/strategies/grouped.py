@@ -1,0 +1,28 @@
+"""Arguments of a strategy, written flat and passed on in their groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedrot.strategies import Checkpointing, Execution, OtherBasis, Reporting, Robustness
+
+_GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
+    "other_basis": (
+        OtherBasis,
+        {"model": "model", "other_basis": "options", "at_clients": "at_clients"},
+    ),
+    "robustness": (Robustness, {"min_replies": "min_replies", "norm_bound": "norm_bound"}),
+    "execution": (Execution, {name: name for name in ("device", "wire", "spill", "deterministic")}),
+    "checkpointing": (Checkpointing, {"checkpoints": "folder", "keep": "keep", "resume": "resume"}),
+    "reporting": (Reporting, {"rows": "rows", "metrics": "metrics", "tensorboard": "tensorboard"}),
+}
+
+
+def grouped(**flat: Any) -> dict[str, Any]:
+    """Return keyword arguments of ``FedRot``; those that belong to no group stay as they are."""
+    found: dict[str, Any] = {}
+    for group, (kind, names) in _GROUPS.items():
+        own = {names[name]: flat.pop(name) for name in names if name in flat}
+        if own:
+            found[group] = kind(**own)
+    return flat | found

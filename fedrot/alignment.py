@@ -62,7 +62,7 @@ class Alignment:
             statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
                 of a layer's inputs, ``[in, in]``, blocks ``[heads, d, d]`` or diagonals ``[in]``.
                 ``fisher``, ``exp_avg``, ``exp_avg_sq``: in the shape of the tensor. ``trained``: masks
-                ``[rows]``. Other kinds: see ``fedrot.statistic_kinds``.
+                ``[rows]``. Other kinds: see ``fedrot.collect.statistic_kinds``.
 
         Raises:
             FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not

@@ -59,11 +59,10 @@ class Alignment:
         """Move statistics by the same elements as the weights they belong to.
 
         Args:
-            statistics: by kind, then by tensor name. ``gram`` and ``gram_conv1d``: uncentred Gram
-                matrices of a linear layer's inputs, keyed by its weight, ``[in, in]``, blocks
-                ``[heads, d, d]`` or diagonals ``[in]``. ``fisher``: diagonal Fisher information in the
-                shape of the tensor. ``exp_avg`` and ``exp_avg_sq``: Adam's moments, in the shape of
-                the tensor. ``trained``: masks ``[rows]`` of the rows that a client trained.
+            statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
+                of a layer's inputs, ``[in, in]``, blocks ``[heads, d, d]`` or diagonals ``[in]``.
+                ``fisher``, ``exp_avg``, ``exp_avg_sq``: in the shape of the tensor. ``trained``: masks
+                ``[rows]``. Other kinds: see ``fedrot.collect.statistic_kinds``.
 
         Raises:
             FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not
@@ -91,9 +90,8 @@ def alignment_of(
         current = current.moved([move])
         after = squared_distance(current.pairs(move.group))
         rows.append(replace(row, after=after).moved_by(move.group, move.element))
-    return Alignment(
-        symmetry, found, AlignmentReport(tuple(rows), before, current.total(groups), seconds)
-    )
+    report = AlignmentReport(tuple(rows), before, current.total(groups), seconds)
+    return Alignment(symmetry, found, report)
 
 
 @full_float32()

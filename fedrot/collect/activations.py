@@ -65,25 +65,23 @@ class _Moments:
 
     count: int = 0
     shifts: tuple[Tensor, Tensor] | None = None
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    sums: Sequence[Tensor] = ()
 
     def add(self, a: Tensor, c: Tensor) -> None:
         # A shift does not change covariances; without it, large means would cost digits.
         self.shifts = self.shifts or (a.mean(0), c.mean(0))
         a, c = a - self.shifts[0], c - self.shifts[1]
         self.count += len(a)
-        parts = {"a": a.sum(0), "c": c.sum(0), "aa": a.mT @ a, "cc": c.mT @ c, "ac": a.mT @ c}
-        for name, value in parts.items():
-            value = value.double()
-            self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
+        new = [s.double() for s in (a.sum(0), c.sum(0), a.mT @ a, c.mT @ c, a.mT @ c)]
+        self.sums = [s.add_(n) for s, n in zip(self.sums, new, strict=True)] if self.sums else new
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the covariances of the anchor, of the client, and between the two."""
-        n, s = max(self.count, 1), self.sums
+        n, (a, c, aa, cc, ac) = max(self.count, 1), self.sums
         return (
-            s["aa"] / n - torch.outer(s["a"], s["a"]) / n**2,
-            s["cc"] / n - torch.outer(s["c"], s["c"]) / n**2,
-            s["ac"] / n - torch.outer(s["a"], s["c"]) / n**2,
+            aa / n - torch.outer(a, a) / n**2,
+            cc / n - torch.outer(c, c) / n**2,
+            ac / n - torch.outer(a, c) / n**2,
         )
 
 

@@ -161,7 +161,8 @@ class RotarySolver(HeadSolver):
         return total + eps * torch.linalg.vector_norm(total, dim=1)[:, None]
 
     def of_cross(self, action: Rotary, cross: Tensor) -> Tensor:
-        first, second = action.pairs(torch.arange(action.heads * action.dim))[0, 0, :, :, 0]
+        units = torch.arange(action.heads * action.dim, device=cross.device)
+        first, second = action.pairs(units)[0, 0, :, :, 0]
         upper, lower = cross[..., first, second], cross[..., second, first]
         return torch.complex(cross[..., first, first] + cross[..., second, second], lower - upper)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fedrot.matching import assignment
-from fedrot.matching.pairs import Pair, by_sign, pairs
+from fedrot.matching.pairs import Pair, by_sign
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, solves
 from fedrot.symmetry.actions import Permutation, SignedPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.transport import Move, apply_moves
+from fedrot.transport import Move
 
 
 @solves(Permutation, SignedPermutation)
@@ -58,8 +58,10 @@ def _match_neurons(group: Group, problem: Problem) -> Match:
     evidence = problem.evidence(group, blocks)
     if evidence[1] is not None:
         element, gain = assignment.best_assignment(*_scores(group, blocks, evidence))
-        after = before if element is None else _distance_after(group, element, problem)
-        return Match(element, before, after, gain)
+        if element is None:
+            return Match(None, before, before, gain)
+        moved = problem.moved([Move(group, element)])
+        return Match(element, before, moved.distance(group, moved.pairs(group)), gain)
     if assignment.identity_certified(distances, partial(problem.anchor.separation, group)):
         if not set(COUPLED) & set(problem.options.parts):
             problem.anchor.note(group, distances)
@@ -87,9 +89,3 @@ def _product(blocks: Sequence[Pair]) -> Tensor:
     for a, c in blocks:
         total = a @ c.mT if total is None else torch.addmm(total, a, c.mT)
     return torch.zeros(()) if total is None else total
-
-
-def _distance_after(group: Group, element: Tensor, problem: Problem) -> float:
-    names = {slot.tensor for slot in group.slots}
-    moved = apply_moves({name: problem.client[name] for name in names}, [Move(group, element)])
-    return problem.distance(group, pairs(group, problem.anchor.tensors, moved))

@@ -4,7 +4,7 @@ The floor is a lower bound, the time of moving every byte once at the measured b
 the update to the device, or the work on the device (update and mean read, moved update and mean
 written). The longer of the two counts, because they overlap.
 
-Every layer takes a server's path (``fedrot.strategies.round.layerwise``): the updates are near the
+Every layer takes a server's path (``fedrot.aggregation.layerwise``): the updates are near the
 anchor, and are added to a float32 mean on the device, which is the anchor of all clients but the first.
 All layers of a model hold the same random numbers, so that the host holds one layer only. ``first`` and
 ``next`` are clients from the host's memory to the mean, with copies and work overlapped; the stages are
@@ -38,7 +38,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.strategies.round.layerwise import (
+from fedrot.aggregation.layerwise import (
     align_by_layer,
     checked_device,
     copied,

@@ -13,6 +13,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot._io import append_rows
 from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation.layerwise import checked_device
 from fedrot.anchors import ANCHORS, check_anchor
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions, checked_options
@@ -26,7 +27,6 @@ from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
 from fedrot.strategies.round.inbox import Asked, Inbox
-from fedrot.strategies.round.layerwise import checked_device
 from fedrot.strategies.round.merge import (
     OF_THE_MEAN,
     Aggregated,

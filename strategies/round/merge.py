@@ -14,11 +14,11 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from torch import Tensor
 
 from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation.layerwise import fold_by_layer
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import metrics_function, without_metrics
 from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
-from fedrot.strategies.round.layerwise import fold_by_layer
 from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.spill import Store

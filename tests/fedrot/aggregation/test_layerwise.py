@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Mean
-from fedrot.strategies.round import layerwise
-from fedrot.strategies.round.layerwise import (
+from fedrot.aggregation import Mean, layerwise
+from fedrot.aggregation.layerwise import (
     align_by_layer,
     checked_device,
     fold_by_layer,

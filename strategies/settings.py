@@ -16,22 +16,22 @@ from fedrot.strategies.wire.arrays import PRECISIONS
 
 @dataclass(frozen=True)
 class OtherBasis:
-    """How to align replies that come from another basis than the broadcast model.
+    """How to align replies from another basis than the broadcast model's.
 
-    Such replies come from clients that trained from a start of their own, or that join late with
-    their own model. If most replies of a round do, the heaviest of them is the round's anchor.
+    Such replies come from clients that trained from an initialisation of their own, or that join late
+    with a model of their own. If most replies of a round do and the residual stream is aligned, the one
+    with the largest weight is the round's anchor.
 
     Example: ``FedRot(config, other_basis=OtherBasis(lambda: MyModel(config)))``.
 
     Attributes:
-        model: returns a model of the broadcast architecture. With it, replies are matched by weights and
-            by activations on random tokens, without any data, once it is verified that this preserves
-            the model's function.
-        options: what to align; the whole model if None. Without ``model``, you promise that the model is
-            a standard one of its family.
-        at_clients: ask the senders to match themselves on their own data, which needs
-            ``match_at_client`` on their ``ClientApp``. This costs one more exchange of two models per
-            round; where most replies are in another basis, one of the two is another client's.
+        model: returns a model of the broadcast architecture. fedrot checks once that alignment preserves
+            its function, and then matches replies by weights and by activations on random tokens.
+        options: what to align; the whole model if None. Without ``model`` nothing is checked: you assert
+            that the model is a standard one of its family.
+        at_clients: ask the senders to match their updates on their own data, which needs
+            ``match_at_client`` on their ``ClientApp``. Each of them receives two more models per round:
+            its update and the anchor, which is another client's update if most are in another basis.
 
     Raises:
         FedrotError: ``model`` is not a function, or neither ``model`` nor ``options`` is given.
@@ -46,7 +46,7 @@ class OtherBasis:
         if isinstance(self.model, nn.Module) or not (self.model is None or callable(self.model)):
             example = kind if isinstance(self.model, nn.Module) else "MyModel"
             raise FedrotError(
-                f"OtherBasis was given a {kind} as model, which has to be a function that builds one: "
+                f"OtherBasis was given a {kind} as model, which must be a function that builds one: "
                 f"write model=lambda: {example}(config)."
             )
         if self.model is None and self.options is None:
@@ -55,15 +55,15 @@ class OtherBasis:
 
 @dataclass(frozen=True)
 class Robustness:
-    """When a reply, or a round, is not used.
+    """Which replies are dropped, and which rounds fail.
 
     Example: ``FedRot(config, robustness=Robustness(min_replies=5, norm_bound=3.0))``.
 
     Attributes:
         min_replies: with fewer accepted replies the round fails, and the model stays as it was.
         norm_bound: drop a reply whose distance from the broadcast model, after alignment to it, is more
-            than this many times the round's median. It needs three replies, and keeps all of a round's
-            updates until every reply has arrived. None drops none.
+            than this many times the round's median. It needs at least three replies, and keeps all of a
+            round's updates until every reply has arrived. None drops none.
 
     Raises:
         FedrotError: ``min_replies`` is below 1, or ``norm_bound`` not above 1.
@@ -89,7 +89,7 @@ class Execution:
         device: where updates are aligned and averaged. With the anchors ``global`` and ``running`` a
             GPU holds one model, the mean, and two layers; other anchors and aggregations, and replies in
             another basis, take whole updates there.
-        wire: precision in which the model travels to the clients, float16 or bfloat16; None sends it as
+        wire: precision in which the model is sent to the clients, float16 or bfloat16; None sends it as
             it is. The server keeps its own precision. Clients read the model with ``from_arrays``, and
             may answer in any precision.
         spill: a folder for updates that wait for others; None keeps them in memory.
@@ -109,19 +109,19 @@ class Execution:
         if self.wire is not None and self.wire not in PRECISIONS:
             raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
         if isinstance(self.spill, bool):
-            raise FedrotError(f"spill is {self.spill}; give the folder in which updates may wait.")
+            raise FedrotError(f"spill is {self.spill}; give the folder for updates that wait.")
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Checkpoints of the run, see docs/checkpoints.md.
+    """Where the run writes checkpoints, and where it resumes, see docs/checkpoints.md.
 
     Example: ``FedRot(config, checkpointing=Checkpointing("checkpoints", resume="checkpoints"))``.
 
     Attributes:
         folder: receives a checkpoint after every round; None writes none.
         keep: the number of newest checkpoints that stay.
-        resume: a folder of checkpoints to go on from; it may be ``folder``, and empty at first.
+        resume: a folder of checkpoints to resume from. It may be ``folder``, and empty at first.
     """
 
     folder: str | Path | None = None
@@ -131,7 +131,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Reporting:
-    """Files that receive what happened.
+    """Files for alignment reports and metrics.
 
     Example: ``FedRot(config, reporting=Reporting(rows="alignment.jsonl"))``.
 

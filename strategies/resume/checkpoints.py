@@ -128,7 +128,7 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise FedrotError(
                 f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
-                "run stops here; the checkpoints before it are whole, resume from them."
+                "run stops here; the checkpoints before it are complete, resume from them."
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -148,8 +148,8 @@ class Checkpoints:
                 message = "The checkpoint '%s' cannot be used: %s"
                 log_fields(WARNING, fields, message, self._path(number), error)
         raise FedrotError(
-            f"There is no usable checkpoint in '{self.folder}'. Give a folder that 'checkpoints' was "
-            "given to, or start anew without 'resume'."
+            f"There is no usable checkpoint in '{self.folder}'. Give the folder of a run that wrote "
+            "checkpoints, or start anew without 'resume'."
         )
 
     def _path(self, number: int) -> Path:

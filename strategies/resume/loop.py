@@ -98,7 +98,7 @@ def _source(checkpoints: Checkpoints | None, resume: str | Path | None) -> Check
     found = Checkpoints(resume) if resume is not None else None
     if checkpoints is None:
         if found is not None:
-            log(INFO, "No further checkpoints are written; for these, give their folder too.")
+            log(INFO, "No checkpoints are written from here on: no folder for them was given.")
         return found
     used = checkpoints.rounds() != []
     same = found is not None and checkpoints.folder.resolve() == found.folder.resolve()

@@ -53,17 +53,17 @@ class RunState:
     def encoded(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the state as JSON values; arrays are put into ``arrays``."""
         found: list[tuple[str, str, dict[str, Any]]] = []
-        for (where, name), value in self._entries():
-            access, path, known = _access(value), f"{where}.{name}", len(arrays)
+        for key, value in self._entries():
+            access, path, known = _access(value), ".".join(key), len(arrays)
             try:
                 if access is not None:
-                    found.append((where, name, {"within": encode(access[0](), path, arrays)}))
-                elif (plain := _plain(value)) is None or plain != self._at_start(where, name):
-                    found.append((where, name, {"value": encode(value, path, arrays)}))
+                    found.append((*key, {"within": encode(access[0](), path, arrays)}))
+                elif (plain := _plain(value)) is None or plain != self._start.get(key, (None, None))[1]:
+                    found.append((*key, {"value": encode(value, path, arrays)}))
             except UnknownValueError as error:
                 for half in list(arrays)[known:]:
                     del arrays[half]
-                self._warn_of((where, name), value, error)
+                self._warn_of(key, value, error)
         return {
             "strategy": type(self._strategy).__qualname__,
             "entries": found,
@@ -108,9 +108,6 @@ class RunState:
             for name, value in list(holder.items()):
                 if name not in left_out and not isinstance(value, Strategy):
                     yield (where, name), value
-
-    def _at_start(self, where: str, name: str) -> str | None:
-        return self._start.get((where, name), (None, None))[1]
 
     def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
         """Warn once about an attribute that is not saved and looks like state."""

@@ -92,7 +92,7 @@ class Malformed(FakeGrid):
 
     error: type[Exception] = ValueError
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         raise self.error("torn")
 
 
@@ -104,7 +104,7 @@ def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(error: typ
     (reply,) = LazyGrid(grid).send_and_receive([asked])
     assert reply.has_error()
     assert reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-    assert "torn" in reply.error.reason
+    assert "torn" in (reply.error.reason or "")
     assert reply.metadata.src_node_id == 7
 
 

@@ -34,7 +34,6 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot
-from fedrot.strategies.reporting.rows import cut_rows
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from tests.models import config_of
@@ -562,24 +561,6 @@ def test_a_run_that_was_killed_in_its_first_round_begins_anew(tmp_path: Path) ->
     strategy = Reporting()
     play(strategy, rounds=1, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
     assert strategy.after == 0
-
-
-ROWS = ['{"round": 1, "a": "é"}', '{"round": 2}', '{"other": 3}', '{"round": 3}']
-
-
-@pytest.mark.parametrize("unfinished", ["", '{"round": 1', '{"round": 1}', '{"round": "é'])
-def test_later_rows_are_cut(tmp_path: Path, unfinished: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    for after, expected in ((0, [2]), (1, [0, 2]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])):
-        path.write_bytes("".join(row + "\n" for row in ROWS).encode() + unfinished.encode())
-        cut_rows(path, after)
-        assert path.read_text(encoding="utf-8").splitlines() == [ROWS[i] for i in expected]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_report_that_does_not_exist_needs_no_cutting(tmp_path: Path) -> None:
-    cut_rows(tmp_path / "rows.jsonl", 1)
-    assert list(tmp_path.iterdir()) == []
 
 
 # Kills

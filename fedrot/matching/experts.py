@@ -91,10 +91,10 @@ def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
     The worth of a pair costs an assignment of all neurons. It is computed only for pairs that the best
     order uses; upper bounds stand for the others.
     """
-    experts = range(len(routed))
+    experts, routed = range(len(routed)), routed.cpu()
     scores = torch.stack([pool.bound(i, j) for i in experts for j in experts]).cpu().view_as(routed)
     scores.diagonal().copy_(torch.tensor([pool.worth(i, i) for i in experts], dtype=torch.float64))
-    routed, exact = routed.cpu(), torch.eye(len(routed), dtype=torch.bool)
+    exact = torch.eye(len(routed), dtype=torch.bool)
     while True:
         element, gain = assignment.best_assignment(scores + routed)
         used = [] if element is None else list(enumerate(element.tolist()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ def check_function(
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
     if not largest <= TOLERANCE:
-        broken = [part for part in parts if not change(partial(_is_of, part=part)) <= TOLERANCE]
+        broken = [part for part in parts if not change(_only(symmetry.select((part,)))) <= TOLERANCE]
         raise SymmetryError(
             f"Moving {' and '.join(broken) or 'all parts together'} changes this model's outputs by "
             f"{largest:.2g} of their size. {suspects(symmetry, change, broken)}"
@@ -138,7 +137,7 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
     named = []
     for part in parts:
         groups = symmetry.select((part,))
-        broken = (group for group in groups if not change(partial(_is_same, group=group)) <= TOLERANCE)
+        broken = (group for group in groups if not change(_only((group,))) <= TOLERANCE)
         if group := next(broken, None):
             named.append(f"group '{group.name}' ({part}), which acts on {_tensors_of(group)}")
     return (
@@ -148,12 +147,9 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
     )
 
 
-def _is_of(group: Group, part: str) -> bool:
-    return group.part == part
-
-
-def _is_same(other: Group, group: Group) -> bool:
-    return other is group
+def _only(groups: tuple[Group, ...]) -> Selection:
+    names = {group.name for group in groups}
+    return lambda group: group.name in names
 
 
 def _tensors_of(group: Group) -> str:

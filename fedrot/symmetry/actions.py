@@ -45,8 +45,10 @@ class Kind(Protocol):
     def on_fisher(self, element: Tensor) -> Tensor | None:
         """Return the element that moves a diagonal Fisher, None if its diagonal cannot follow.
 
-        Gradients move inversely to weights, and signs have no effect on their squares.
+        Gradients move inversely to weights, and signs have no effect on their squares. Orders move both
+        alike.
         """
+        return element
 
     def moved(self, element: Tensor) -> Tensor:
         """Return which of the ``units`` heads or neurons the element moves, bool ``[units]``."""
@@ -83,9 +85,6 @@ class Permutation(Kind):
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return first[second]
-
-    def on_fisher(self, element: Tensor) -> Tensor:
-        return element
 
     def moved(self, element: Tensor) -> Tensor:
         return element.cpu() != torch.arange(self.n)
@@ -163,9 +162,6 @@ class QueryPermutation(Kind):
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return first.gather(1, second)
-
-    def on_fisher(self, element: Tensor) -> Tensor:
-        return element
 
     def moved(self, element: Tensor) -> Tensor:
         return (element.cpu() != torch.arange(self.n)).flatten()

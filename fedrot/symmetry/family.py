@@ -30,7 +30,8 @@ class Stack:
     Attributes:
         name: the module under which the layers are numbered, without model prefix. Every tensor below
             it must have a place in the description.
-        count: the configuration's key for the number of layers, or a function of the configuration.
+        count: the configuration's key for the number of layers. Of several keys the first that is set
+            counts; the last must be there.
         layer: describes one layer; or a stack inside each layer.
         section: the part of the configuration that describes this stack; all of it if empty.
         order: the name of a group that permutes the heads of all layers, which share ``head_bias``.
@@ -38,7 +39,7 @@ class Stack:
     """
 
     name: str
-    count: str | Callable[[Config], int]
+    count: str | tuple[str, ...]
     layer: Layer | Stack
     section: str = ""
     order: str = ""
@@ -56,7 +57,8 @@ class Stack:
         return together(*(shared_heads(self.order, self.head_bias, blocks) for blocks in alike))
 
     def _layers(self, config: Config) -> Iterator[tuple[str, Layer]]:
-        count = config[self.count] if isinstance(self.count, str) else self.count(config)
+        *first, last = (self.count,) if isinstance(self.count, str) else self.count
+        count = next(filter(None, map(config.get, first)), None) or config[last]
         for number in range(count):
             prefix = f"{self.name}.{number}."
             if isinstance(self.layer, Stack):

@@ -157,8 +157,8 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]
     """Return the parts across layers that cannot be moved because of these tensors, with the reason."""
     if unplaced:
         reason = (
-            f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is unknown to this family and may "
-            "read what would be moved."
+            f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is not in the "
+            "family's description and may read coordinates that move."
         )
         return {"residual": reason, "output": reason}
     if missing:

@@ -12,7 +12,7 @@ from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
 from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
 
-CONFIG = {"depth": 2, "inner": 3, "tower": {"depth": 1}}
+CONFIG = {"depth": 2, "inner": 3, "none": None, "one": 1, "tower": {"depth": 1}}
 
 
 def _ffn(config: Config, names: Names, p: str) -> Block:
@@ -33,7 +33,7 @@ def _groups(family: Family, names: Names = ()) -> list[tuple[int, str]]:
 
 
 def test_layers_of_all_stacks_are_numbered_in_order() -> None:
-    family = _family(Stack("first", "depth", _ffn), Stack("second", lambda config: 1, _ffn))
+    family = _family(Stack("first", "depth", _ffn), Stack("second", ("none", "one", "depth"), _ffn))
     assert _groups(family) == [(0, "first.0.ffn"), (1, "first.1.ffn"), (2, "second.0.ffn")]
     assert family.stacks == ("first", "second")
 

@@ -7,8 +7,6 @@ gated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names, Stack, When
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
@@ -42,11 +40,7 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     )
 
 
-def _decoder_layers(config: Config) -> int:
-    return config.get("num_decoder_layers") or config["num_layers"]
-
-
-def _side(side: str, count: str | Callable[[Config], int]) -> tuple[Axes | Stack, ...]:
+def _side(side: str, *count: str) -> tuple[Axes | Stack, ...]:
     p = f"{side}.block"
     bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (
@@ -64,7 +58,7 @@ FAMILY = Family(
         *_side("encoder", "num_layers"),
         When(
             lambda config, names: config.get("is_encoder_decoder", True),
-            _side("decoder", _decoder_layers),
+            _side("decoder", "num_decoder_layers", "num_layers"),
         ),
     ),
     task_heads=(PLAIN, two_layers("classification_head", "classifier")),

@@ -41,8 +41,8 @@ import fedrot
 from fedrot.aggregation import Mean
 from fedrot.strategies.round.layerwise import (
     align_by_layer,
-    brought,
     checked_device,
+    copied,
     fold_by_layer,
     parts_of,
 )
@@ -224,7 +224,7 @@ def staged(
     for _ in range(repeats + 1):
         clock = Clock(device)
         with clock("upload"):
-            for _ in brought([[(update, name) for name in part.shapes] for part in parts], device):
+            for _ in copied([[(update, name) for name in part.shapes] for part in parts], device):
                 pass
         for part, mean in zip(parts, means, strict=True):
             ours, theirs = ({n: model[n].to(device) for n in part.shapes} for model in (update, anchor))

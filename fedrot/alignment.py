@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
+from fedrot.collect.statistic_kinds import transport_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
@@ -17,7 +18,6 @@ from fedrot.matching.problem import Anchor, Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.statistic_kinds import transport_statistics
 from fedrot.symmetry.biases import canonical_biases
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
@@ -62,14 +62,14 @@ class Alignment:
             statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
                 of a layer's inputs, ``[in, in]``, blocks ``[heads, d, d]`` or diagonals ``[in]``.
                 ``fisher``, ``exp_avg``, ``exp_avg_sq``: in the shape of the tensor. ``trained``: masks
-                ``[rows]``. Other kinds: see ``fedrot.statistic_kinds``.
+                ``[rows]``. Other kinds: see ``fedrot.collect.statistic_kinds``.
 
         Raises:
             FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not
                 determine the rotated diagonal (compute it after aligning, or align by permutations only,
                 ``parts=("heads", "ffn")``); or the alignment changed biases.
         """
-        if self.canonical_biases and self.symmetry.redundant_biases:
+        if statistics and self.canonical_biases and self.symmetry.redundant_biases:
             raise FedrotError(
                 "Canonical biases change activations, so that statistics cannot follow. Apply "
                 "fedrot.canonical_biases to the model before the statistics are computed."

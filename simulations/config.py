@@ -1,4 +1,4 @@
-"""What a simulation runs: one validated, serialisable description."""
+"""Configuration of a simulation, validated and serialisable, and the grammar of its arms."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Start = Literal["same", "different", "scrambled"]
 
 @dataclass(frozen=True)
 class TaskTraits:
-    """What a task goes with.
+    """Properties of a task.
 
     Attributes:
         architectures: of models from scratch, the default first.
-        data: the default data set; empty if one has to be named.
-        classifies: whether its models give one answer for a row, which ensembles average.
+        data: the default data set; empty if the user has to name one.
+        classifies: whether models give one answer per row, so that ensembles can average them.
     """
 
     architectures: tuple[Architecture, ...]
@@ -46,11 +46,11 @@ TASKS: Mapping[str, TaskTraits] = {
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
 
-#: A number of seeds above this is a seed.
+#: The largest number of seeds; a larger number was meant as a seed.
 MOST_SEEDS = 10_000
 
-#: How an arm matches replies from other bases: by weights, also by activations on random tokens, at
-#: the clients by activations on their data, or learned there.
+#: Evidence for matching replies in another basis: weights and activations on random tokens, weights
+#: alone, activations on the clients' data (matched at the clients), or learning at the clients.
 EVIDENCE = ("probe", "weights", "clients", "learned")
 
 #: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
@@ -60,20 +60,20 @@ ENSEMBLES = ("ensemble", "ensemble-probabilities")
 #: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
 AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
 
-#: The arm of one model that is trained on all clients' data, an upper bound.
+#: The arm of one model trained on all clients' data, an upper bound.
 JOINED = "joined"
 
 
 class Arm(BaseModel):
-    """How one arm averages: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
+    """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
 
-    Any of them may end in ``/AGGREGATION``; ``ensemble`` is ``plain/ensemble``. ``joined`` is no
-    federation: one model is trained on all clients' data.
+    ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
+    another basis. ``PARTS`` are any of residual, output, heads, attention, ffn, rescale joined by
+    ``+``, or ``whole``; the arm moves these parts of every reply. ``@ANCHOR`` and ``~EVIDENCE`` may be
+    left out: the defaults are the strategy's anchor and the first of ``EVIDENCE``.
 
-    ``aligned`` is ``FedRot`` as it comes: the default parts, and the whole model where replies come
-    from other bases. ``PARTS`` is any of residual, output, heads, attention, ffn, rescale joined by
-    ``+``, or ``whole``; it moves just these, whoever replies. An arm without ``@ANCHOR`` has the
-    strategy's default anchor, without ``~EVIDENCE`` the first of ``EVIDENCE``.
+    Each may end in ``/AGGREGATION``; ``ensemble`` is short for ``plain/ensemble``. ``joined`` trains one
+    model on all clients' data.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -88,7 +88,7 @@ class Arm(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """Read an arm from its name; raises ``ValueError`` with the grammar."""
+        """Read an arm from its name; raises ``ValueError`` with the known names."""
         if text == JOINED:
             return cls(name=text, align=False)
         full = f"plain/{text}" if text in AGGREGATIONS else text
@@ -104,15 +104,15 @@ class Arm(BaseModel):
         ):
             if value not in known:
                 raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
-        if move not in ("plain", what) and _aligns_at_clients(aggregation):
-            raise ValueError(
-                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
-                "statistics cannot follow rotations; leave out the anchor and the evidence"
-            )
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
         if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
+        if move != what and not entry_named(aggregation).follows_rotations:
+            raise ValueError(
+                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
+                "statistics cannot follow rotations; leave out the anchor and the evidence"
+            )
         named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
         other_basis = what == "aligned"
@@ -140,19 +140,19 @@ class Arm(BaseModel):
     @property
     def aligns_at_clients(self) -> bool:
         """Whether clients align before they compute statistics, which cannot follow rotations."""
-        return self.align and _aligns_at_clients(self.aggregation)
+        return self.align and not entry_named(self.aggregation).follows_rotations
 
     def takes(self, argument: str) -> bool:
         """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
         return not self.ensemble and argument in entry_named(self.aggregation).inputs
 
 
-def _aligns_at_clients(aggregation: str) -> bool:
-    return aggregation not in ENSEMBLES and not entry_named(aggregation).follows_rotations
-
-
 class SimulationConfig(BaseModel):
-    """One comparison: arms and starts over the same data, partitions, seeds and batches."""
+    """One comparison of arms and starts over the same data, partitions, seeds and batches.
+
+    The fields are the options of ``fedrot simulate``, the keys of a grid's ``[[setting]]`` and, with
+    dashes, those of the Flower app's run configuration.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -241,7 +241,7 @@ class SimulationConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        """Fill in what the task decides, and name the setting after what is not a default."""
+        """Fill in the task's defaults, and name the setting after data, partition and task."""
         default: TaskName = cls.model_fields["task"].default
         task: Any = values.get("task", default) if isinstance(values, dict) else None
         if not isinstance(task, str) or task not in TASKS:
@@ -265,8 +265,8 @@ class SimulationConfig(BaseModel):
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if "different" in self.starts and self.fraction_train < 1:
             raise ValueError(
-                "start 'different' needs fraction_train 1: a client that comes in a later round has "
-                "the broadcast model already"
+                "start 'different' needs fraction_train 1: a client that joins in a later round starts "
+                "from the broadcast model"
             )
         arms = [Arm.parse(arm) for arm in self.arms]
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
@@ -274,7 +274,7 @@ class SimulationConfig(BaseModel):
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
         if not self.holdout and any(arm.takes("score") for arm in arms):
             raise ValueError(
-                "the greedy soup is chosen on clients' held-out rows; holdout must not be 0"
+                "the greedy soup chooses models by clients' held-out rows; holdout must not be 0"
             )
         return self
 
@@ -284,7 +284,7 @@ class SimulationConfig(BaseModel):
             raise ValueError(
                 f"no data come with the package for task '{self.task}'; name a data set and its folder "
                 "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
-                "columns tokens, ner_tags and split), or one of the hub"
+                "columns tokens, ner_tags and split), or a data set of the hub"
             )
         if self.model is not None:
             if self.architecture:
@@ -300,17 +300,20 @@ class SimulationConfig(BaseModel):
             )
         if self.architecture == "llama" and self.width // self.heads % 2:
             raise ValueError(
-                f"heads of llama have an even width, for rotary positions; width {self.width} of "
-                f"{self.heads} heads makes {self.width // self.heads}"
+                f"heads of llama have an even width, for rotary positions; width {self.width} and "
+                f"{self.heads} heads make {self.width // self.heads}"
             )
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
-        """Build from scalars, as command lines and Flower's run configuration have them.
+        """Build from the values of a command line, a grid or Flower's run configuration.
 
-        ``starts`` and ``arms`` are comma-separated, ``seeds`` is their number and ``first_seed`` the
-        first of them; empty strings stand for the default, 0 for no limit and no epochs of the first
-        round's own, dashes in names for underscores.
+        ``starts`` and ``arms`` may be separated by commas, ``seeds`` may be their number, counted from
+        ``first_seed``. An empty string, and 0 for limits and ``first_epochs``, mean the default. Names
+        may have dashes.
+
+        Raises:
+            ValueError: a setting is unknown, of another type or out of range.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
         for name in ("train_limit", "test_limit", "first_epochs"):
@@ -330,11 +333,11 @@ class SimulationConfig(BaseModel):
         return cls.model_validate(flat)
 
     def epochs(self, server_round: int) -> float:
-        """Return how many epochs a client trains in a round, counted from 1."""
+        """Return the epochs of a client in a round; rounds count from 1."""
         return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
 
     def cells(self) -> list[tuple[int, Start, Arm]]:
-        """Return every (seed, start, arm), a seed's cells next to each other."""
+        """Return every (seed, start, arm), seed by seed."""
         return [
             (seed, start, Arm.parse(arm))
             for seed in self.seeds
@@ -344,7 +347,7 @@ class SimulationConfig(BaseModel):
 
     @property
     def moves(self) -> bool:
-        """Whether weights are to be moved, which takes a model of a supported family."""
+        """Whether weights are moved, which needs a model of a supported family."""
         arms = [Arm.parse(arm) for arm in self.arms]
         return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 

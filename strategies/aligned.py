@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from logging import INFO
-from pathlib import Path
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -18,13 +17,14 @@ from fedrot.anchors import ANCHORS, check_anchor
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
+from fedrot.strategies.evaluation import readable_evaluations
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.privacy import check_in_front, check_not_behind
 from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog
+from fedrot.strategies.reporting.rows import begin_rows
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import begin_rows, run
+from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
-from fedrot.strategies.round.evaluation import readable_evaluations
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.layerwise import checked_device
 from fedrot.strategies.round.merge import (
@@ -35,14 +35,14 @@ from fedrot.strategies.round.merge import (
     Wrapped,
 )
 from fedrot.strategies.round.other_basis import Exchange, OtherBases
-from fedrot.strategies.round.outbox import plain, with_arrays
+from fedrot.strategies.round.outbox import in_precision, plain, with_arrays
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.run_round import aligned_merge, run_round
 from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.round.waiting import Waiting
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
-from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
@@ -126,7 +126,7 @@ class Aligned(Strategy):
         self.execution = execution or Execution()
         self.checkpointing = checkpointing or Checkpointing()
         self.reporting = reporting or Reporting()
-        with self._store():
+        with Store(self.execution.spill):
             pass  # A folder that cannot be written to is an error before clients train.
         self._device = checked_device(self.execution.device)
         folder = self.checkpointing.folder
@@ -146,10 +146,10 @@ class Aligned(Strategy):
         what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'" if self.align else "off"
         log(INFO, "\t├──> Alignment: %s", what)
         streams = self.aggregator(1) is not None and not self.waits
-        how = "folded in as they arrive" if streams else "kept until all have come"
+        how = "averaged as they arrive" if streams else "kept until all have come"
         order = ", in the order of the clients' ids" if self.execution.deterministic else ""
-        spill = self.execution.spill
-        where = f", in {spill}" if spill is not None and not streams else ""
+        spilled = self.execution.spill is not None and not streams
+        where = f", in {self.execution.spill}" if spilled else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         super().summary()  # type: ignore[safe-super]
 
@@ -187,7 +187,7 @@ class Aligned(Strategy):
     def begin(self, after_round: int | None) -> None:
         """Prepare the files of reports and metrics for a run, see ``begin_rows``."""
         # Both at once: files of one run get one number.
-        begin_rows((self._rows, self.metrics_log.path), after_round)
+        begin_rows((self.reporting.rows_path, self.metrics_log.path), after_round)
         self.metrics_log.begin(after_round)
 
     def configure_train(
@@ -205,7 +205,7 @@ class Aligned(Strategy):
         messages = super().configure_train(  # type: ignore[safe-super]
             server_round, readable, config, grid
         )
-        sent = with_arrays(messages, readable, self._on_wire(arrays))
+        sent = with_arrays(messages, readable, in_precision(arrays, self.execution.wire))
         self._asked = Asked([message.metadata for message in sent], self._asked.clients)
         return sent
 
@@ -216,23 +216,23 @@ class Aligned(Strategy):
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
-        sent = with_arrays(messages, arrays, self._on_wire(arrays))
+        sent = with_arrays(messages, arrays, in_precision(arrays, self.execution.wire))
         self._asked_to_evaluate = Asked([message.metadata for message in sent])
         return sent
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Align the replies, let the strategy behind aggregate them, and report."""
-        self._asked = self._sent_messages(self._asked)
+        self._asked = self._asked.sent_by(self._grid)
         if not self._asked.anybody and not replies:
             return None, None
         this_round = Round(server_round)
-        with self._store() as store:
+        with Store(self.execution.spill) as store:
             merge = self._collected(replies, this_round, store)
             arrays, metrics = merge.result(self._wrapped())
         figures = this_round.metrics()
         this_round.log_end(figures, self.align)
-        if self._rows is not None:
-            append_rows(self._rows, this_round.rows())
+        if self.reporting.rows_path is not None:
+            append_rows(self.reporting.rows_path, this_round.rows())
         # Without alignment the metrics are the strategy's own; only what went wrong is added.
         ours = figures if self.align else this_round.losses()
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
@@ -242,7 +242,7 @@ class Aligned(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the strategy behind aggregate the evaluations that it can read."""
-        answers = self._sent_messages(self._asked_to_evaluate).answers()
+        answers = self._asked_to_evaluate.sent_by(self._grid).answers()
         readable = readable_evaluations(replies, answers, server_round, self._weighted_by)
         if not readable:
             return None
@@ -303,10 +303,8 @@ class Aligned(Strategy):
         """Return what has taken the updates of a round; everything else of the round is released."""
         broadcast = from_arrays(self._broadcast, writable=self.execution.deterministic)
         exchange = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
-        plan = self.plan if self.align else None
-        merge, aligner = aligned_merge(
-            self.merge(this_round, store), plan, broadcast, this_round, exchange
-        )
+        plan, merge = self.plan if self.align else None, self.merge(this_round, store)
+        merge, aligner = aligned_merge(merge, plan, broadcast, this_round, exchange)
         run_round(
             replies,
             self._inbox(broadcast, this_round),
@@ -346,23 +344,6 @@ class Aligned(Strategy):
             align=self.align,
             min_replies=self.robustness.min_replies,
         )
-
-    def _on_wire(self, arrays: ArrayRecord) -> ArrayRecord:
-        wire = self.execution.wire
-        return arrays if wire is None else to_arrays(from_arrays(arrays), wire)
-
-    def _sent_messages(self, asked: Asked) -> Asked:
-        """Return whom the grid sent messages to: a subclass may have sent others than were made here."""
-        sent = self._grid.sent if isinstance(self._grid, LazyGrid) else []
-        return Asked(sent, asked.clients) if sent else asked
-
-    def _store(self) -> Store:
-        spill = self.execution.spill
-        return Store(Path(spill) if spill is not None else None)
-
-    @property
-    def _rows(self) -> Path | None:
-        return Path(self.reporting.rows) if self.reporting.rows is not None else None
 
     @property
     def _weighting(self) -> object:

@@ -1,11 +1,10 @@
-"""Alignment at the client: for what leaves it clipped, noisy or masked, and cannot be aligned later."""
+"""``align_mod``: alignment at the client, for updates that leave it clipped, noisy or masked."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import ACTION
+from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, inner_mods
 from fedrot.strategies.wire.arrays import TIED, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import (
     STATISTICS,
@@ -32,20 +32,14 @@ from fedrot.tensors import check_finite
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable, Mod
 
-#: Computes statistics of an update in the coordinates in which it leaves the client.
+#: Computes statistics of an aligned update.
 Collector = Callable[[Message, Context, Mapping[str, Tensor]], Statistics]
 
-#: A symmetry, or the configuration from which it is built, or what returns one of them.
+#: A symmetry, the configuration from which it is built, or a function that returns one of them.
 Described = Symmetry | Mapping[str, Any] | object | Callable[[Message, Context], Any]
 
-#: Mods that change the update, so that it cannot be aligned behind them.
+#: Mods that change the update, which must be aligned before.
 _CHANGING = {"fixedclipping_mod", "adaptiveclipping_mod", "LocalDpMod", "secagg_mod", "secaggplus_mod"}
-
-#: The record that Flower's legacy workflows send the model in, without names, shapes and dtypes.
-_UNNAMED = "fitins.parameters"
-
-#: The record that marks a message of secure aggregation (``secaggplus_constants``).
-_SECURE = "secaggplus_configs"
 
 
 def align_mod(
@@ -54,32 +48,31 @@ def align_mod(
     statistics: Collector | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Mod:
-    """Return a mod that aligns every training reply to the model that the message brought.
+    """Return a mod that aligns every training reply to the model in the message.
 
-    ``@app.train(mods=[fixedclipping_mod, align_mod(config)])``: mods see a reply from the last to the
-    first, so alignment is put behind whatever clips, adds noise or encrypts. (On the ``ClientApp``
-    itself, Flower's clipping mods answer every evaluation with an error.) A reply that is not a finite
-    update of the received model leaves as it is, with a warning, for the server to drop; under
-    secure aggregation, where the server cannot, the client drops out of the round.
+    Use it as ``@app.train(mods=[fixedclipping_mod, align_mod(config)])``. Mods see a reply from the last
+    to the first, so ``align_mod`` comes after the mods that clip, add noise or encrypt. (Put mods on the
+    function, not on the ``ClientApp``: there Flower's clipping mods answer evaluations with an error.)
+
+    A reply that is not a finite update of the received model is sent unchanged, with a warning, and the
+    server drops it. Under secure aggregation the server cannot; there the client leaves the round.
 
     Args:
-        symmetry: a ``Symmetry``, or the model's transformers configuration (object or dictionary), or
-            a function of message and context that returns one of them, where it is known only then or
-            would import too much. Messages of Flower's legacy workflows (``SecAggPlusWorkflow``) name
-            no tensors: for them it must be a ``Symmetry`` whose ``shapes`` are in the order of the
-            parameters.
+        symmetry: a ``Symmetry``; or the model's transformers configuration (object or dictionary); or
+            a function of message and context that returns one of them, called for every message.
+            Messages of Flower's legacy workflows (``SecAggPlusWorkflow``) have no tensor names: there
+            give a ``Symmetry`` whose ``shapes`` are in the order of the parameters.
         options: what to align, see ``fedrot.AlignmentOptions``.
-        statistics: called with the message as training left it, the context and the aligned tensors,
-            by name; what it returns goes into the reply. Diagonal Fisher information, which cannot
-            follow a rotation, is computed here. ``wanted_statistics`` tells what the server asks for;
-            nothing is added for an empty result. Statistics that the client has put into its reply
-            are moved with it.
-        dtype: in which they leave, see ``statistics_record``.
+        statistics: a function of the message before alignment, the context and the aligned tensors by
+            name. It returns statistics that are added to the reply, or an empty mapping. Use it for the
+            diagonal Fisher information, which cannot follow a rotation; ``wanted_statistics`` tells what
+            the server asks for. Statistics that are in the reply already are moved with the update.
+        dtype: of the statistics on the wire, see ``statistics_record``.
 
     Raises:
-        FedrotError: by the mod, on a training message: a mod that clips, adds noise or encrypts would
-            run before alignment (as far as the mods can be seen through), the model does not fit the
-            symmetry, or statistics cannot follow or would be lost under secure aggregation.
+        FedrotError: by the mod: a mod that clips, adds noise or encrypts runs before alignment (as far
+            as this can be detected), the model does not fit the symmetry, or statistics cannot follow
+            or would be lost under secure aggregation.
         UpdateError: by the mod, under secure aggregation: the reply is not an update of the model.
     """
 
@@ -94,7 +87,7 @@ def align_mod(
             return call_next(message, context)
         described = symmetry(message, context) if callable(symmetry) else symmetry
         model = _received(*models.popitem(), described)
-        secure = _SECURE in message.content
+        secure = SECURE_AGGREGATION in message.content
         reply = call_next(message, context)
         if reply.has_error():
             log(WARNING, "Not aligned: the client failed: %s", reply.error.reason)
@@ -128,46 +121,28 @@ def align_mod(
 
 
 def _check_order(call_next: ClientAppCallable) -> None:
-    """Refuse mods between this one and the client that change the update before it is aligned."""
-    for mod in _inner_mods(call_next):
+    """Refuse mods between this one and the client that change the update."""
+    for mod in inner_mods(call_next):
         names = {getattr(mod, "__name__", ""), *(base.__name__ for base in type(mod).__mro__)}
         wrong = sorted(names & _CHANGING)
         if wrong:
             raise FedrotError(
-                f"{wrong[0]} stands behind align_mod in the client's mods, so it would change the "
-                "update before it is aligned: mods see a reply from the last to the first. Write "
+                f"{wrong[0]} is behind align_mod in the client's mods, so it changes the update before "
+                "alignment: mods see a reply from the last to the first. Write "
                 f"mods=[{wrong[0]}, align_mod(...)]."
             )
 
 
-def _inner_mods(call_next: ClientAppCallable) -> Iterator[Any]:
-    """Walk the chain that Flower's ``make_ffn`` builds: closures over a mod and the next link."""
-    link: Any = call_next
-    while True:
-        code, cells = getattr(link, "__code__", None), getattr(link, "__closure__", None)
-        free = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
-        if not {"_mod", "_ffn"} <= free.keys():
-            return
-        yield _unwrapped(free["_mod"].cell_contents)
-        link = free["_ffn"].cell_contents
-
-
-def _unwrapped(mod: Any) -> Any:
-    while isinstance(mod, partial) or hasattr(mod, "__wrapped__"):
-        mod = mod.func if isinstance(mod, partial) else mod.__wrapped__
-    return mod
-
-
 @dataclass(frozen=True)
 class _Model:
-    """The model that a message brought; ``names`` where its records have none."""
+    """The model in a message, and the names of its tensors if the message has none."""
 
     arrays: ArrayRecord
     symmetry: Symmetry
     names: tuple[str, ...] | None = None
 
     def named(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return arrays by the names of the model's tensors."""
+        """Return arrays under the names of the model's tensors."""
         if self.names is None:
             return arrays
         if len(arrays) != len(self.names):
@@ -179,16 +154,16 @@ class _Model:
 
 
 def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
-    # Clients may empty the record to save memory.
+    # A copy: clients may empty the record to save memory.
     kept = arrays.copy()
-    if record != _UNNAMED:
+    if record != UNNAMED_MODEL:
         shapes = {name: tuple(array.shape) for name, array in kept.items()}
         if not isinstance(described, Symmetry):
             return _Model(kept, symmetry_of(described, shapes))
         model = _Model(kept, described)
     elif isinstance(described, Symmetry):
         model = _Model(kept, described, tuple(described.shapes))
-        # Legacy arrays do not know their shapes either.
+        # Legacy arrays have no shapes either.
         shapes = {name: tuple(t.shape) for name, t in from_arrays(model.named(kept)).items()}
     else:
         raise FedrotError(
@@ -205,7 +180,7 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
 
 
 def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]:
-    """Return the name of the reply's record that holds the update, and the update."""
+    """Return the name of the reply's ArrayRecord, and its tensors."""
     models = model_records(content)
     if len(models) != 1:
         raise UpdateError(f"The reply holds {len(models)} ArrayRecords; send exactly one.")
@@ -218,13 +193,8 @@ def _align(update: Mapping[str, Tensor], model: _Model, options: AlignmentOption
     anchor = from_arrays(model.named(model.arrays))
     alignment = align(_alike(update, anchor), anchor, model.symmetry, options)
     report = alignment.report
-    log(
-        INFO,
-        "Alignment: distance to the received model %.4g -> %.4g, %.2f s",
-        report.before,
-        report.after,
-        report.seconds,
-    )
+    message = "Alignment: distance to the received model %.4g -> %.4g, %.2f s"
+    log(INFO, message, report.before, report.after, report.seconds)
     return alignment
 
 
@@ -233,20 +203,19 @@ def _alike(update: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> dict[s
 
     Clients may train in half precision, and secure aggregation broadcasts float64.
     """
-
-    def alike(tensor: Tensor, other: Tensor) -> Tensor:
-        floating = tensor.is_floating_point() and other.is_floating_point()
-        return tensor.to(other.dtype) if floating else tensor
-
-    return {name: alike(tensor, anchor.get(name, tensor)) for name, tensor in update.items()}
+    both = {name: (tensor, anchor.get(name, tensor)) for name, tensor in update.items()}
+    return {
+        name: t.to(like.dtype) if t.is_floating_point() and like.is_floating_point() else t
+        for name, (t, like) in both.items()
+    }
 
 
 def _changed(
     arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> ArrayRecord:
-    """Return the arrays, in their order and under their keys, with those that were moved.
+    """Return the arrays, in their order and under their keys, with the moved tensors.
 
-    What was tied to a moved tensor stays tied to it if both were moved alike.
+    An array that was tied to a moved tensor stays tied to it if both were moved alike.
     """
     names = dict(zip(arrays, before, strict=True))
     moved = {key: after[name] for key, name in names.items() if after[name] is not before[name]}

@@ -11,10 +11,10 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation import Aggregator, Mean, aggregation_named
+from fedrot.collect.statistic_kinds import FISHER, TRAINED
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.statistic_kinds import FISHER, TRAINED
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.privacy import check_not_behind
@@ -40,9 +40,10 @@ class FedRot(Aligned, FedAvg):
     Args:
         symmetry: the model's transformers configuration, see ``Aligned``.
         fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
-        aggregation: builds the aggregator of a round's aligned updates: a class such as
-            ``fedrot.aggregation.RegMean``, or a function without arguments; None is FedAvg's weighted
-            mean. Clients are asked for the statistics that it needs in their training configuration
+        aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
+            ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
+            None is FedAvg's weighted mean. Clients are asked for the statistics that it needs in
+            their training configuration
             (``wanted_statistics``), and send them in a record of their own (``statistics_record``).
             Replies without them are dropped.
         statistics_every: ask for statistics every so many rounds, from the first on; the rounds between
@@ -68,7 +69,7 @@ class FedRot(Aligned, FedAvg):
         train_metrics_aggr_fn: MetricsFunction | None = None,
         evaluate_metrics_aggr_fn: MetricsFunction | None = None,
         *,
-        aggregation: Callable[[], Aggregator] | None = None,
+        aggregation: str | Callable[[], Aggregator] | None = None,
         statistics_every: int = 1,
         anchor: str = DEFAULT_ANCHOR,
         options: AlignmentOptions | None = None,
@@ -102,9 +103,11 @@ class FedRot(Aligned, FedAvg):
         )
         if statistics_every < 1:
             raise FedrotError(f"statistics_every is {statistics_every}; it must be 1 or more.")
+        if isinstance(aggregation, str):
+            aggregation = aggregation_named(aggregation)
         if aggregation is not None and not callable(aggregation):
             raise FedrotError(
-                f"aggregation is a {type(aggregation).__name__}; give a class, aggregation="
+                f"aggregation is a {type(aggregation).__name__}; give a name, or a class, aggregation="
                 "fedrot.aggregation.RegMean, or a function without arguments that builds an aggregator "
                 "anew for every round."
             )

@@ -1,24 +1,65 @@
-"""Flower's internals that fedrot leans on, each with the reason and the versions it is tested on.
+"""Flower's internals that fedrot uses, each with its reason and the versions it is tested with.
 
-======================  ================================================================  ============
-what                    why                                                               tested with
-======================  ================================================================  ============
-``metrics_function``    the function that a strategy aggregates training metrics with is  flwr 1.41
-                        an attribute of FedAvg, without a public accessor
-======================  ================================================================  ============
+=========================  =======================================================  =============
+function or constant       internal, and why it is used                             tested with
+=========================  =======================================================  =============
+``metrics_function``,      ``FedAvg.train_metrics_aggr_fn``: the function that      flwr 1.41
+``without_metrics``        aggregates training metrics has no public accessor.
+``transient_attributes``   ``current_arrays``: strategies that remember the         flwr 1.41
+                           broadcast model, which a checkpoint need not repeat.
+``callers``                The call stack: nothing else tells a strategy which      flwr 1.41
+                           strategy wraps it and calls it.
+``inner_mods``             Closure cells of ``make_ffn``: nothing else tells a mod  flwr 1.41
+                           which mods run between it and the client.
+``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in such    flwr 1.41
+``SECURE_AGGREGATION``     messages have no names, or will be masked.
+``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       flwr 1.41,
+``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
+=========================  =======================================================  =============
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from flwr.app import MetricRecord, RecordDict
-from flwr.serverapp.strategy import Strategy
+from flwr.app import Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedYogi,
+    QFedAvg,
+    Strategy,
+)
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
+#: The record that the legacy workflows send the model in, without names, shapes and dtypes.
+UNNAMED_MODEL = "fitins.parameters"
+
+#: The record that marks a message of secure aggregation (``secaggplus_constants``).
+SECURE_AGGREGATION = "secaggplus_configs"
+
+#: Errors for a malformed reply; errors of transport are of other classes.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)
+
 _METRICS_FUNCTION = "train_metrics_aggr_fn"
+
+_REMEMBER_THE_BROADCAST = (
+    FedAdagrad,
+    FedAdam,
+    FedYogi,
+    QFedAvg,
+    DifferentialPrivacyServerSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+)
 
 
 def metrics_function(strategy: Strategy) -> MetricsFunction:
@@ -36,3 +77,42 @@ def without_metrics(strategy: Strategy) -> Iterator[None]:
         yield
     finally:
         vars(strategy)[_METRICS_FUNCTION] = before
+
+
+def transient_attributes(strategy: Strategy) -> frozenset[str]:
+    """Return the attributes of Flower's own strategy that are set anew in every round."""
+    return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
+
+
+def callers() -> Iterator[object]:
+    """Yield the objects whose methods are on the call stack, from the innermost one outwards."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def inner_mods(call_next: Any) -> Iterator[Any]:
+    """Yield the mods between a mod and the client, without ``partial`` and ``functools.wraps``.
+
+    The iterator ends early at a callable that ``make_ffn`` has not built.
+
+    Args:
+        call_next: the callable that the mod was given.
+    """
+    link = call_next
+    while True:
+        code, cells = getattr(link, "__code__", None), getattr(link, "__closure__", None)
+        free = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
+        if not {"_mod", "_ffn"} <= free.keys():
+            return
+        mod, link = free["_mod"].cell_contents, free["_ffn"].cell_contents
+        while isinstance(mod, partial) or hasattr(mod, "__wrapped__"):
+            mod = mod.func if isinstance(mod, partial) else mod.__wrapped__
+        yield mod
+
+
+def unavailable(asked: Message, reason: str) -> Message:
+    """Return the error reply that Flower gives where the reply to a message cannot be fetched."""
+    return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, reason), reply_to=asked)

@@ -1,4 +1,4 @@
-"""A grid that hands replies out one at a time, as they are asked for."""
+"""``LazyGrid``: a Flower grid whose replies are an iterator."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flwr.app import Error, Message, Metadata
-from flwr.common.constant import ErrorCode
+from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-#: Seconds between two looks for replies: soon at first, then as rarely as Flower itself looks.
+from fedrot.strategies.flower_compat import UNREADABLE, unavailable
+
+#: Seconds between two looks for replies: the pause doubles up to the pause of Flower's own grids.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
-
-#: What Flower raises where a client's objects are not what they say; errors of transport are others.
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)
 
 
 class LazyGrid(Grid):
-    """Another grid whose ``send_and_receive`` sends at once and fetches each reply when asked for it.
+    """Wraps a grid: ``send_and_receive`` sends at once, and fetches each reply when it is asked for.
 
-    Flower's own grids fetch all replies before the first one is looked at. Replies come in the order of
-    arrival; those that are not there when time is up are left out, as Flower does. Of the other grid,
-    ``push_messages`` and ``pull_messages`` are used, its own ``send_and_receive`` is not.
+    Flower's own grids fetch all replies before they return. Here replies come in the order of arrival,
+    and one is in memory at a time. Replies that have not arrived at the timeout are left out, as in
+    Flower. The wrapped grid's own ``send_and_receive`` is not used.
+
+    Args:
+        grid: the grid that sends and fetches, by ``push_messages`` and ``pull_messages``.
 
     Attributes:
         sent: metadata of the messages that were sent last.
@@ -36,7 +36,7 @@ class LazyGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send the messages, and return their replies as an iterator that waits for them."""
+        """Send the messages, and return an iterator that waits for their replies."""
         asked = list(messages)
         self.sent = [message.metadata for message in asked]
         ids = list(self.push_messages(asked))
@@ -45,17 +45,20 @@ class LazyGrid(Grid):
         return self._replies(waiting, end) if waiting else []
 
     def _replies(self, waiting: dict[str, Message], end: float | None) -> Iterator[Message]:
-        pause = FIRST_PAUSE
+        pause, arrived = FIRST_PAUSE, set[str]()
+
+        def noted(message: Message) -> Message:
+            # The reply may be to another request than to the one that was asked for.
+            arrived.add(message.metadata.reply_to_message_id)
+            return message
+
         while waiting:
-            # What has arrived by the end is taken, however long those before it took to be used.
+            # After the timeout there is one last look for replies that arrived before it.
             last = end is not None and time.monotonic() >= end
-            arrived = set()
+            arrived.clear()
             for message_id, asked in waiting.items():
-                for message in self._pulled(message_id, asked):
-                    # An answer to another question leaves this one open.
-                    arrived.add(message.metadata.reply_to_message_id)
-                    yield message
-                    del message
+                # A loop variable would keep the reply until the next one has come.
+                yield from map(noted, self._pulled(message_id, asked))
             waiting = {one: asked for one, asked in waiting.items() if one not in arrived}
             if last or not waiting:
                 return
@@ -63,12 +66,11 @@ class LazyGrid(Grid):
             self.pause(pause if end is None else min(pause, max(end - time.monotonic(), 0.0)))
 
     def _pulled(self, message_id: str, asked: Message) -> Iterable[Message]:
-        """Return a reply if it is there; an error in its place if it is none that Flower can read."""
+        """Return the reply if it has arrived, or an error reply if Flower cannot read it."""
         try:
             return self.pull_messages([message_id])
-        except _UNREADABLE as error:
-            reason = f"The reply cannot be read, {type(error).__name__}: {error}"
-            return [Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, reason), reply_to=asked)]
+        except UNREADABLE as error:
+            return [unavailable(asked, f"The reply cannot be read, {type(error).__name__}: {error}")]
 
     def pause(self, seconds: float) -> None:
         """Wait between two looks for replies."""

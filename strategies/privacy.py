@@ -1,8 +1,6 @@
-"""What Flower's differential-privacy wrappers ask of alignment: it comes first, client by client."""
+"""Checks of alignment together with Flower's differential-privacy wrappers."""
 
 from __future__ import annotations
-
-import inspect
 
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -13,6 +11,7 @@ from flwr.serverapp.strategy import (
 )
 
 from fedrot.errors import FedrotError
+from fedrot.strategies.flower_compat import callers
 
 _CLIENT_SIDE = (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -26,16 +25,16 @@ _WRAPPERS = (
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
-    """Refuse an alignment in front of a privacy wrapper that would undo what it promises.
+    """Refuse alignment in front of a privacy wrapper if it would break the wrapper's guarantee.
 
     Args:
-        strategy: the aligned strategy, perhaps a wrapper itself.
-        anchor: whom it aligns to.
-        other_basis: whether replies from other bases are matched, so that one can become the anchor.
+        strategy: the aligned strategy, which may be a wrapper itself.
+        anchor: name of the anchor.
+        other_basis: True if replies from another basis are matched, so that one can become the anchor.
 
     Raises:
-        FedrotError: clients clip before the server aligns; or what one client sends would move the
-            others' updates, so that clipping its own does not bound what it changes.
+        FedrotError: clients clip before the server aligns; or one client's reply moves the updates of
+            others, so that clipping it does not bound its influence.
     """
     if isinstance(strategy, _CLIENT_SIDE):
         raise FedrotError(
@@ -44,21 +43,19 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
         )
     if isinstance(strategy, _WRAPPERS) and (anchor != "global" or other_basis):
         raise FedrotError(
-            "With differential privacy every update must be aligned to the broadcast model alone: one "
-            "client would move the others' updates otherwise, and clipping its own bounds nothing. "
-            "Give anchor='global', and neither model nor other_basis."
+            "With differential privacy every update must be aligned to the broadcast model alone: "
+            "otherwise one client's reply moves the updates of others, and clipping it does not bound "
+            "its influence. Give anchor='global', and no other_basis."
         )
 
 
 def check_not_behind(strategy: Strategy) -> None:
-    """Refuse to run inside of a privacy wrapper, which clips before this strategy could align.
+    """Refuse to run inside a privacy wrapper, which clips updates before this strategy aligns them.
 
     Raises:
         FedrotError: a wrapper around this strategy is among the callers.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
+    for caller in callers():
         if isinstance(caller, _WRAPPERS) and caller.strategy is strategy:
             name = type(caller).__name__
             raise FedrotError(
@@ -66,4 +63,3 @@ def check_not_behind(strategy: Strategy) -> None:
                 f"front of it: class Private(Aligned, {name}), Private(config, FedAvg(), "
                 "anchor='global', ...)."
             )
-        frame = frame.f_back

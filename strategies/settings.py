@@ -149,6 +149,11 @@ class Reporting:
     metrics: str | Path | None = None
     tensorboard: str | Path | None = None
 
+    @property
+    def rows_path(self) -> Path | None:
+        """``rows`` as a path."""
+        return Path(self.rows) if self.rows is not None else None
+
     def __post_init__(self) -> None:
         given = {"rows": self.rows, "metrics": self.metrics}
         paths = {name: Path(path) for name, path in given.items() if path is not None}

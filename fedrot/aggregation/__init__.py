@@ -14,7 +14,7 @@ from fedrot.aggregation.registry import (
     register_aggregation,
 )
 from fedrot.aggregation.regmean import RegMean
-from fedrot.statistic_kinds import Statistics, check_statistics
+from fedrot.collect.statistic_kinds import Statistics, check_statistics
 
 __all__ = [
     "Aggregator",

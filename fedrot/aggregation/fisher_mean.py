@@ -9,8 +9,15 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
+from fedrot.collect.statistic_kinds import (
+    FISHER,
+    TRAINED,
+    Statistics,
+    along_rows,
+    check_alike,
+    untrained,
+)
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.statistic_kinds import FISHER, TRAINED, Statistics, along_rows, check_alike, untrained
 from fedrot.tensors import Tensors
 
 

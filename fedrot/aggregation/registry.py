@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from fedrot.collect.statistic_kinds import Statistics, kind_named
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import Statistics, kind_named
 from fedrot.tensors import Tensors
 
 

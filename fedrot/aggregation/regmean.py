@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
+from fedrot.collect.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
 from fedrot.tensors import Tensors
 
 
-@register_aggregation("regmean", "linear layers by least squares on the clients' inputs, else the mean")
+@register_aggregation("regmean", "least squares on the clients' inputs for linear layers, else the mean")
 class RegMean:
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 

@@ -1,5 +1,5 @@
 """What a client computes beside its weights: activations, Gram matrices, Fisher information."""
 
-from fedrot.collect import kinds
+from fedrot.collect import known_kinds
 
-__all__ = ["kinds"]
+__all__ = ["known_kinds"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
+from fedrot.collect.statistic_kinds import FISHER
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import FISHER
 from fedrot.tensors import Tensors, compute_dtype
 
 #: With more labels than this, the expectation over a model's own labels is sampled.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
+from fedrot.collect.statistic_kinds import GRAMS, INPUT_AXIS, Statistics
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import GRAMS, INPUT_AXIS, Statistics
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import Tensors, diagonal_blocks

@@ -74,24 +74,18 @@ class Barrier:
 
     def at(self, position: float) -> Mapping[str, float]:
         """Return the metrics at a position; raises ``FedrotError`` if it was not measured."""
-        return self.rows[self._index(position)]
-
-    def height_at(self, position: float) -> float:
-        """Return the loss at a position minus the mean of the losses at the ends; errors as ``at``."""
-        return float(self._heights()[self._index(position)])
+        for measured, row in zip(self.positions, self.rows, strict=True):
+            if abs(measured - position) < 1e-9:
+                return row
+        raise FedrotError(
+            f"Nothing was measured at position {position}, only at {len(self.positions)} evenly spaced "
+            "ones; an odd number of points includes the middle."
+        )
 
     def _heights(self) -> Tensor:
+        """Return the losses minus the mean of the losses at the ends."""
         losses = torch.tensor([row[self.metric] for row in self.rows], dtype=torch.float64)
         return losses - (losses[0] + losses[-1]) / 2
-
-    def _index(self, position: float) -> int:
-        near = [i for i, p in enumerate(self.positions) if abs(p - position) < 1e-9]
-        if not near:
-            raise FedrotError(
-                f"Nothing was measured at position {position}, only at {len(self.positions)} evenly "
-                "spaced ones; an odd number of points includes the middle."
-            )
-        return near[0]
 
 
 def loss_barrier(

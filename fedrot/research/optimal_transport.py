@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
+from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.pairs import by_sign, pairs
 from fedrot.precision import full_float32
-from fedrot.statistic_kinds import TRAINED, Statistics
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Symmetry
 from fedrot.symmetry.mixture import ExpertPermutation

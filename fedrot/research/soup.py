@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
+from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import Statistics
 from fedrot.tensors import Tensors
 
 

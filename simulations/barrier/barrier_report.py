@@ -14,7 +14,7 @@ from fedrot.simulations.barrier.barrier_lines import BarrierLine, ordered
 from fedrot.simulations.barrier.barrier_methods import VANILLA
 from fedrot.simulations.report.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
-from fedrot.simulations.report.tables import number_style
+from fedrot.simulations.report.tables import format_interval, pipe_table, terminal_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,26 +128,18 @@ _MARKDOWN_ONLY = ("above the worse end", "distance left")
 
 
 def _shown(value: Paired, interval: bool = True) -> str:
-    """``0.412 [0.301, 0.523]``, without the interval if there is none, ``-`` for NaN."""
-    if not math.isfinite(value.mean):
-        return "-"
-    bounds = (value.ci_low, value.ci_high) if interval and math.isfinite(value.ci_low) else ()
-    style = number_style(value.mean, *bounds)
-    shown = f" [{', '.join(f'{bound:{style}}' for bound in bounds)}]" if bounds else ""
-    return f"{value.mean:{style}}{shown}"
+    return format_interval(value, interval=interval) if math.isfinite(value.mean) else "-"
 
 
 def markdown(summaries: Sequence[BarrierSummary]) -> str:
     """Return the summaries as a Markdown table."""
     columns = {**_NAMES, **_VALUES}
     rows = [[read(summary) for read in columns.values()] for summary in summaries]
-    rule = ["---" if title in ("cell", "headline", "method") else "---:" for title in columns]
-    return "".join(f"| {' | '.join(row)} |\n" for row in ([*columns], rule, *rows))
+    return pipe_table([*columns], rows, ("cell", "headline", "method"))
 
 
 def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
     """Return a table for the terminal per cell."""
-    from rich.table import Table
     from rich.text import Text
 
     found = []
@@ -155,18 +147,14 @@ def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
     for cell in dict.fromkeys(summary.cell for summary in summaries):
         own = [summary for summary in summaries if summary.cell == cell]
         pairs, headline = max(summary.pairs for summary in own), _NAMES["headline"](own[0])
-        table = Table(
-            title=f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
+        table = terminal_table(
+            f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
+            [title.replace("headline", headline) for title in columns],
+            texts=("method", "at the ends"),
             caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
         )
-        for title in columns:
-            table.add_column(
-                title.replace("headline", headline),
-                justify="left" if title == "method" else "right",
-                no_wrap=title in ("method", "at the ends"),
-            )
         for summary in own:
-            # Plain text: brackets in names and intervals are no markup.
+            # Text: brackets in names and intervals are not markup.
             table.add_row(*(Text(read(summary)) for read in columns.values()))
         found.append(table)
     return found

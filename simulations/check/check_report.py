@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fedrot.simulations.report.terminal_table import new_table
+from fedrot.simulations.report.tables import terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,15 +80,16 @@ class CheckReport:
     seconds: float
 
 
-NUMBERS = ("units", "tensors", "groups", "change")
+_TEXTS = ("layer", "part", "group", "kind", "", "family", "model_type")
 
 
 def tables(report: CheckReport) -> Iterator[Table]:
     """Yield a table of the groups by layer, equal layers in one line, and one of the output changes."""
-    groups = new_table(
+    groups = terminal_table(
         f"{report.architecture} ({report.model_type}), family {report.family}",
         ("layer", "part", "group", "kind", "units", "tensors"),
-        NUMBERS,
+        _TEXTS,
+        fold=True,
     )
     for layers, lines in _alike(report.groups):
         for line in lines:
@@ -97,7 +98,7 @@ def tables(report: CheckReport) -> Iterator[Table]:
         groups.add_section()
     yield groups
     columns = ("part", "kind", "groups", "change", "")
-    kinds = new_table("Largest change of an output", columns, NUMBERS)
+    kinds = terminal_table("Largest change of an output", columns, _TEXTS, fold=True)
     for kind in report.kinds:
         kinds.add_row(kind.part, kind.kind, str(kind.groups), *_judged(kind.change, kind.holds))
     kinds.add_section()
@@ -115,7 +116,7 @@ def verdict(report: CheckReport) -> str:
 
 def families_table(families: Mapping[str, Iterable[str]]) -> Table:
     """Return a line per supported family with its model types."""
-    found = new_table("Supported families", ("family", "model_type"))
+    found = terminal_table("Supported families", ("family", "model_type"), _TEXTS, fold=True)
     for family, model_types in families.items():
         found.add_row(family, ", ".join(model_types))
     return found

@@ -75,7 +75,7 @@ def _options(
     "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
     "fedrot simulate --out runs/mine --data mine.csv --dry-run",
     fields=SimulationConfig,
-    renamed={"starts": "start"},
+    renamed={"starts": "--start"},
     leave_out=("setting",),
 )
 def simulate(
@@ -135,7 +135,7 @@ def flower_app(
 )
 def report(
     run_or_file: Annotated[
-        Path, typer.Argument(help="A run folder, or the report_path that a strategy wrote.")
+        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")

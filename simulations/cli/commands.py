@@ -10,7 +10,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from fedrot.simulations.cli.terminal import Command, complain_in_json, examples, guarded
 
@@ -34,7 +33,7 @@ def command(
         name: of the command; the function's own if None.
         fields: settings model. Each of its fields is an option in place of the function's parameter
             ``settings``, which receives a dictionary from the names of the fields to their values.
-        renamed: names of options that are not called as their field.
+        renamed: options that are not called as their field, by field.
         leave_out: fields that are no options.
     """
 
@@ -44,14 +43,13 @@ def command(
             p.replace(annotation=hints[p.name], kind=Parameter.KEYWORD_ONLY)
             for p in signature(function).parameters.values()
         ]
-        options = dict(_options(fields, renamed or {}, leave_out)) if fields else {}
-        parameters = [q for p in own for q in (options.values() if p.name == "settings" else [p])]
+        options = list(_options(fields, renamed or {}, leave_out)) if fields else []
+        parameters = [q for p in own for q in (options if p.name == "settings" else [p])]
 
         @wraps(function)
         def run(**values: Any) -> None:
-            settings = {field: values.pop(option.name) for field, option in options.items()}
             if options:
-                values["settings"] = settings
+                values["settings"] = {option.name: values.pop(option.name) for option in options}
             complain = complain_in_json if values.get("as_json") else None
             guarded(partial(function, **values), complain)
 
@@ -66,26 +64,25 @@ def command(
 
 def _options(
     model: type[BaseModel], renamed: Mapping[str, str], leave_out: Collection[str]
-) -> Iterator[tuple[str, Parameter]]:
-    for name, field in model.model_fields.items():
-        if name not in leave_out:
-            yield name, _option(renamed.get(name, name), field)
+) -> Iterator[Parameter]:
+    """Yield the fields of a model as parameters of Typer.
 
-
-def _option(name: str, field: FieldInfo) -> Parameter:
-    """Return a field as a parameter of Typer; None stands for an empty default.
-
-    Texts in a tuple are separated by commas. Numbers in a tuple are given by how many there are.
+    Texts in a tuple are separated by commas; numbers in a tuple are given by how many there are. An
+    empty default becomes None.
     """
-    leaves = set(_leaves(field.annotation))
-    kind: Any = next((kind for kind in (int, float, Path) if kind in leaves), str)
-    default = field.default
-    if isinstance(default, tuple):
-        default = len(default) if kind is int else ",".join(default)
-    if default in ("", None):
-        kind, default = kind | None, None
-    hint = Annotated[kind, typer.Option(help=field.description)]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    for name, field in model.model_fields.items():
+        if name in leave_out:
+            continue
+        leaves = set(_leaves(field.annotation))
+        kind: Any = next((kind for kind in (int, float, Path) if kind in leaves), str)
+        default = field.default
+        if isinstance(default, tuple):
+            default = len(default) if kind is int else ",".join(default)
+        if default in ("", None):
+            kind, default = kind | None, None
+        spelt = renamed.get(name, "--" + name.replace("_", "-"))
+        hint = Annotated[kind, typer.Option(spelt, help=field.description)]
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:

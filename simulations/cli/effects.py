@@ -1,4 +1,4 @@
-"""A table of options that have an effect beside some others only, by command, and its check."""
+"""Options that have an effect only beside some values of others, by command, and their check."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_methods import METHODS
+from fedrot.simulations.cli.terminal import names
 from fedrot.simulations.merge import merging
 
 Values = Mapping[str, Any]
@@ -16,13 +17,13 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Effect:
-    """Where parameters of a command have an effect.
+    """The condition under which parameters of a command have an effect.
 
     Attributes:
         parameters: by their names in Python.
         where: ends the sentence "... has an effect only".
-        holds: from the values of all parameters, defaults included, to whether this is such a place.
-            A value that the command itself refuses counts as one.
+        holds: the condition, on the values of all parameters, defaults included. It holds for values
+            that the command itself refuses.
     """
 
     parameters: tuple[str, ...]
@@ -31,8 +32,7 @@ class Effect:
 
 
 def _looks_at_data(values: Values) -> bool:
-    names = [name.strip() for name in (values["methods"] or "").split(",") if name.strip()]
-    methods = [METHODS.get(name) for name in names or METHODS]
+    methods = [METHODS.get(name) for name in names(values["methods"]) or METHODS]
     return any(method is None or method.looks_at_data for method in methods)
 
 
@@ -43,15 +43,6 @@ def _collects(values: Values) -> bool:
 
 def _merges_with_data(values: Values) -> bool:
     return _collects(values) or "residual" in merging.options_of(values["parts"]).parts
-
-
-# A path that does not exist is for the command to complain of.
-def _no_file(values: Values) -> bool:
-    return not Path(values["run_or_file"]).is_file()
-
-
-def _no_folder(values: Values) -> bool:
-    return not Path(values["run_or_file"]).is_dir()
 
 
 _TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")
@@ -65,13 +56,18 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         ),
         _TEXTS,
     ),
+    # The command itself complains of a path that does not exist.
     "report": (
         Effect(
             ("markdown",),
             "for a run folder: a strategy's file has no results",
-            _no_file,
+            lambda v: not Path(v["run_or_file"]).is_file(),
         ),
-        Effect(("out", "metrics"), "for a strategy's file: a run folder has its own", _no_folder),
+        Effect(
+            ("out", "metrics"),
+            "for a strategy's file: a run folder has its own",
+            lambda v: not Path(v["run_or_file"]).is_dir(),
+        ),
     ),
     "barrier": (
         Effect(("rows",), "with a method that looks at data, such as whole+data", _looks_at_data),
@@ -85,11 +81,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             "with --data",
             lambda v: v["data"] is not None or _collects(v),
         ),
-        Effect(
-            ("layers",),
-            "where something is aligned, not with --parts none",
-            lambda v: v["parts"] != "none",
-        ),
+        Effect(("layers",), "on aligned parts, not with --parts none", lambda v: v["parts"] != "none"),
         Effect(
             ("config",),
             "on bare .safetensors files: a folder has its own configuration",
@@ -101,11 +93,11 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
 
 
 def refuse_idle(command: str, values: Values, given: Mapping[str, str]) -> None:
-    """Refuse what the user gave a command and would change nothing.
+    """Refuse given parameters of a command that have no effect.
 
     Args:
         values: of all parameters of the command, defaults included.
-        given: as the user writes them, the parameters that were given.
+        given: the parameters that the user gave, as they are written on the command line.
 
     Raises:
         FedrotError: a parameter has no effect beside the others.

@@ -1,4 +1,4 @@
-"""The terminal of every command: help in plain text, errors as one line and an exit code."""
+"""Output of the commands: help in plain text, and errors as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-#: Brackets in names, paths and extras are text: nothing that is printed is markup.
+#: Prints without markup: brackets in names, paths and extras are text.
 console = Console(markup=False)
 
 #: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
@@ -24,13 +24,13 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 class Command(TyperCommand):
-    """A command whose help is plain text: Typer reads help as markup, which would swallow brackets."""
+    """A command with help in plain text; Typer reads help as markup and would drop brackets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.help = escape(self.help or "")
         for parameter in self.params:
-            # Some versions of click forget the help of Typer's arguments, so that it is read again.
+            # Some versions of click drop the help of Typer's arguments; it is read again.
             parameter.help = escape(parameter.help or self._declared(parameter.name))
 
     def _declared(self, name: str | None) -> str:
@@ -45,13 +45,15 @@ def examples(*commands: str) -> str:
 
 
 def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = None) -> None:
-    """Run a command; expected errors become one line and an exit code.
+    """Run a command; an expected error becomes one line on the terminal and an exit code.
 
-    An option that has no effect beside the others is such an error.
+    An option without an effect beside the others is an error, too; see ``effects``.
     """
     complain = complain or complain_in_red
+    context = click.get_current_context()
+    given = _given(context)
     try:
-        _refuse_idle(click.get_current_context())
+        _refuse_idle(context, given)
         run()
     except typer.Exit:
         raise
@@ -59,8 +61,9 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
         raise typer.Exit(INTERRUPTED) from None
     except ValidationError as error:
         for problem in error.errors():
-            where = ".".join(str(piece) for piece in problem["loc"]) or "configuration"
-            complain(f"Error in {where}: {problem['msg']}")
+            field = str(next(iter(problem["loc"]), "configuration"))
+            where = ".".join(map(str, problem["loc"])) or field
+            complain(f"Error in {given.get(field, where)}: {problem['msg']}")
         raise typer.Exit(BAD_INPUT) from None
     except (OSError, ValueError) as error:
         complain(f"Error: {error}")
@@ -70,19 +73,23 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
         raise typer.Exit(FAILED) from None
 
 
-def _refuse_idle(context: click.Context) -> None:
-    from fedrot.simulations.cli.effects import refuse_idle
-
-    given = {
+def _given(context: click.Context) -> dict[str, str]:
+    """Return the parameters on the command line, by name, as the user writes them."""
+    return {
         str(p.name): p.opts[-1] if isinstance(p, click.Option) else str(p.name).upper()
         for p in context.command.params
         if context.get_parameter_source(str(p.name)) is ParameterSource.COMMANDLINE
     }
+
+
+def _refuse_idle(context: click.Context, given: dict[str, str]) -> None:
+    from fedrot.simulations.cli.effects import refuse_idle
+
     refuse_idle(str(context.command.name), context.params, given)
 
 
 def say(message: str) -> None:
-    """Print a sentence without colours of its numbers and paths."""
+    """Print a sentence without highlighting numbers and paths."""
     console.print(message, highlight=False)
 
 
@@ -102,5 +109,5 @@ def command_line() -> str:
 
 
 def names(text: str | None) -> list[str]:
-    """Return what commas separate."""
+    """Split a text at commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]

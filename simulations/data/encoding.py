@@ -1,4 +1,4 @@
-"""What models read: token ids of texts and tagged words, and pixels of images."""
+"""Inputs of models: token ids of texts and tagged words, and pixels of images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.images import ImageSplit, Pixels, resized
+from fedrot.simulations.data.images import Pixels, resized
 from fedrot.simulations.data.tagged import TagSplit
 from fedrot.simulations.data.texts import TextSplit
 from fedrot.simulations.tasks.masking import IGNORED
@@ -34,14 +34,14 @@ class Encoded(ABC):
 
     @abstractmethod
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return how long the rows are: those of a batch should be alike."""
+        """Return the lengths of the rows; a batch wants rows of similar lengths."""
 
     @abstractmethod
     def batch(self, rows: np.ndarray) -> Batch:
         """Return the given rows as model inputs without labels."""
 
     def targets(self, rows: np.ndarray) -> torch.Tensor:
-        """Return what a model is to answer for the given rows, as its ``labels``."""
+        """Return the given rows' targets, the input ``labels`` of a model."""
         return torch.from_numpy(self.labels[rows])
 
 
@@ -71,9 +71,9 @@ class EncodedTags(EncodedText):
     """Token ids with the tag of every word at its first piece, ``IGNORED`` at all other tokens.
 
     Attributes:
-        tags: per row, of every token.
-        places: per row, which words the tokens with a tag begin, in the order of these tokens; words
-            beyond the cut, and words without a piece, are missing.
+        tags: per row, the tag of each token.
+        places: per row, the number of the word of each tagged token. Words that were cut off, and
+            words without a piece, are missing.
         words: per row, the tags of all words.
     """
 
@@ -87,7 +87,7 @@ class EncodedTags(EncodedText):
 
 @dataclass(frozen=True)
 class EncodedImages(Encoded):
-    """Images, read as ``pixel_values`` float32 ``[rows, channels, side, side]``, standardised.
+    """Images as standardised ``pixel_values``, float32 ``[rows, channels, side, side]``.
 
     Attributes:
         pixels: uint8 ``[height, width, channels]`` of each image.
@@ -101,7 +101,7 @@ class EncodedImages(Encoded):
     deviation: tuple[float, ...]
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Images are all alike."""
+        """Return 0 for all rows: images have one size."""
         return np.zeros(len(rows), dtype=np.int64)
 
     def batch(self, rows: np.ndarray) -> Batch:
@@ -112,7 +112,7 @@ class EncodedImages(Encoded):
 
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
-    """Return rows of numbers as int64 ``[rows, longest]``, filled up at the end."""
+    """Return rows of numbers as int64 ``[rows, longest]``, padded with ``value`` at the end."""
     filled = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
     for line, row in zip(filled, rows, strict=True):
         line[: len(row)] = row
@@ -138,10 +138,10 @@ def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id
 
 
 def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
-    """Tokenise tagged words, cut to ``max_length`` tokens; the first piece of a word bears its tag."""
+    """Tokenise tagged words, cut to ``max_length`` tokens; the first piece of a word has its tag."""
     tokenizer = _cut(tokenizer, max_length)
     before: Any = tokenizer.pre_tokenizer
-    if hasattr(before, "add_prefix_space"):  # byte-level vocabularies write words with a space before
+    if hasattr(before, "add_prefix_space"):  # words of byte-level vocabularies start with a space
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
     encodings = tokenizer.encode_batch(list(map(list, split.words)), is_pretokenized=True)
@@ -156,7 +156,7 @@ def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: 
 
 
 def first_pieces(word_ids: Sequence[int | None]) -> dict[int, int]:
-    """Return which word (a number) begins at which token; special tokens belong to none."""
+    """Return the numbers of words by the tokens at which they begin; special tokens have no word."""
     begins: dict[int, int] = {}
     last = None
     for token, word in enumerate(word_ids):
@@ -164,13 +164,6 @@ def first_pieces(word_ids: Sequence[int | None]) -> dict[int, int]:
             begins[token] = word
         last = word
     return begins
-
-
-def encode_images(
-    split: ImageSplit, side: int, mean: tuple[float, ...], deviation: tuple[float, ...]
-) -> EncodedImages:
-    """Keep the pixels as they are; batches are made of them."""
-    return EncodedImages(split.labels, split.pixels, side, mean, deviation)
 
 
 def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:

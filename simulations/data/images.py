@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.sources import DIGITS, Catalogue, DataError, Source, divided, find
-from fedrot.simulations.data.texts import (
-    METRICS_OF_KIND,
-    DataSet,
-    Split,
-    find_labels,
-    labels_of,
-    limited,
-    other_columns,
-    shared_columns,
-)
+from fedrot.simulations.data.data_set import DataSet, Split
+from fedrot.simulations.data.labels import METRICS_OF_KIND, label_columns, labels_of
+from fedrot.simulations.data.sources import DIGITS, Catalogue, Source, divided, find, other_columns
+from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +26,7 @@ SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
 HELD_OUT_FOLDERS = ("test", "validation", "val", "valid")
-#: Sides of the images that a small model reads, in pixels; larger ones are shrunk.
+#: The largest side of the images of a small model, in pixels; larger ones are shrunk.
 LARGEST_SIDE = 64
 _GREY = frozenset({"1", "L", "LA", "I", "F"})
 
@@ -43,8 +36,8 @@ class ImageSplit(Split):
     """Rows of images.
 
     Attributes:
-        pixels: uint8 ``[height, width, channels]`` of each image, none larger than the data set's
-            side; smaller ones are enlarged when they are read.
+        pixels: uint8 ``[height, width, channels]`` of each image. No side is above the data set's
+            ``side``; smaller images are enlarged when a batch is made.
     """
 
     pixels: Sequence[Pixels]
@@ -52,7 +45,7 @@ class ImageSplit(Split):
 
 @dataclass(frozen=True)
 class ImageData(DataSet[ImageSplit]):
-    """A data set of images, which models read as squares of ``side`` pixels."""
+    """A data set of images; the inputs of models are squares of ``side`` pixels."""
 
     side: int
     channels: int
@@ -62,7 +55,7 @@ def load_image_data(
     name: str = DIGITS,
     data_dir: Path | None = None,
     *,
-    image_column: str | None = None,
+    text_column: str | None = None,
     label_column: str | None = None,
     train_limit: int | None = None,
     test_limit: int | None = None,
@@ -73,40 +66,41 @@ def load_image_data(
 
     A folder holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` beside ``test``; it is looked up in
     ``data_dir``, below ``data_dir/images``, and as a path. A Parquet file has a column of encoded
-    images (bytes, or the hub's bytes and path) beside ``label`` and perhaps ``label_name``. Where there
-    is no split, one image in five of each class is held out, always the same ones.
+    images (bytes, or the hub's bytes and path) beside ``label`` and perhaps ``label_name``. Without
+    splits one image in five of each class is held out, always the same ones.
 
     Args:
-        image_column: column of the images; ``image`` or ``img`` if not given.
-        label_column: as for texts.
-        train_limit: keep this many training images, the first of a fixed shuffle.
-        test_limit: the same for the held-out images.
-        side: of the squares that the model reads; that of the largest image, at most
+        text_column: column of the images; ``image`` or ``img`` if not given.
+        label_column: see ``load_text_data``.
+        train_limit: see ``load_text_data``.
+        test_limit: see ``load_text_data``.
+        side: of the model's square inputs, in pixels; that of the largest image, at most
             ``LARGEST_SIDE``, if not given.
-        channels: 1 or 3; 1 where every image is grey if not given.
+        channels: 1 or 3; if not given, 1 if every image is grey, else 3.
 
     Raises:
-        DataError: unknown data set, empty folder, missing column, a file that is no image, or what
-            texts may lack, too.
+        DataError: as for texts; or a folder is empty, or a file is no image.
     """
-    source = limited(_find(name, data_dir), name, train_limit, test_limit)
-    column = _image_column(source, image_column)
-    label_columns = find_labels(source, label_column)
-    labels = labels_of(source, label_columns)
+    source = _find(name, data_dir).limited(name, train_limit, test_limit)
+    column = _image_column(source, text_column)
+    chosen = label_columns(source, label_column)
+    labels = labels_of(source, chosen)
     bound = side or LARGEST_SIDE
     train = _pixels(source.train, column, bound, f"{name} (train)")
     test = _pixels(source.test, column, bound, f"{name} (held-out)")
     channels = channels or (1 if all(image.ndim == 2 for image in (*train, *test)) else 3)
-    used = {column, *label_columns, "split"}
+
+    def split(table: pa.Table, classes: npt.NDArray[Any], images: list[Pixels]) -> ImageSplit:
+        others = other_columns(table, column, *chosen)
+        return ImageSplit(classes, others, _with_channels(images, channels))
+
     return ImageData(
         name=name,
         kind=labels.kind,
         label_names=labels.names,
         metrics=METRICS_OF_KIND[labels.kind],
-        train=ImageSplit(
-            labels.train, other_columns(source.train, used), _with_channels(train, channels)
-        ),
-        test=ImageSplit(labels.test, other_columns(source.test, used), _with_channels(test, channels)),
+        train=split(source.train, labels.train, train),
+        test=split(source.test, labels.test, test),
         side=side or side_of([*train, *test]),
         channels=channels,
         note=source.note,
@@ -114,9 +108,9 @@ def load_image_data(
 
 
 def side_of(images: Sequence[Pixels]) -> int:
-    """Return the side of the squares for images: the largest side, above 8 a multiple of 4.
+    """Return the largest side of the images, rounded up to a multiple of 4 if above 8.
 
-    A side that is a prime number could not be cut into patches.
+    A square whose side is a prime number cannot be cut into patches.
     """
     largest = max(max(image.shape[:2]) for image in images)
     return largest if largest <= 8 else -(-largest // 4) * 4
@@ -135,7 +129,7 @@ def resized(pixels: Pixels, height: int, width: int) -> Pixels:
 
 
 def digits() -> Source:
-    """scikit-learn's 1,797 images of handwritten digits, 8 x 8, grey."""
+    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels."""
     import pyarrow as pa
     from PIL import Image
     from sklearn.datasets import load_digits
@@ -154,9 +148,8 @@ IMAGES = Catalogue((".", "images"), {DIGITS: digits})
 
 
 def _find(name: str, data_dir: Path | None) -> Source:
-    roots = [data_dir / folder for folder in IMAGES.folders] if data_dir else []
-    places = [root / name for root in roots] + ([] if name in IMAGES.bundled else [Path(name)])
-    for folder in places:
+    places = [root / name for root in IMAGES.roots(data_dir)]
+    for folder in places if name in IMAGES.bundled else [*places, Path(name)]:
         if folder.is_dir() and not (folder / "train.parquet").exists():
             return _from_folder(folder)
     return find(name, data_dir, IMAGES)
@@ -174,7 +167,7 @@ def _from_folder(folder: Path) -> Source:
 
 
 def _classes(folder: Path) -> pa.Table:
-    """Paths and class names of the images in a folder's sub-folders."""
+    """Return the paths and class names of the images in a folder of classes, as a table."""
     import pyarrow as pa
 
     names = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -186,28 +179,18 @@ def _classes(folder: Path) -> pa.Table:
             f"each class, as in {folder.name}/CLASS/IMAGE.png"
         )
     rows = [(str(file), path.name) for path, found in files.items() for file in found]
-    return pa.table(
-        {
-            "image": [{"bytes": None, "path": file} for file, _ in rows],
-            "label": [label for _, label in rows],
-        },
-        schema=pa.schema(
-            {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.string()}
-        ),
-    )
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    columns = {
+        "image": [{"bytes": None, "path": file} for file, _ in rows],
+        "label": [label for _, label in rows],
+    }
+    return pa.table(columns, schema=pa.schema({"image": image, "label": pa.string()}))
 
 
 def _image_column(source: Source, wanted: str | None) -> str:
     import pyarrow.types as types
 
-    present = shared_columns(source)
-    known = [wanted] if wanted else IMAGE_COLUMNS
-    column = next((c for c in known if c in present), None)
-    if column is None:
-        raise DataError(
-            f"{source.task}: no image column {' or '.join(map(repr, known))}; columns are "
-            f"{', '.join(present)}; name the column of the images as text_column"
-        )
+    column = source.column("image", wanted, IMAGE_COLUMNS, "--text-column")
     for table in (source.train, source.test):
         kind = table.schema.field(column).type
         parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
@@ -220,13 +203,9 @@ def _image_column(source: Source, wanted: str | None) -> str:
 
 
 def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels]:
-    rows = enumerate(_raw(table, column))
+    batches = table.select([column]).to_batches(max_chunksize=256)
+    rows = enumerate(raw for batch in batches for raw in batch.column(0).to_pylist())
     return [_decoded(raw, bound, f"{where}, row {row}") for row, raw in rows]
-
-
-def _raw(table: pa.Table, column: str) -> Iterator[bytes | Mapping[str, Any] | None]:
-    for batch in table.select([column]).to_batches(max_chunksize=256):
-        yield from batch.column(0).to_pylist()
 
 
 def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> Pixels:
@@ -239,7 +218,7 @@ def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> P
         raise DataError(f"{where} has no image; remove that row")
     try:
         with Image.open(str(path) if content is None else io.BytesIO(content)) as image:
-            if image.mode.startswith("I;16"):  # conversion would cut off what is brighter than 255
+            if image.mode.startswith("I;16"):  # convert() would clip values above 255
                 pixels = (np.asarray(image) >> 8).astype(np.uint8)
             else:
                 mode = "L" if image.mode in _GREY else "RGB"
@@ -254,13 +233,12 @@ def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> P
 
 
 def _with_channels(images: Sequence[Pixels], channels: int) -> list[Pixels]:
-    """Return images ``[height, width, channels]``, grey ones repeated, colours weighted by eye."""
-    if channels == 3:
-        return [np.repeat(i[..., None], 3, axis=2) if i.ndim == 2 else i for i in images]
-    return [(i if i.ndim == 2 else _grey(i))[..., None] for i in images]
-
-
-def _grey(pixels: Pixels) -> Pixels:
+    """Return images ``[height, width, channels]``: grey ones repeated, or colours made grey."""
     from PIL import Image
 
-    return np.asarray(Image.fromarray(pixels).convert("L"), dtype=np.uint8)
+    def grey(image: Pixels) -> Pixels:
+        return np.asarray(Image.fromarray(image).convert("L"), dtype=np.uint8)
+
+    if channels == 3:
+        return [np.repeat(i[..., None], 3, axis=2) if i.ndim == 2 else i for i in images]
+    return [(i if i.ndim == 2 else grey(i))[..., None] for i in images]

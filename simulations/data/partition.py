@@ -1,4 +1,4 @@
-"""How training rows are divided among clients.
+"""Partitions: divisions of training rows among clients.
 
 Heavy imports stay inside functions, because every client message may start a fresh process.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class PartitionError(FedrotError):
-    """A partition is misspelt, impossible for these rows, or would leave a client empty."""
+    """A partition is unknown, impossible for these rows, or leaves a client without rows."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A way to divide rows; ``value`` is its parameter, empty for ``iid``."""
+    """A kind of partition with its parameter, which is empty for ``iid``."""
 
     kind: PartitionKind
     value: float | int | str = ""
@@ -48,8 +49,7 @@ def parse_partition(spec: str) -> Partition:
     """Read ``iid``, ``dirichlet:0.5``, ``pathological:2``, ``keyclass:0.8`` or ``column:source``.
 
     Raises:
-        PartitionError: unknown or incomplete, alpha not above 0, fewer than one class per client,
-            or a fraction outside (0, 1].
+        PartitionError: unknown or incomplete, or the parameter is no number or out of range.
     """
     kind, _, value = spec.strip().partition(":")
     if kind not in get_args(PartitionKind) or (kind == "iid") != (value == ""):
@@ -87,23 +87,22 @@ def split_clients(
     * ``iid``: a random division into equal parts.
     * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
     * ``pathological:K``: each client holds exactly K classes. With fewer than classes/K clients
-      some class has no holder; its rows are dropped. Every other partition keeps all rows.
+      some class has no client; its rows are dropped. Every other partition keeps all rows.
     * ``keyclass:FRACTION``: see ``_key_class_rows``.
-    * ``column:NAME``: one client per value of the column, in the order of the values; when there
-      are more values than clients, whole values are grouped, largest first, each into the group
-      that is smallest so far. The seed has no influence.
+    * ``column:NAME``: one client per value of the column, in the order of the values. If there are more
+      values than clients, values are grouped: the largest first, each into the smallest group so far.
+      The seed has no influence.
 
     Args:
-        split_labels: as in ``Split.labels``. Partitions by class use the first true label of a
-            multi-label row (or "none"), and the score rounded to an integer in regression.
-        columns: as in ``Split.columns``.
+        split_labels: see ``Split.labels``; partitions by class use ``partition_keys``.
+        columns: see ``Split.columns``.
 
     Returns:
         per client a sorted int64 array of row numbers; disjoint and none of them empty.
 
     Raises:
-        PartitionError: fewer than one client, fewer rows than clients, more classes per client
-            than there are, an unknown or incomplete column, or a client without rows.
+        PartitionError: no client, fewer rows than clients, more classes per client than there are, an
+            unknown or incomplete column, or a client without rows.
     """
     rows = len(split_labels)
     if clients < 1:
@@ -112,13 +111,15 @@ def split_clients(
         raise PartitionError(
             f"{rows} rows cannot be divided among {clients} clients; use fewer clients or more rows"
         )
-    if partition.kind == "column":
+    keys = partition_keys(split_labels)
+    if partition.kind == "iid":
+        parts = np.array_split(np.random.default_rng(seed).permutation(rows), clients)
+    elif partition.kind == "column":
         parts = _column_rows(str(partition.value), columns, clients)
     elif partition.kind == "keyclass":
-        keys = partition_keys(split_labels)
         parts = _key_class_rows(keys, float(partition.value), clients, seed)
     else:
-        parts = _flower_rows(partition, partition_keys(split_labels), clients, seed)
+        parts = _flower_rows(partition, keys, clients, seed)
     empty = [client for client, part in enumerate(parts) if not len(part)]
     if empty:
         raise PartitionError(
@@ -129,7 +130,7 @@ def split_clients(
 
 
 def partition_keys(labels: npt.NDArray[Any]) -> Rows:
-    """The class by which each row is divided: int64 ``[n]``, from 0.
+    """Return the class by which each row is divided, int64 ``[n]``, from 0.
 
     Single label: the label. Multi-label: the first true label, or the number of classes where none
     is true. Regression: the score rounded to an integer, counted from the lower of 0 and the least.
@@ -144,7 +145,7 @@ def partition_keys(labels: npt.NDArray[Any]) -> Rows:
 
 
 def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str, ...]:
-    """Names of the columns of ``histogram``: classes, perhaps "none", or score bins."""
+    """Return the names of the columns of ``histogram``: classes, perhaps "none", or score bins."""
     if labels.ndim == 2:
         return (*label_names, "none") if not labels.any(axis=1).all() else tuple(label_names)
     if np.issubdtype(labels.dtype, np.floating):
@@ -154,11 +155,10 @@ def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str
 
 
 def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> Rows:
-    """Rows per client and class: int64 ``[clients, classes]``.
+    """Return the numbers of rows per client and class, int64 ``[clients, classes]``.
 
-    Every row is counted once, under its ``partition_keys`` class, so a row of the result sums to
-    the client's size. ``classes`` is a lower bound: multi-label rows without a true label and
-    regression bins add columns, named by ``key_names``.
+    Classes are those of ``partition_keys``, named by ``key_names``. ``classes`` is a
+    lower bound: multi-label rows without a true label and regression bins add columns.
     """
     keys = partition_keys(labels)
     width = max(classes, int(keys.max(initial=0)) + 1)
@@ -166,15 +166,12 @@ def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> 
 
 
 def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> list[Rows]:
+    """Divide rows by Flower's partitioners for ``dirichlet`` and ``pathological``."""
+    from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
-    order = np.arange(len(keys))
     chosen: Partitioner
-    if partition.kind == "iid":
-        # Flower's IID partitioner cuts contiguous blocks and leaves shuffling to its caller.
-        order = np.random.default_rng(seed).permutation(len(keys))
-        chosen = flower.IidPartitioner(clients)
-    elif partition.kind == "dirichlet":
+    if partition.kind == "dirichlet":
         chosen = flower.DirichletPartitioner(
             clients, "key", float(partition.value), min_partition_size=1, shuffle=False, seed=seed
         )
@@ -188,30 +185,22 @@ def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> l
         chosen = flower.PathologicalPartitioner(
             clients, "key", per_client, "first-deterministic", shuffle=False, seed=seed
         )
+    chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
-        return _load_all(chosen, {"row": order, "key": keys[order]}, clients)
+        # Flower warns of retried draws and dropped classes, which are part of the definitions, and
+        # shows a progress bar, which would break the caller's display.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
         raise PartitionError(
             f"partition {partition} among {clients} clients: a client would have no rows; use "
             f"fewer clients or a milder partition ({error})"
         ) from error
-
-
-def _load_all(partitioner: Partitioner, columns: Mapping[str, Any], clients: int) -> list[Rows]:
-    from datasets import Dataset
-
-    partitioner.dataset = Dataset.from_dict(dict(columns))
-    # Retries of the draw and dropped classes are part of the definitions, and the progress bar of
-    # a few milliseconds would break the caller's display.
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        parts = [partitioner.load_partition(client) for client in range(clients)]
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
 
 def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import NaturalIdPartitioner
-
     if column not in columns:
         raise PartitionError(
             f"partition column:{column}: there is no such column; columns are "
@@ -220,16 +209,16 @@ def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: 
     missing = sum(value is None for value in columns[column])
     if missing:
         raise PartitionError(f"partition column:{column}: {missing} rows have no value; remove them")
-    values = list(map(str, columns[column]))
-    distinct = len(set(values))
-    if distinct < clients:
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, value in enumerate(columns[column]):
+        rows_of[str(value)].append(row)
+    if len(rows_of) < clients:
         raise PartitionError(
-            f"partition column:{column}: {distinct} values for {clients} clients, so client "
-            f"{distinct} would have no rows; use at most {distinct} clients"
+            f"partition column:{column}: {len(rows_of)} values for {clients} clients, so client "
+            f"{len(rows_of)} would have no rows; use at most {len(rows_of)} clients"
         )
-    natural = {"row": np.arange(len(values)), "value": values}
-    parts = _load_all(NaturalIdPartitioner("value"), natural, distinct)
-    if distinct == clients:
+    parts = [np.array(rows_of[value], dtype=np.int64) for value in sorted(rows_of)]
+    if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
     for part in sorted(parts, key=len, reverse=True):
@@ -240,10 +229,10 @@ def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: 
 def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> list[Rows]:
     """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of clients.
 
-    Client k has key class k mod C, of the C classes that occur, and gets ``fraction`` of that
-    class's rows, shared evenly with the clients of the same key class. The other rows fill the
-    clients up to equal sizes (to within one row) at random, and go to a client of another key
-    class as far as equal sizes allow. A share larger than an equal part is cut to it.
+    Client k has key class k mod C of the C present classes. The clients of a key class share
+    ``fraction`` of its rows evenly, at most an equal part of all rows each. The other rows fill the
+    clients at random up to equal sizes (to within one row); as far as possible they go to clients of
+    another key class.
     """
     rng = np.random.default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
@@ -274,7 +263,7 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
 def _deal(rest: Rows, room: Rows, forbidden: npt.NDArray[np.bool_], rng: np.random.Generator) -> Rows:
     """Deal ``rest[c]`` rows per class into ``room[k]`` places at random: counts ``[C, K]``.
 
-    Rows in a forbidden cell then change places with rows for which both new cells are allowed.
+    Rows in a forbidden cell are then exchanged with rows for which both new cells are allowed.
     """
     dealt = np.zeros(forbidden.shape, dtype=np.int64)
     places = rng.permutation(np.repeat(np.arange(len(room)), room))

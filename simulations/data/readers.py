@@ -1,31 +1,27 @@
-"""How a kind of data gets from a configuration into what a model reads."""
+"""Readers: how each kind of data is loaded and encoded for the models of a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.encoding import (
+    Encoded,
     EncodedImages,
-    EncodedTags,
-    EncodedText,
-    encode_images,
     encode_tags,
     encode_texts,
     tokenizer_for,
 )
 from fedrot.simulations.data.images import ImageData, load_image_data
-from fedrot.simulations.data.sources import DataError
-from fedrot.simulations.data.tagged import TagData, load_tag_data
-from fedrot.simulations.data.texts import DataSet, TextData, load_text_data
+from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.tagged import load_tag_data
+from fedrot.simulations.data.texts import load_text_data
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-#: Of pixel values between 0 and 1, where no pretrained model says otherwise.
+#: Of pixel values between 0 and 1, for models without a processor.
 MEAN, DEVIATION = (0.5,), (0.5,)
 
 
@@ -35,90 +31,70 @@ class Reader:
 
     Attributes:
         load: returns the data set of a configuration; raises ``DataError``.
-        encode: returns its splits as a model of the configuration reads them, training first.
+        encode: returns its splits as inputs of the configuration's model, training first.
     """
 
     load: Callable[[SimulationConfig], DataSet[Any]]
     encode: Callable[[SimulationConfig, Any], tuple[Any, Any]]
 
 
-def _limits(config: SimulationConfig) -> dict[str, int | None]:
-    return {"train_limit": config.train_limit, "test_limit": config.test_limit}
+def _loaded(
+    load: Callable[..., DataSet[Any]], size: Callable[[SimulationConfig], dict[str, int]] | None = None
+) -> Callable[[SimulationConfig], DataSet[Any]]:
+    def loaded(config: SimulationConfig) -> DataSet[Any]:
+        return load(
+            config.data,
+            config.data_dir,
+            text_column=config.text_column,
+            label_column=config.label_column,
+            train_limit=config.train_limit,
+            test_limit=config.test_limit,
+            **(size(config) if size else {}),
+        )
+
+    return loaded
 
 
-def _load_texts(config: SimulationConfig) -> TextData:
-    return load_text_data(
-        config.data,
-        config.data_dir,
-        text_column=config.text_column,
-        label_column=config.label_column,
-        **_limits(config),
-    )
+def _tokenised(encode: Callable[..., Encoded]) -> Callable[[SimulationConfig, Any], tuple[Any, Any]]:
+    def encoded(config: SimulationConfig, data: DataSet[Any]) -> tuple[Encoded, Encoded]:
+        how = tokenizer_for(config), config.max_length, pad_id_of(settings_of(config, data))
+        return encode(data.train, *how), encode(data.test, *how)
+
+    return encoded
 
 
-def _token_options(config: SimulationConfig, data: DataSet[Any]) -> tuple[Tokenizer, int, int]:
-    return tokenizer_for(config), config.max_length, pad_id_of(settings_of(config, data))
-
-
-def _encode_texts(config: SimulationConfig, data: TextData) -> tuple[EncodedText, EncodedText]:
-    how = _token_options(config, data)
-    return encode_texts(data.train, *how), encode_texts(data.test, *how)
-
-
-def _load_tags(config: SimulationConfig) -> TagData:
-    return load_tag_data(
-        config.data,
-        config.data_dir,
-        token_column=config.text_column,
-        tag_column=config.label_column,
-        **_limits(config),
-    )
-
-
-def _encode_tags(config: SimulationConfig, data: TagData) -> tuple[EncodedTags, EncodedTags]:
-    how = _token_options(config, data)
-    return encode_tags(data.train, *how), encode_tags(data.test, *how)
-
-
-def _load_images(config: SimulationConfig) -> ImageData:
-    size = _size_of(config.model) if config.model is not None else {}
-    return load_image_data(
-        config.data,
-        config.data_dir,
-        image_column=config.text_column,
-        label_column=config.label_column,
-        **_limits(config),
-        **size,
-    )
-
-
-def _size_of(model: str) -> dict[str, int]:
-    """The images that a pretrained model reads."""
-    settings = pretrained_settings(model)
+def _image_size(config: SimulationConfig) -> dict[str, int]:
+    """Return ``side`` and ``channels`` of the inputs of a pretrained model."""
+    if config.model is None:
+        return {}
+    settings = pretrained_settings(config.model)
     side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
     sides = list(dict.fromkeys(side)) if isinstance(side, list | tuple) else [side]
     if len(sides) != 1 or not isinstance(sides[0], int):
         raise DataError(
-            f"model '{model}' of type '{settings.model_type}' reads no square images (image_size is "
-            f"{side}); choose a vision transformer, or another task"
+            f"model '{config.model}' of type '{settings.model_type}' reads no square images "
+            f"(image_size is {side}); choose a vision transformer, or another task"
         )
     return {"side": sides[0], "channels": channels}
 
 
 def _encode_images(config: SimulationConfig, data: ImageData) -> tuple[EncodedImages, EncodedImages]:
     mean, deviation = (values[: data.channels] for values in _standardisation(config.model))
-    how = data.side, mean, deviation
-    return encode_images(data.train, *how), encode_images(data.test, *how)
+    train, test = (
+        EncodedImages(split.labels, split.pixels, data.side, mean, deviation)
+        for split in (data.train, data.test)
+    )
+    return train, test
 
 
 def _standardisation(model: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of pixel values, as a pretrained model's processor has them."""
+    """Return mean and deviation of pixel values, by channel, from a pretrained model's processor."""
     if model is None:
         return MEAN, DEVIATION
     from transformers.image_processing_base import ImageProcessingMixin
 
     try:
-        # The processors themselves want torchvision.
+        # Not the processor itself, which needs torchvision.
         found, _ = ImageProcessingMixin.get_image_processor_dict(model)
     except OSError:  # saved without a processor
         return MEAN, DEVIATION
@@ -126,6 +102,6 @@ def _standardisation(model: str | None) -> tuple[tuple[float, ...], tuple[float,
     return tuple(mean), tuple(deviation)
 
 
-TEXT = Reader(_load_texts, _encode_texts)
-TAGGED = Reader(_load_tags, _encode_tags)
-IMAGE = Reader(_load_images, _encode_images)
+TEXT = Reader(_loaded(load_text_data), _tokenised(encode_texts))
+TAGGED = Reader(_loaded(load_tag_data), _tokenised(encode_tags))
+IMAGE = Reader(_loaded(load_image_data, _image_size), _encode_images)

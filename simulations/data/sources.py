@@ -1,43 +1,43 @@
-"""Where data sets come from: the bundled files, a file, a folder of Parquet files, or a hub."""
+"""Tables of data sets: bundled, in files and folders, or from the Hugging Face hub.
+
+Heavy imports stay inside functions, because every client message may start a fresh process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrot.errors import FedrotError
+from fedrot.simulations.data.table_files import READERS, DataError, read_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: The texts that come with the package, and the images that come with scikit-learn.
+#: Names of the texts in the package, and of the images in scikit-learn.
 BUNDLED, DIGITS = "goemotions_ekman", "digits"
 
 # A folder of splits follows GLUE, whose test labels are mostly hidden; a single file with a split
 # column follows the emotion corpora, whose test split is the published one.
 HELD_OUT_OF_FOLDER = ("validation", "validation_matched", "test")
 HELD_OUT_OF_FILE = ("test", "validation")
-# Of rows without a split of their own, one in so many is held out.
+#: One row in so many is held out if a data set has no splits.
 HELD_OUT_SHARE = 5
 SPLIT_SEED = 0
-
-
-class DataError(FedrotError):
-    """A data set is unknown or unreadable, or lacks a column, a split or values."""
+LIMIT_SEED = 0
 
 
 @dataclass(frozen=True)
 class Source:
-    """Raw tables of a data set.
+    """Tables of a data set.
 
     Attributes:
         task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
-        class_names: what a hub calls the classes of integer columns, by column.
+        class_names: the hub's names of the classes of integer columns, by column.
         note: how the rows were divided, in a sentence, if the data set has no splits of its own.
     """
 
@@ -47,28 +47,77 @@ class Source:
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     note: str = ""
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that both splits have."""
+        held_out = set(self.test.column_names)
+        return [column for column in self.train.column_names if column in held_out]
+
+    def column(self, content: str, wanted: str | None, known: Sequence[str], option: str) -> str:
+        """Return the wanted column, or the first of the known ones.
+
+        Raises:
+            DataError: there is none; the message names the content, the columns and the option.
+        """
+        names = known if wanted is None else [wanted]
+        found = next((name for name in names if name in self.columns), None)
+        if found is None:
+            raise DataError(
+                f"{self.task}: no {content} column {' or '.join(map(repr, names))}; columns are "
+                f"{', '.join(self.columns)}; choose one with {option}"
+            )
+        return found
+
+    def limited(self, name: str, train: int | None, test: int | None) -> Source:
+        """Keep at most so many rows of each split, the first of a fixed shuffle.
+
+        Raises:
+            DataError: a split has no rows, or a limit is below 1.
+        """
+        return replace(
+            self,
+            train=_limited(self.train, f"{name} (train)", train),
+            test=_limited(self.test, f"{name} (held-out)", test),
+        )
+
+
+def other_columns(table: pa.Table, *used: str) -> dict[str, list[object]]:
+    """Return the values of all columns but the used ones and ``split``, by name."""
+    return {c: table[c].to_pylist() for c in table.column_names if c not in (*used, "split")}
+
+
+def _limited(table: pa.Table, where: str, limit: int | None) -> pa.Table:
+    if table.num_rows == 0:
+        raise DataError(f"{where} has no rows; check the file or choose another data set")
+    if limit is None or limit >= table.num_rows:
+        return table
+    if limit < 1:
+        raise DataError(f"the limit for {where} is {limit}; it must be at least 1")
+    return table.take(np.random.default_rng(LIMIT_SEED).permutation(table.num_rows)[:limit])
+
 
 def bundled_texts() -> Source:
-    """The data set that comes with the package."""
+    """Return the data set of the package."""
     with resources.as_file(resources.files("fedrot.simulations.data") / "bundled") as folder:
-        return Source(
-            BUNDLED,
-            _read(folder / f"{BUNDLED}_train.parquet"),
-            _read(folder / f"{BUNDLED}_test.parquet"),
-        )
+        train, test = (read_table(folder / f"{BUNDLED}_{split}.parquet") for split in ("train", "test"))
+        return Source(BUNDLED, train, test)
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Where data sets of one kind are looked for.
+    """Places of the data sets of one kind.
 
     Attributes:
-        folders: of the shared data layout, below a data folder, in this order for a bare name.
+        folders: below a data folder, searched in this order.
         bundled: data sets that need no data folder, by name.
     """
 
     folders: tuple[str, ...]
     bundled: Mapping[str, Callable[[], Source]] = field(default_factory=dict)
+
+    def roots(self, data_dir: Path | None) -> list[Path]:
+        """Return the folders below a data folder; none without one."""
+        return [data_dir / folder for folder in self.folders] if data_dir else []
 
 
 TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts})
@@ -79,38 +128,43 @@ def find(
 ) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
-    A name that ends in one of ``READERS`` is that of a file, in ``data_dir`` or anywhere. A file with
-    a ``split`` column has its own splits; the rows of another one are divided by ``divided``, by the
-    classes in the column ``label`` (of this name, if None).
+    A name that ends in one of ``READERS`` is a file, in ``data_dir`` or anywhere. A file without a
+    column ``split`` is divided by ``divided``, by the classes in the column ``label``.
 
     Raises:
-        DataError: if it is in none of them (what is available is listed), if ``data_dir`` does not
-            exist, if a file cannot be read, or if there is no training or no held-out split.
+        DataError: no such data set (the message lists the available ones), no folder ``data_dir``, an
+            unreadable file, or no training or held-out split.
     """
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
+    roots = catalogue.roots(data_dir)
     if Path(name).suffix in READERS:
-        return _from_file(_file(name, data_dir, catalogue), label)
-    if data_dir is not None:
-        found = _find_locally(name, data_dir, catalogue, label)
-        if found is not None:
-            return found
+        places = [*(root / name for root in roots), Path(name)]
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            where = f", nor below {data_dir}" if data_dir else ""
+            raise DataError(f"there is no file {name}{where}; check its path")
+        return _from_file(file, label)
+    for root in roots:
+        if (root / f"{name}.parquet").is_file():
+            return _from_file(root / f"{name}.parquet", label)
+        for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
+            if train.is_file():
+                return _from_splits(Path(name).name, train)
     if name in catalogue.bundled:
         return catalogue.bundled[name]()
     return _from_hub(name, data_dir, catalogue)
 
 
 def divided(task: str, table: pa.Table, where: object, label: str = "label") -> Source:
-    """Hold one row in five of every class in the label column out, always the same ones.
+    """Hold out one row in five of every class in the label column, always the same ones.
 
-    Where there is no such column, or it holds no classes (numbers of rows, say), one in five of all rows
+    Without such a column, or if it holds no classes (scores, numbers of rows), one in five of all rows
     is held out.
 
     Args:
         task: the name of the data set.
-        table: all rows.
-        where: the rows are from, for messages.
-        label: the column of classes.
+        where: origin of the rows, for messages.
 
     Raises:
         DataError: there are too few rows for two splits.
@@ -135,7 +189,7 @@ def divided(task: str, table: pa.Table, where: object, label: str = "label") -> 
 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:
-    """Return the class of each row, int ``[rows]``; 0 for all where the column holds no classes."""
+    """Return the class of each row, int ``[rows]``; 0 for all if the column holds no classes."""
     import pyarrow.types as types
 
     none = np.zeros(table.num_rows, dtype=int)
@@ -152,38 +206,20 @@ def _classes(table: pa.Table, label: str) -> np.ndarray:
     return np.array([places[value] for value in labels])
 
 
-def _file(name: str, data_dir: Path | None, catalogue: Catalogue) -> Path:
-    folders = [data_dir / folder for folder in catalogue.folders] if data_dir else []
-    places = [*(folder / name for folder in folders), Path(name)]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        where = f", nor below {data_dir}" if data_dir else ""
-        raise DataError(f"there is no file {name}{where}; check its path")
-    return found
-
-
-def _find_locally(name: str, data_dir: Path, catalogue: Catalogue, label: str | None) -> Source | None:
-    task = Path(name).name
-    for root in (data_dir / folder for folder in catalogue.folders):
-        single_file = root / f"{name}.parquet"
-        if single_file.is_file():
-            return _from_file(single_file, label)
-        for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
-            if train.is_file():
-                prefix = train.name.removesuffix("train.parquet")
-                held_out = [train.with_name(f"{prefix}{s}.parquet") for s in HELD_OUT_OF_FOLDER]
-                test = next((path for path in held_out if path.is_file()), None)
-                if test is None:
-                    wanted = ", ".join(path.name for path in held_out)
-                    raise DataError(f"{train} has no held-out split beside it; add one of {wanted}")
-                return Source(task, _read(train), _read(test))
-    return None
+def _from_splits(task: str, train: Path) -> Source:
+    prefix = train.name.removesuffix("train.parquet")
+    held_out = [train.with_name(f"{prefix}{split}.parquet") for split in HELD_OUT_OF_FOLDER]
+    test = next((path for path in held_out if path.is_file()), None)
+    if test is None:
+        wanted = ", ".join(path.name for path in held_out)
+        raise DataError(f"{train} has no held-out split beside it; add one of {wanted}")
+    return Source(task, read_table(train), read_table(test))
 
 
 def _from_file(path: Path, label: str | None) -> Source:
     import pyarrow.compute as pc
 
-    table = _read(path)
+    table = read_table(path)
     if "split" not in table.column_names:
         return divided(path.stem, table, path, label or "label")
     present = set(table["split"].to_pylist())
@@ -201,11 +237,11 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
     import datasets
 
     path, _, configuration = name.partition(":")
+    unknown = f"data set {name!r} is not available: it is unknown here, and"
     if _offline():
         raise DataError(
-            f"data set {name!r} is not available: it is unknown here, and there is no network to "
-            "ask a hub (a copy in the hub's cache is used if HF_HUB_OFFLINE=1 is set). "
-            f"Available: {_available(data_dir, catalogue)}"
+            f"{unknown} there is no network to ask a hub (a copy in the hub's cache is used if "
+            f"HF_HUB_OFFLINE=1 is set). Available: {_available(data_dir, catalogue)}"
         )
     try:
         loaded = datasets.load_dataset(path, configuration or None)
@@ -214,9 +250,8 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
         train, test = (loaded[s].with_format("arrow")[:] for s in ("train", held_out))
     except Exception as error:  # the hub client raises many unrelated kinds
         raise DataError(
-            f"data set {name!r} is not available: it is unknown here, and loading it from the hub "
-            f"failed (offline, or no such data set: {type(error).__name__}: {error}). "
-            f"Available: {_available(data_dir, catalogue)}"
+            f"{unknown} loading it from the hub failed (offline, or no such data set: "
+            f"{type(error).__name__}: {error}). Available: {_available(data_dir, catalogue)}"
         ) from error
     # A column of tags is a list of classes.
     kinds = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
@@ -225,7 +260,7 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
 
 
 def _offline() -> bool:
-    """Whether the hub's name cannot be resolved; its client would retry for half a minute."""
+    """Return whether the hub's name cannot be resolved; its client would retry for half a minute."""
     import socket
     import urllib.parse
     import urllib.request
@@ -241,73 +276,11 @@ def _offline() -> bool:
     return False
 
 
-def _parquet(path: Path) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    return pq.read_table(path)
-
-
-def _block(path: Path) -> int:
-    """Return how many bytes are read at a time: a row that is longer than a block is refused."""
-    return min(max(path.stat().st_size, 2**20), 2**31 - 1)
-
-
-def _csv(path: Path) -> pa.Table:
-    import pyarrow.csv
-
-    table = pyarrow.csv.read_csv(
-        path,
-        pyarrow.csv.ReadOptions(block_size=_block(path)),
-        # Texts go over several lines.
-        pyarrow.csv.ParseOptions(newlines_in_values=True),
-    )
-    # What is not UTF-8 is read as bytes.
-    other = [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]
-    if other:
-        raise pyarrow.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
-    return table
-
-
-def _json_lines(path: Path) -> pa.Table:
-    import pyarrow.json
-
-    table = pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=_block(path)))
-    table.validate(full=True)
-    return table
-
-
-#: Files of rows by what their names end in: the format's name, and how it is read.
-READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
-    ".parquet": ("Parquet", _parquet),
-    ".csv": ("CSV", _csv),
-    ".jsonl": ("JSON lines", _json_lines),
-}
-
-
-def _read(path: Path) -> pa.Table:
-    import pyarrow as pa
-
-    format_name, read = READERS[path.suffix]
-    try:
-        table = read(path)
-        if len(set(table.column_names)) < table.num_columns:
-            raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")
-        return table
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"
-        ) from error
-
-
 def _available(data_dir: Path | None, catalogue: Catalogue) -> str:
-    """Names that would load, for an error message."""
+    """Return the names that can be loaded, for an error message."""
     names = set(catalogue.bundled)
-    for root in (data_dir / folder for folder in catalogue.folders) if data_dir else ():
+    for root in catalogue.roots(data_dir):
         names.update(path.parent.name for path in root.glob("*/train.parquet"))
-        for path in root.glob("*.parquet"):
-            if path.stem.endswith("_train"):
-                names.add(path.stem.removesuffix("_train"))
-            else:
-                names.add(path.stem)
-    where = f"bundled or in {data_dir}" if data_dir else "bundled; give a data folder for more"
+        names.update(path.stem.removesuffix("_train") for path in root.glob("*.parquet"))
+    where = f"bundled or in {data_dir}" if data_dir else "bundled; give --data-dir for more"
     return f"{', '.join(sorted(names)) or 'nothing'} ({where})"

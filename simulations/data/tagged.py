@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.sources import Catalogue, DataError, Source, find
-from fedrot.simulations.data.texts import DataSet, Split, limited, other_columns, shared_columns
+from fedrot.simulations.data.data_set import DataSet, Split
+from fedrot.simulations.data.sources import Catalogue, Source, find, other_columns
+from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,29 +52,29 @@ def load_tag_data(
     name: str,
     data_dir: Path | None = None,
     *,
-    token_column: str | None = None,
-    tag_column: str | None = None,
+    text_column: str | None = None,
+    label_column: str | None = None,
     train_limit: int | None = None,
     test_limit: int | None = None,
 ) -> TagData:
-    """Load tagged words by name, as for texts; in ``data_dir`` they lie directly or below ``ner``.
+    """Load tagged words by name, as ``load_text_data``; ``data_dir`` may have a folder ``ner``.
 
-    Tags are strings in BIO, or numbers that a hub has names for. Rows are multi-label in what they are
-    partitioned by: the entity types that occur in them.
+    Tags are BIO strings, or numbers that the hub has names for. Partitions by class divide the rows by
+    the entity types that occur in them (multi-label).
 
     Args:
-        token_column: column of lists of words; ``tokens`` or ``words`` if not given.
-        tag_column: column of lists of tags; ``ner_tags`` or ``tags`` if not given.
-        train_limit: keep this many training rows, the first of a fixed shuffle.
-        test_limit: the same for the held-out rows.
+        text_column: column of lists of words; ``tokens`` or ``words`` if not given.
+        label_column: column of lists of tags; ``ner_tags`` or ``tags`` if not given.
+        train_limit: see ``load_text_data``.
+        test_limit: see ``load_text_data``.
 
     Raises:
-        DataError: what texts may lack, too; a row whose words and tags differ in number, a tag that is
-            not BIO, or no entity at all.
+        DataError: as for texts; or a row has unequal numbers of words and tags, a tag is not BIO, or
+            there is no entity.
     """
-    source = limited(find(name, data_dir, NER), name, train_limit, test_limit)
-    tokens = _list_column(source, token_column, TOKEN_COLUMNS, "text_column")
-    column = _list_column(source, tag_column, TAG_COLUMNS, "label_column")
+    source = find(name, data_dir, NER).limited(name, train_limit, test_limit)
+    tokens = _list_column(source, "word", text_column, TOKEN_COLUMNS, "--text-column")
+    column = _list_column(source, "tag", label_column, TAG_COLUMNS, "--label-column")
     splits = (("train", source.train), ("held-out", source.test))
     named = [_named(t, column, source.class_names.get(column), f"{name} ({s})") for s, t in splits]
     types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})
@@ -87,17 +88,12 @@ def load_tag_data(
     return TagData(name, "multi", tuple(types), METRICS, train, test, tags, note=source.note)
 
 
-def _list_column(source: Source, wanted: str | None, known: Sequence[str], option: str) -> str:
+def _list_column(
+    source: Source, content: str, wanted: str | None, known: Sequence[str], option: str
+) -> str:
     import pyarrow.types as types
 
-    present = shared_columns(source)
-    known = [wanted] if wanted else known
-    column = next((c for c in known if c in present), None)
-    if column is None:
-        raise DataError(
-            f"{source.task}: no column {' or '.join(map(repr, known))}; columns are "
-            f"{', '.join(present)}; name it as {option}"
-        )
+    column = source.column(content, wanted, known, option)
     for table in (source.train, source.test):
         kind = table.schema.field(column).type
         if not (types.is_list(kind) or types.is_large_list(kind)):
@@ -108,7 +104,7 @@ def _list_column(source: Source, wanted: str | None, known: Sequence[str], optio
 
 
 def _named(table: pa.Table, column: str, names: tuple[str, ...] | None, where: str) -> list[list[str]]:
-    """Tags by name, checked."""
+    """Return the names of the tags; raises ``DataError`` if one is not BIO."""
     rows = table[column].to_pylist()
     if names is not None:
         rows = [[names[tag] if isinstance(tag, int) else tag for tag in row] for row in rows]
@@ -116,7 +112,7 @@ def _named(table: pa.Table, column: str, names: tuple[str, ...] | None, where: s
         if tag != OUTSIDE and not (isinstance(tag, str) and tag[:2] in ("B-", "I-") and tag[2:]):
             raise DataError(
                 f"{where}: tag {tag!r} in column {column!r} is not BIO; tags are '{OUTSIDE}', 'B-TYPE' "
-                "where an entity begins, and 'I-TYPE' where it goes on"
+                "at the first word of an entity, and 'I-TYPE' at the others"
             )
     return rows
 
@@ -138,9 +134,8 @@ def _split(
                 f"{column!r}; each word needs one tag"
             )
     numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in named]
-    # Tags of a type stand next to each other, after the one outside.
+    # The tags of a type are neighbours: type t has the numbers 2t + 1 and 2t + 2.
     labels = np.zeros((len(words), len(tags) // 2), dtype=np.float32)
     for row, found in enumerate(numbers):
         labels[row, (found[found > 0] - 1) // 2] = 1
-    rest = other_columns(table, {tokens, column, "split"})
-    return TagSplit(labels, rest, words, numbers)
+    return TagSplit(labels, other_columns(table, tokens, column), words, numbers)

@@ -1,4 +1,4 @@
-"""The WordPiece tokenizer of the default model: how it was built, and the bundled copy."""
+"""WordPiece tokenizer of the default model: its training, and the bundled copy."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# Rarer symbols would take a sixth of a small vocabulary, twice over ("x" and "##x").
+# Rarer characters would fill a sixth of a small vocabulary, because each is in it as "x" and "##x".
 ALPHABET_SIZE = 200
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 6000) -> Tokenizer:
-    """Train a lower-casing BERT WordPiece tokenizer.
+    """Train a lower-casing BERT WordPiece tokenizer; the same texts give the same vocabulary.
 
-    Special tokens take the first ids in the order of ``SPECIAL_TOKENS`` (``[PAD]`` is 0). Single
+    Special tokens have the first ids in the order of ``SPECIAL_TOKENS`` (``[PAD]`` is 0). Single
     texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1.
-
-    The same texts give the same vocabulary, id by id.
 
     Args:
         texts: training texts; use the training split only.
@@ -36,8 +34,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 6000) -> Tokenizer:
     texts = list(texts)
     normalizer = normalizers.BertNormalizer(lowercase=True)
     alphabet = _alphabet(normalizer.normalize_str(text) for text in texts)
-    # The trainer numbers "##x" symbols in hash order and breaks ties between merges by number.
-    # Naming every symbol up front fixes the numbers, so the same texts give the same vocabulary.
+    # The trainer numbers "##x" symbols in hash order and breaks ties between merges by these numbers.
+    # Symbols named up front have fixed numbers.
     first = [*SPECIAL_TOKENS, *alphabet, *(f"##{symbol}" for symbol in alphabet)]
     if vocab_size <= len(first):
         raise ValueError(
@@ -59,7 +57,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 6000) -> Tokenizer:
 
 
 def _alphabet(texts: Iterable[str]) -> list[str]:
-    """The most frequent characters, at most ``ALPHABET_SIZE``, ties broken by code point."""
+    """Return the ``ALPHABET_SIZE`` most frequent characters; ties are broken by code point."""
     counts = Counter(character for text in texts for character in text if not character.isspace())
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     return sorted(ranked[:ALPHABET_SIZE])
@@ -84,10 +82,10 @@ def _assemble(vocab: dict[str, int]) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def bundled_tokenizer() -> Tokenizer:
-    """The shipped 6000-entry tokenizer, trained on the training texts of GoEmotions.
+    """Return the tokenizer of the package: 6000 entries, from GoEmotions' training texts.
 
-    The object is cached and shared: copy it (``Tokenizer.from_str(t.to_str())``) before enabling
-    padding or truncation on it. It is rebuilt by ``train_wordpiece`` on the same texts.
+    It is shared: copy it (``Tokenizer.from_str(t.to_str())``) before enabling padding or truncation.
+    ``train_wordpiece`` on the same texts gives the same tokenizer.
     """
     from tokenizers import Tokenizer
 

@@ -22,16 +22,17 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.options import AlignmentOptions
 from fedrot.research.learning import LearningOptions
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.statistic_kinds import collector
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
 from fedrot.symmetry import Symmetry, symmetry_of
+from fedrot.tensors import Tensors
 
 #: Prefix of the metrics of a client's own model, before averaging, on the central held-out split.
 ALONE = "alone-"
@@ -220,9 +221,10 @@ def _statistics(job: Job, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     def compute() -> Result:
         model = _empty_model(job.config_json)
         model.load_state_dict(state)
-        found: dict[str, State] = {}
+        found: dict[str, Tensors] = {}
         for kind in kinds:
-            found |= collector(kind)(model, job.batches(len(job.rows), STATISTICS_BATCH))
+            batches = job.batches(len(job.rows), STATISTICS_BATCH)
+            found |= kind_named(kind).collected(model, batches)
         return statistics_record(found).to_torch_state_dict(), {}
 
     return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedrot.report import AlignmentReport
-from fedrot.simulations.report.terminal_table import new_table
+from fedrot.simulations.report.tables import terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,15 +52,12 @@ class MergeReport:
     seconds: float
 
 
-NUMBERS = ("weight", "squared distance", "after", "moved", "seconds")
-
-
 def table(report: MergeReport) -> Table:
     """Return a line per model and part, and one over all tensors of each model."""
     from rich.text import Text
 
-    columns = ("model", "weight", "part", *NUMBERS[1:])
-    found = new_table(f"Merged by {report.method}", columns, NUMBERS)
+    columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
+    found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
     names = [Path(given.name).resolve().name for given in report.inputs]
     total = sum(given.weight for given in report.inputs)
     for index, (given, name) in enumerate(zip(report.inputs, names, strict=True)):

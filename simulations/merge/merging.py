@@ -1,4 +1,4 @@
-"""Saved models brought to the coordinates of one of them, merged, and written."""
+"""Merge of saved models: they are aligned to one of them, aggregated, and written as a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedrot.aggregation import RegMean, Statistics, aggregation_named, aggregations
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
+from fedrot.collect.statistic_kinds import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import (
@@ -26,7 +27,6 @@ from fedrot.simulations.merge.merge_report import InputReport, MergeReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
-from fedrot.statistic_kinds import collector, kind_named
 from fedrot.symmetry import WHOLE_MODEL
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -34,19 +34,19 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 #: Rows of data to match on, for methods that collect no statistics.
 _ROWS = 1024
 
-#: The aggregations that need nothing but what a merge has.
+#: The aggregations that need at most a symmetry.
 METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
-    """Read what to align from text.
+    """Read alignment options from text.
 
     Args:
         parts: of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL`` or ``none``.
         layers: ``all``, ``first:N``, ``last:N``, or indices separated by commas.
 
     Raises:
-        FedrotError: a part is unknown.
+        FedrotError: a part or the text for layers is unknown.
     """
     named: dict[str, tuple[str, ...]] = {"whole": WHOLE_MODEL, "none": ()}
     chosen = named[parts] if parts in named else tuple(parts.split("+"))
@@ -56,14 +56,6 @@ def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
         return AlignmentOptions(chosen, tuple(map(int, indices)) if listed else layers)
     except FedrotError as error:
         raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(named)}.") from error
-
-
-def weights_of(text: str) -> list[float]:
-    """Read numbers separated by commas; raises ``FedrotError`` if one is none."""
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
 
 
 def merge(
@@ -93,7 +85,7 @@ def merge(
     """
     start = time.perf_counter()
     settings = settings or MergeSettings()
-    weights = weights_of(settings.weights) if settings.weights else [1.0] * len(models)
+    weights = _weights_of(settings.weights) if settings.weights else [1.0] * len(models)
     options, method = options_of(settings.parts, settings.layers), _method(settings)
     if not dry_run:
         if out is None:
@@ -105,7 +97,8 @@ def merge(
     first, *others = saved = [open_saved_model(name, settings.config) for name in names]
     for other in others:
         check_mergeable(first, other)
-    batches, note = batches_of(first, settings, _rows(method)) if settings.data else ([], "")
+    rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
+    batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
     inputs = aligned(saved, weights, options, batches)
     reports = tuple(reported(one, inputs[0]) for one in inputs)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
@@ -116,6 +109,13 @@ def merge(
     said = (*filter(None, [note]), *_remarks(saved, reports, options), *notes)
     seconds = time.perf_counter() - start
     return MergeReport(settings.method, reports, said, None if dry_run else out, seconds)
+
+
+def _weights_of(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
 
 
 def _method(settings: MergeSettings) -> AggregationEntry:
@@ -157,10 +157,6 @@ def _anchor_first(
     return [models[i] for i in order], [weights[i] for i in order]
 
 
-def _rows(method: AggregationEntry) -> int:
-    return max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
-
-
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -168,11 +164,10 @@ def _merged(
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
-    names = first.tensors.names
-    pieces = [(name,) for name in names] if method.by_tensor else [names]
+    every = first.tensors.names
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
-    for names in pieces:
+    for names in [(name,) for name in every] if method.by_tensor else [every]:
         aggregator = build()
         for one in inputs:
             with about(one.saved.path):
@@ -196,7 +191,7 @@ def _statistics(
     for kind in kinds:
         follows = kind_named(kind).follows_rotations
         model.load_state_dict(one.own() if follows else one.alignment.apply(one.own()))
-        collected = collector(kind)(model, batches, limited=False)
+        collected = kind_named(kind).collected(model, batches, limited=False)
         for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
             # Tied tensors are merged once, under their first name.
             found[moved] = {name: value for name, value in by_name.items() if name in names}
@@ -206,7 +201,7 @@ def _statistics(
 def _written(
     merged: Mapping[str, Tensor], anchor: SavedModel, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return the tensors in the dtype that is asked for, or in the anchor's."""
+    """Return the tensors in ``dtype``, or in the dtypes of the anchor's tensors if None."""
     found = {}
     for name, like in anchor.tensors.read(merged).items():
         floating = like.is_floating_point()
@@ -222,7 +217,7 @@ def _written(
 def _remarks(
     models: Sequence[SavedModel], reports: Sequence[InputReport], options: AlignmentOptions
 ) -> Iterator[str]:
-    """Yield what the user should know about the inputs, in sentences."""
+    """Yield notes on the inputs, in sentences."""
     labels = getattr(models[0].config, "id2label", None)
     for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:

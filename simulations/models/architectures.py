@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedrot.simulations.config import SimulationConfig
 
 if TYPE_CHECKING:
-    from fedrot.simulations.data.texts import DataSet
+    from fedrot.simulations.data.data_set import DataSet
 
 
 def settings_of(config: SimulationConfig, data: DataSet[Any]) -> Any:

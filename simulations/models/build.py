@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.texts import DataSet
+from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 

@@ -1,8 +1,8 @@
 """Compact copies of run folders: the form in which ``docs/results`` keeps published runs.
 
 ``python -m fedrot.simulations.report.compact runs/one-shot docs/results/one-shot`` writes one. The rows
-become Parquet files of a tenth to a fiftieth of the size, which ``read_rows`` and ``fedrot report`` read
-as they read JSON lines. Plots and the page are left out: ``fedrot report`` draws them again.
+become Parquet files, which ``read_rows`` and ``fedrot report`` read as they read JSON lines. Plots and
+page are left out: ``fedrot report`` draws them again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from typing import Any
 from fedrot._io import replacing
 from fedrot.simulations.federation.run_folder import read_rows
 
-#: Files of rows, stored as Parquet.
 ROWS = ("rows.jsonl", "alignment.jsonl")
-#: Small files, copied as they are.
-COPIED = (
-    *("config.json", "versions.json", "status.json", "partition.json"),
-    *("models.jsonl", "summary.md"),
-)
+SMALL = ("config.json", "versions.json", "status.json", "partition.json", "models.jsonl", "summary.md")
 
 
 def compact(run: Path, out: Path) -> Path:
@@ -33,12 +28,10 @@ def compact(run: Path, out: Path) -> Path:
         FileNotFoundError: ``run`` holds no rows.
     """
     out.mkdir(parents=True, exist_ok=True)
-    for name in COPIED:
-        if (run / name).exists():
+    for name in (*ROWS, *SMALL):
+        if name in SMALL and (run / name).exists():
             shutil.copyfile(run / name, out / name)
-    write_parquet((out / ROWS[0]).with_suffix(".parquet"), read_rows(run))
-    for name in ROWS[1:]:
-        if (run / name).exists():
+        elif name == ROWS[0] or (name in ROWS and (run / name).exists()):
             write_parquet((out / name).with_suffix(".parquet"), read_rows(run, name))
     return out
 

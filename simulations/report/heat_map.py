@@ -1,4 +1,4 @@
-"""The picture of an alignment report: which layers and parts had something to gain, round by round."""
+"""The heat map of an alignment report: the gain by part, layer and round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-#: What the picture shows.
 CAPTION = (
     "Share (%) of the squared distance to the anchor that alignment removed, over clients and seeds. "
     "The colours go from 0 to the largest share of the picture; orange: a part that moved away, for the "
@@ -33,10 +32,10 @@ NOTHING = 0.005
 def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     """Draw the share of the squared distance removed: a row per part and layer, a column per round.
 
-    There is one panel per arm and start; where there is one round only, one per start with a column per
-    arm. Distances are summed over clients, seeds and groups before they are divided, which is the mean
-    weighted by distance. The colour map, cividis, keeps its order for colour-blind readers and in grey;
-    it goes from 0 to the largest share of the picture (at least 1 %).
+    There is one panel per arm and start; with a single round, one per start with a column per arm.
+    Distances are summed over clients, seeds and groups before they are divided: the mean weighted by
+    distance. The colour map, cividis, keeps its order for colour-blind readers and in grey; it goes from
+    0 to the largest share of the picture (at least 1 %).
 
     Args:
         rows: of one setting, with ``round``, ``part``, ``layer``, ``before`` and ``after``; ``arm`` and

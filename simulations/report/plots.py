@@ -1,11 +1,11 @@
-"""The pictures of a run's report: partition, metrics by round."""
+"""Plots of partitions and of metrics by round, and the helpers of all plots."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; yellow last, as it is pale.
+# Okabe and Ito's palette for colour-blind readers; yellow is last because it is pale.
 PALETTE = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442",
 )  # fmt: skip
 MARKERS = "osD^vPX*"
-# A model before training has a thousand times the perplexity of a trained one.
+# Untrained models have a thousand times the perplexity of trained ones.
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 LINES = ("-", "--", "-.", ":")
+
+#: Start -> arm -> round -> seed -> value.
+Series: TypeAlias = dict[str, dict[str, dict[int, dict[int, float]]]]
 
 
 def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Path:
@@ -50,11 +53,14 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
 def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str]) -> Path:
     """Central ``metric`` by round: a line per arm (mean over seeds, band ± sd), a panel per start.
 
-    ``rows`` belong to one setting. A round is drawn over the seeds that reached it. The place of an
-    arm in ``arms`` gives its colour. With a single round there is nothing to follow, and each arm
-    is a point with its seeds beside it.
+    A round is the mean over the seeds that reached it. With a single round, each arm is a point with its
+    seeds beside it.
+
+    Args:
+        rows: of one setting.
+        arms: all arms; the place of an arm gives its colour.
     """
-    series: dict[str, dict[str, dict[int, dict[int, float]]]] = {}
+    series: Series = {}
     for row in rows:
         if row["scope"] == CENTRAL and row["metric"] == metric:
             by_arm = series.setdefault(str(row["start"]), {})
@@ -96,7 +102,7 @@ def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
 
 def _points(
     path: Path,
-    series: dict[str, dict[str, dict[int, dict[int, float]]]],
+    series: Series,
     final: int,
     metric: str,
     arms: Sequence[str],
@@ -136,14 +142,10 @@ def _colour(index: int, of: int) -> Any:
 
 
 def new_figure(
-    rows: int,
-    columns: int,
-    *,
-    width: float | None = None,
-    height: float = 3.4,
-    sharey: bool = False,
+    rows: int, columns: int, *, width: float | None = None, height: float = 3.4, sharey: bool = False
 ) -> tuple[Figure, Any]:
-    # The figure is made without pyplot, which would pick a display and keep global state.
+    """Return a figure and its panels ``[rows][columns]``; ``height`` is that of a row, in inches."""
+    # Not by pyplot, which chooses a display and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -164,6 +166,7 @@ def _whole_numbers(ax: Axes) -> None:
 
 
 def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    """Draw one legend of all panels below the figure."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -176,6 +179,7 @@ def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure as a PNG file, which is replaced whole; returns its path."""
     figure.tight_layout()
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +23,20 @@ from fedrot.simulations.report.summaries import (
 )
 from fedrot.simulations.report.tables import BASELINE, Line, result_lines
 
+ROWS = ("rows.jsonl", "alignment.jsonl")
+OBJECTS = ("config.json", "versions.json", "partition.json", "status.json")
+
 
 @dataclass(frozen=True)
 class RunResults:
-    """The files of a run folder; missing and unreadable ones are empty."""
+    """The files of a run folder by name, empty if missing or unreadable, and its result table."""
 
     folder: Path
-
-    def json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file."""
-        try:
-            found = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of results."""
-        return self._rows("rows.jsonl")
-
-    @cached_property
-    def alignment(self) -> list[dict[str, Any]]:
-        """The rows of the alignment report."""
-        return self._rows("alignment.jsonl")
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        return read_rows(self.folder, name) if rows_file(self.folder, name) else []
-
-    @cached_property
-    def metrics(self) -> list[str]:
-        """The metrics of the central evaluation."""
-        return metrics_in(self.rows)
-
-    @cached_property
-    def lines(self) -> list[Line]:
-        """The lines of the result table."""
-        return result_lines(self.rows, self.metrics)
+    rows: Sequence[Row]
+    alignment: Sequence[Row]
+    objects: dict[str, dict[str, Any]]
+    metrics: Sequence[str]
+    lines: Sequence[Line]
 
     @property
     def compared(self) -> bool:
@@ -81,7 +57,20 @@ def write_report(run_dir: Path) -> Path:
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
-    return PAGE.write(run_dir / "report.html", run_dir.resolve().name, RunResults(run_dir))
+    rows, alignment = (read_rows(run_dir, n) if rows_file(run_dir, n) else [] for n in ROWS)
+    objects = {name: _object(run_dir / name) for name in OBJECTS}
+    metrics = metrics_in(rows)
+    lines = result_lines(rows, metrics)
+    run = RunResults(run_dir, rows, alignment, objects, metrics, lines)
+    return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 PAGE: HtmlPage[RunResults] = HtmlPage()
@@ -90,19 +79,16 @@ PAGE: HtmlPage[RunResults] = HtmlPage()
 @PAGE.section
 def incomplete(run: RunResults) -> Values | None:
     """Reasons why the run is not complete; left out if it is."""
-    reasons = [
-        f"{name} is missing or unreadable"
-        for name in ("config.json", "versions.json", "partition.json", "rows.jsonl")
-        if not (run.rows if name == "rows.jsonl" else run.json(name))
-    ]
-    if not run.json("status.json").get("complete"):
+    files = {**{name: run.objects[name] for name in OBJECTS[:3]}, ROWS[0]: run.rows}
+    reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
+    if not run.objects["status.json"].get("complete"):
         reasons.append("the run has not finished: it was interrupted, failed or still goes on")
     done = {
         (setting_of(row), row["start"], row["arm"], row["seed"], row["round"])
         for row in run.rows
         if row["scope"] == CENTRAL
     }
-    for setting in run.json("config.json").get("settings", []):
+    for setting in run.objects["config.json"].get("settings", []):
         cells = [
             (setting["setting"], start, arm, seed, setting["rounds"])
             for start in setting["starts"]
@@ -150,12 +136,12 @@ def findings(run: RunResults) -> Values:
 def settings(run: RunResults) -> Values:
     """The pictures and the partitions of every setting."""
     (run.folder / "plots").mkdir(exist_ok=True)
-    partition = run.json("partition.json")
+    partition = run.objects["partition.json"]
     found = []
     for setting in dict.fromkeys([*partition, *map(setting_of, run.rows)]):
-        described = partition.get(setting, {})
-        names, seeds = described.get("label_names", []), described.get("seeds", {})
-        pictures = [(caption, data_uri(path)) for caption, path in _pictures(run, setting, seeds, names)]
+        described = {"label_names": [], "seeds": {}, **partition.get(setting, {})}
+        names, seeds = described["label_names"], described["seeds"]
+        pictures = [(c, data_uri(path)) for c, path in _pictures(run, setting, seeds, names)]
         found.append({"setting": setting, "pictures": pictures, "names": names, "seeds": seeds})
     return {"sections": found}
 
@@ -165,7 +151,7 @@ def _pictures(
 ) -> list[tuple[str, Path]]:
     """Draw the plots of a setting; returns captions and paths."""
     stem = str(run.folder / "plots" / (re.sub(r"\W+", "-", setting) or "run"))
-    own: list[Row] = [row for row in run.rows if setting_of(row) == setting]
+    own = [row for row in run.rows if setting_of(row) == setting]
     aligned = [row for row in run.alignment if setting_of(row) == setting and "before" in row]
     arms = list(dict.fromkeys(str(row["arm"]) for row in own))
     pictures = []
@@ -187,9 +173,6 @@ def _pictures(
 @PAGE.section
 def repeat(run: RunResults) -> Values:
     """The command, the configurations and the versions."""
-    config = run.json("config.json")
-    return {
-        "command": config.get("command"),
-        "settings": config.get("settings", []),
-        "versions": run.json("versions.json"),
-    }
+    config, versions = run.objects["config.json"], run.objects["versions.json"]
+    settings = config.get("settings", [])
+    return {"command": config.get("command"), "settings": settings, "versions": versions}

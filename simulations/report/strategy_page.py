@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class StrategyResults:
 
 
 def write_strategy_report(report: Path, out: Path | None = None, metrics: Path | None = None) -> Path:
-    """Write the page of a ``report_path`` of ``FedRot`` or ``Aligned``; returns the page's path.
+    """Write the page of the report rows of ``FedRot`` or ``Aligned``; returns the page's path.
 
     It shows the heat map of the alignment, the lost replies by client and reason, and the metrics by
     round. An unfinished last line is left out.
@@ -38,7 +38,7 @@ def write_strategy_report(report: Path, out: Path | None = None, metrics: Path |
     Args:
         report: JSON lines that the strategy wrote.
         out: the page; beside the report, with its name and ``.html``, if None.
-        metrics: the strategy's ``metrics_path``; ``metrics.jsonl`` beside the report, if there is one.
+        metrics: the strategy's file of metrics; ``metrics.jsonl`` beside the report, if there is one.
 
     Raises:
         ValueError: a strategy does not write such files.
@@ -46,7 +46,7 @@ def write_strategy_report(report: Path, out: Path | None = None, metrics: Path |
     """
     rows = _checked(report, ("round",))
     if all("stage" in row for row in rows):
-        raise ValueError(f"'{report}' is what metrics_path received; give the file of report_path.")
+        raise ValueError(f"'{report}' holds metrics; give the file of Reporting(rows=...).")
     # An earlier run's files carry the same number: alignment.1.jsonl and metrics.1.jsonl.
     number = next((s for s in report.suffixes[:-1] if s[1:].isdecimal()), "")
     beside = report.with_name(f"{Path(BESIDE).stem}{number}{Path(BESIDE).suffix}")
@@ -64,9 +64,7 @@ PAGE: HtmlPage[StrategyResults] = HtmlPage()
 def removed(of: StrategyResults) -> Values:
     """The heat map of the alignment."""
     aligned = [row for row in of.rows if "before" in row]
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder) / "alignment.png"
-        drawn = aligned and data_uri(heat_map.alignment_plot(picture, aligned))
+    drawn = aligned and _drawn(heat_map.alignment_plot, aligned)
     rounds = len({row["round"] for row in of.rows})
     return {"rounds": rounds, "heat_map": drawn, "caption": heat_map.CAPTION}
 
@@ -95,18 +93,15 @@ def failed(of: StrategyResults) -> Values | None:
 
 @PAGE.section
 def metrics(of: StrategyResults) -> Values | None:
-    """Metrics by round: curves, and values that never change."""
+    """Curves of the metrics that change, values of those that never do."""
     series = _series(of.stages)
     same = {name: next(iter(s.values())) for name, s in series.items() if len(set(s.values())) == 1}
     changing = {name: s for name, s in series.items() if name not in same}
-    if not changing:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        curves = data_uri(rounds_plot(Path(folder) / "metrics.png", changing))
-    return {"metrics": curves, "constant": [f"{name} = {value:g}" for name, value in same.items()]}
+    constant = [f"{name} = {value:g}" for name, value in same.items()]
+    return {"metrics": _drawn(rounds_plot, changing), "constant": constant} if changing else None
 
 
-def _series(stages: Iterable[Row]) -> Mapping[str, dict[int, float]]:
+def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:
     """Return the metrics by name and round; a list becomes a metric per entry."""
     series: dict[str, dict[int, float]] = {}
     for row in stages:
@@ -117,6 +112,11 @@ def _series(stages: Iterable[Row]) -> Mapping[str, dict[int, float]]:
                 of = series.setdefault(f"{row['stage']}/{own}", {})
                 of[int(row["round"])] = math.nan if number is None else float(number)
     return series
+
+
+def _drawn(plot: Callable[[Path, Any], Path], values: Any) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return data_uri(plot(Path(folder) / "plot.png", values))
 
 
 def _checked(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:

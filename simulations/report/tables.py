@@ -95,14 +95,27 @@ def number_style(*values: float, decimals: int = 3) -> str:
 
 
 def terminal_table(
-    title: str, columns: Iterable[str], texts: Container[str] = (), caption: str | None = None
+    title: str,
+    columns: Iterable[str],
+    texts: Container[str] = (),
+    caption: str | None = None,
+    fold: bool = False,
 ) -> Table:
-    """Return an empty table; columns of ``texts`` are left-aligned and not wrapped."""
+    """Return an empty table; columns of ``texts`` are left-aligned.
+
+    They are not wrapped, so that a narrow terminal cuts them, unless long cells are to ``fold``.
+    """
     from rich.table import Table
 
-    table = Table(title=title, caption=caption)
+    table = Table(title=title, caption=caption, title_justify="left" if fold else "center")
     for name in columns:
-        table.add_column(name, justify="left" if name in texts else "right", no_wrap=name in texts)
+        text = name in texts
+        table.add_column(
+            name,
+            justify="left" if text else "right",
+            no_wrap=text and not fold,
+            overflow="fold" if fold else "ellipsis",
+        )
     return table
 
 

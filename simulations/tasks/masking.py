@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

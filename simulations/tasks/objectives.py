@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from fedrot.simulations.config import SimulationConfig, TaskName
+from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.encoding import Encoded, EncodedTags
 from fedrot.simulations.data.readers import IMAGE, TAGGED, TEXT, Reader
 from fedrot.simulations.data.tagged import TagData
-from fedrot.simulations.data.texts import DataSet, evaluate_predictions
 from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.masking import IGNORED
 from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
-from fedrot.simulations.tasks.scores import Kind, entity_scores
+from fedrot.simulations.tasks.scores import Kind, entity_scores, evaluate_predictions
 
 __all__ = [
     "OBJECTIVES",

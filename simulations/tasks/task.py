@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.encoding import Encoded
 from fedrot.simulations.data.partition import parse_partition, split_clients
-from fedrot.simulations.data.texts import DataSet
 from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective
 
 

@@ -1,4 +1,4 @@
-"""A run's metrics as they come: lines of JSON, and TensorBoard's scalars."""
+"""``MetricsLog``: the metrics of a run as JSON lines and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from fedrot._io import append_rows
 from fedrot.errors import FedrotError
-from fedrot.strategies.resume.loop import Evaluate, begin_rows
+from fedrot.strategies.reporting.rows import begin_rows
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-#: What a round's metrics are of: training and evaluation at the clients, ``evaluate_fn`` at the server.
+#: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the server.
 TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
+
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class MetricsLog:
-    """Writes the metrics of every round and stage as soon as they are known.
+    """Writes the metrics of every round and stage at once, so that a killed run keeps them.
 
-    Each is one line ``{"round": 1, "stage": "train", "seconds": 2.5, "metrics": {...}}`` with the
-    seconds since the run, or its continuation, started; a number that is not finite is null. In
-    TensorBoard the same numbers are scalars ``train/NAME``, or ``train/NAME/0`` and so on where they are
-    a list. A stage without metrics has no line. What was written stays if the run is killed right after.
+    A stage with metrics is one line ``{"round": 1, "stage": "train", "seconds": 2.5, "metrics": {...}}``
+    with the seconds since the run was started or resumed. Numbers that are not finite are null. In
+    TensorBoard the same numbers are scalars ``train/NAME``, and ``train/NAME/0`` and so on for a list.
 
     Args:
         path: the JSON-lines file that is appended to, or None.
         tensorboard: the folder for TensorBoard's event files, or None.
 
     Raises:
-        FedrotError: TensorBoard is asked for and is not installed.
+        FedrotError: ``tensorboard`` is given, and the package is not installed.
     """
 
     def __init__(self, path: str | Path | None = None, tensorboard: str | Path | None = None) -> None:
@@ -74,26 +75,25 @@ class MetricsLog:
             self._writer.flush()
 
     def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
-        """Return the server's evaluation such that what it returns is written, too."""
+        """Return the server's evaluation function, extended so that its metrics are written."""
         if evaluate is None or (self.path is None and self.tensorboard is None):
             return evaluate
-        given: Callable[[int, ArrayRecord], MetricRecord | None] = evaluate
 
         def written(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-            metrics = given(number, arrays)
+            metrics = evaluate(number, arrays)
             self.write(number, SERVER, metrics)
             return metrics
 
         return written
 
     def begin(self, after_round: int | None) -> None:
-        """Make the file ready for a run, see ``begin_rows``; TensorBoard forgets what happens again."""
+        """Prepare the file for a run, see ``begin_rows``; TensorBoard drops rounds that are repeated."""
         begin_rows((self.path,), after_round)
         self._purge_step = None if after_round is None else after_round + 1 if after_round else 0
 
 
 def _summary_writer() -> type[SummaryWriter]:
-    # Only with the package 'tensorboard', which takes seconds to import.
+    # Imported late: the package 'tensorboard' is optional and takes seconds to import.
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, each of them there as a whole or not at all."""
+"""``Checkpoints``: a folder of checkpoints, each of which is complete or absent."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.j
 _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-#: The folders locked by this process: its own locks do not exclude each other.
+#: The folders locked by this process: the system's locks exclude other processes only.
 _HELD: set[Path] = set()
 _PACKAGES = ("fedrot", "flwr", "torch", "numpy")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The end of a round: the global model, the result so far, and the encoded state of the run.
+    """The end of a round: the global model, the result so far, and the state of the run.
 
-    ``state`` and ``state_arrays`` are for ``RunState.restore`` and ``restore_random``.
+    ``state`` and ``state_arrays`` are arguments of ``RunState.restore`` and ``restore_random``.
     """
 
     folder: Path
@@ -63,14 +63,14 @@ class Checkpoint:
 class Checkpoints:
     """Writes and reads the checkpoints of one run, ``folder/round-000001`` and so on.
 
-    A checkpoint is a folder of three files. ``model.safetensors`` is the global model under its own
-    names, ``state.safetensors`` holds the other arrays, ``checkpoint.json`` all the rest: the metrics
-    of all rounds, the plain state, how every tensor was encoded on the wire, the versions, and SHA-256
-    of the two files and of itself.
+    A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
+    names, ``state.safetensors`` with the arrays of the run's state, and ``checkpoint.json`` with the
+    metrics of all rounds, the other state, each tensor's encoding on the wire, the versions, and the
+    SHA-256 digests of all three.
 
     Args:
         folder: made when the first checkpoint is written.
-        keep: how many checkpoints stay.
+        keep: the number of newest checkpoints that stay.
 
     Raises:
         FedrotError: ``keep`` is less than 1.
@@ -83,19 +83,19 @@ class Checkpoints:
         self.keep = keep
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a checkpoint, good or not, in order."""
+        """Return the rounds that have a checkpoint, valid or damaged, in order."""
         if not self.folder.is_dir():
             return []
         names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def used(self) -> bool:
-        """Return whether a run has ever written here, or was about to."""
+        """Return whether a run has ever locked the folder to write there."""
         return (self.folder / _LOCK).exists()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make the folder, let nobody else write there, and clear away what a killed run left.
+        """Make and lock the folder, and remove the unfinished checkpoint of a killed run.
 
         Raises:
             FedrotError: another run is writing there.
@@ -107,19 +107,19 @@ class Checkpoints:
             yield
 
     def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
-        """Write the checkpoint of a round, and then remove those beyond the last ``keep``.
+        """Write the checkpoint of a round, then remove all but the newest ``keep``.
 
-        One process at a time may do so: call it inside ``writing``.
+        Call it inside ``writing``.
 
         Raises:
-            FedrotError: it cannot be written, and nothing of it is left, or old ones cannot be removed.
+            FedrotError: it cannot be written, and nothing of it is left; or old ones cannot be removed.
         """
         target = self._path(number)
         temporary = self.folder / f".writing-{target.name}"
         try:
             temporary.mkdir()
             _write(temporary, number, arrays, result, state)
-            if target.exists():  # Damaged, or the run would have gone on after it.
+            if target.exists():  # Damaged: otherwise the run would have resumed after it.
                 shutil.rmtree(target)
             temporary.rename(target)
             sync(self.folder)
@@ -135,10 +135,10 @@ class Checkpoints:
         return target
 
     def newest(self) -> Checkpoint:
-        """Return the newest checkpoint that is whole, and warn of every newer one that is not.
+        """Return the newest valid checkpoint, and warn about each newer one, which is damaged.
 
         Raises:
-            FedrotError: there is none, or it was written by another version of this format.
+            FedrotError: there is none, or it is of another version of this format.
         """
         for number in reversed(self.rounds()):
             try:
@@ -157,7 +157,7 @@ class Checkpoints:
 
 
 class _DamagedError(Exception):
-    """What is wrong with a checkpoint."""
+    """A checkpoint is not as it was written."""
 
 
 def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> None:
@@ -169,7 +169,7 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
         "versions": _versions(),
         "round": number,
         "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
-        # Without a good round a result holds no model.
+        # The result holds no model if every round so far has failed.
         "trained": bool(result.arrays),
         "arrays": layouts,
         "state": encoded,
@@ -181,7 +181,7 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
         json.dumps({"checkpoint": about, "sha256": _json_digest(about)}) + "\n", encoding="utf-8"
     )
     for name in (_MODEL, _STATE, _ABOUT):
-        # safetensors lets nobody else read its files, whatever the umask.
+        # safetensors makes its files private, whatever the umask.
         (folder / name).chmod((folder / _ABOUT).stat().st_mode)
         sync(folder / name)
     sync(folder)
@@ -204,7 +204,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself, if all of it is as it was written."""
+    """Return the contents of ``checkpoint.json``, if all digests are right."""
     try:
         written = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         about: dict[str, Any] = written["checkpoint"]
@@ -221,7 +221,7 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return a model's tensors as safetensors takes them, and what else its arrays consist of.
+    """Return a model's tensors for safetensors, and the other data of its arrays.
 
     An array that is no tensor is kept as its bytes.
     """
@@ -237,10 +237,10 @@ def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[
         if array.stype == TIED:
             layout["data"] = array.data.decode("latin-1")
         else:
-            # What is in front of the values: the npy header.
+            # The npy header, in front of the values.
             layout["header"] = array.data[: len(array.data) - tensor.nbytes].decode("latin-1")
             layout["reversed"] = not tensor.is_contiguous()
-        # safetensors wants no two tensors in one memory.
+        # safetensors refuses tensors that share memory.
         memory = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
         layouts[name] = layout
@@ -276,7 +276,7 @@ def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str,
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which ends with the process at the latest; children do not inherit it."""
+    """Hold a folder's lock; it ends with the process, and child processes do not inherit it."""
     import fcntl
 
     place = folder.resolve()
@@ -287,7 +287,7 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                log(WARNING, "Nothing keeps other runs from writing to '%s' too: %s", folder, error)
+                log(WARNING, "'%s' cannot be locked against other runs: %s", folder, error)
             else:
                 file.seek(0)
                 raise FedrotError(
@@ -318,7 +318,7 @@ def _versions() -> dict[str, str]:
 
 
 def _compare(written: Mapping[str, str]) -> None:
-    """Say in which versions the run went on so far, where they are not this one's."""
+    """Log the versions that have changed since the checkpoint was written."""
     here = _versions()
     changed = [
         f"{name} {then} -> {here.get(name)}" for name, then in written.items() if here.get(name) != then

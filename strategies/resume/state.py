@@ -1,4 +1,4 @@
-"""What a run has learned besides its model: the strategy's own state, changed settings, randomness."""
+"""``RunState``: the state of a run beside its model, for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,48 +12,31 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord
 from flwr.common import log
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAdagrad,
-    FedAdam,
-    FedYogi,
-    QFedAvg,
-    Strategy,
-)
+from flwr.serverapp.strategy import Strategy
 
 from fedrot.errors import FedrotError
+from fedrot.strategies.flower_compat import transient_attributes
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 
-#: A class attribute of strategies: the names of their attributes that checkpoints leave out.
+#: Name of a strategy's class attribute: the names of attributes that checkpoints leave out.
 LEFT_OUT = "not_in_checkpoints"
-
-#: These remember the broadcast model, as ``current_arrays``, and do so anew in every round.
-_REMEMBER_THE_BROADCAST = (
-    FedAdagrad,
-    FedAdam,
-    FedYogi,
-    QFedAvg,
-    DifferentialPrivacyServerSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-)
 
 
 class RunState:
-    """The state of one run outside its model, found by walking over the strategy's attributes.
+    """The state of a run beside its model, read from the strategy's attributes.
 
-    Saved are, of the strategy and of strategies that it wraps in attributes,
+    It contains, for the strategy and for strategies in its attributes:
 
     * attributes that hold arrays, tensors or Flower records, alone or in lists and dictionaries;
-    * attributes of plain values, if they changed since the run started, so that what did not change
-      can be set otherwise when the run is resumed;
-    * the state of random generators and of whatever else has ``state_dict`` and ``load_state_dict``
-      (modules, optimizers, privacy accountants); these objects stay, and their state is set;
+    * attributes of plain values that changed since the run started; unchanged ones may be set anew
+      when the run is resumed;
+    * the state of random generators and of objects with ``state_dict`` and ``load_state_dict``
+      (modules, optimizers, privacy accountants), which is loaded into the objects that are there.
 
-    then the entries of the training and evaluation configuration that changed, and the state of the
-    global random generators of Python, NumPy and torch (CPU). Attributes named in the class attribute
-    ``not_in_checkpoints`` of any class of the strategy are left out. So is every other object, with a
-    warning if it is seen to be state.
+    It also contains the changed entries of the training and evaluation configuration, and the global
+    random generators of Python, NumPy and torch (CPU). Attributes named in ``not_in_checkpoints`` of
+    any class of the strategy are left out. Other objects are left out with a warning if they look like
+    state.
     """
 
     def __init__(
@@ -68,7 +51,7 @@ class RunState:
         self._warned: set[tuple[str, str]] = set()
 
     def encoded(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the state as JSON; its numbers in bulk go into ``arrays``."""
+        """Return the state as JSON values; arrays are put into ``arrays``."""
         found: list[tuple[str, str, dict[str, Any]]] = []
         for (where, name), value in self._entries():
             access, path, known = _access(value), f"{where}.{name}", len(arrays)
@@ -88,10 +71,10 @@ class RunState:
         }
 
     def restore(self, saved: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Set everything but the global random generators to what ``encoded`` returned.
+        """Restore the state that ``encoded`` returned, but for the global random generators.
 
         Raises:
-            FedrotError: another strategy was saved, or one that wraps others.
+            FedrotError: the state is of another strategy, or of one that wraps other strategies.
         """
         ours = type(self._strategy).__qualname__
         if saved["strategy"] != ours:
@@ -102,7 +85,7 @@ class RunState:
             )
         holders = self._holders()
         for where, name, entry in saved["entries"]:
-            holder = holders.get(where)
+            holder, _ = holders.get(where, (None, None))
             access = _access(holder.get(name)) if holder is not None else None
             if holder is None or ("within" in entry and access is None):
                 raise FedrotError(
@@ -114,26 +97,23 @@ class RunState:
             else:
                 holder[name] = decode(entry["value"], arrays)
 
-    def _holders(self) -> dict[str, MutableMapping[str, Any]]:
-        """Return what holds state, by path: attributes of strategies, entries of configurations."""
+    def _holders(self) -> dict[str, tuple[MutableMapping[str, Any], frozenset[str]]]:
+        """Return the mappings that hold state, by path, each with the names that are left out."""
         strategies = _strategies(self._strategy, "strategy", set())
-        return {path: vars(strategy) for path, strategy in strategies} | self._configs
+        attributes = {path: (vars(strategy), _left_out(strategy)) for path, strategy in strategies}
+        return attributes | {path: (config, frozenset()) for path, config in self._configs.items()}
 
     def _entries(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        out = {
-            path: _left_out(strategy)
-            for path, strategy in _strategies(self._strategy, "strategy", set())
-        }
-        for where, holder in self._holders().items():
+        for where, (holder, left_out) in self._holders().items():
             for name, value in list(holder.items()):
-                if name not in out.get(where, ()) and not isinstance(value, Strategy):
+                if name not in left_out and not isinstance(value, Strategy):
                     yield (where, name), value
 
     def _at_start(self, where: str, name: str) -> str | None:
         return self._start.get((where, name), (None, None))[1]
 
     def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
-        """Warn once of what is not saved but looks like state."""
+        """Warn once about an attribute that is not saved and looks like state."""
         replaced = key not in self._start or self._start[key][0] is not value
         looks_like_state = replaced or isinstance(value, Collection) or _access(value) is not None
         if looks_like_state and key not in self._warned:
@@ -142,7 +122,7 @@ class RunState:
 
 
 def restore_random(saved: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Set the global random generators to what ``RunState.encoded`` found."""
+    """Restore the global random generators from what ``RunState.encoded`` returned."""
     states = decode(saved["random"], arrays)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -158,7 +138,7 @@ def _global_random() -> dict[str, Any]:
 
 
 def _strategies(strategy: Strategy, path: str, seen: set[int]) -> Iterator[tuple[str, Strategy]]:
-    """Yield a strategy and those that it holds in attributes, each with its path."""
+    """Yield a strategy and the strategies in its attributes, each with its path."""
     if id(strategy) in seen:
         return
     seen.add(id(strategy))
@@ -170,13 +150,11 @@ def _strategies(strategy: Strategy, path: str, seen: set[int]) -> Iterator[tuple
 
 def _left_out(strategy: Strategy) -> frozenset[str]:
     names = {name for kind in type(strategy).__mro__ for name in vars(kind).get(LEFT_OUT, ())}
-    if isinstance(strategy, _REMEMBER_THE_BROADCAST):
-        names.add("current_arrays")
-    return frozenset(names)
+    return transient_attributes(strategy) | names
 
 
 def _plain(value: Any) -> str | None:
-    """Return a plain value as JSON; None for what is not plain."""
+    """Return a plain value as JSON; None for any other value."""
     arrays: dict[str, np.ndarray] = {}
     try:
         encoded = json.dumps(encode(value, "", arrays))
@@ -186,7 +164,7 @@ def _plain(value: Any) -> str | None:
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return how the state inside an object is read and set, None if it has none of its own."""
+    """Return the functions that read and set an object's state; None if it has no state."""
     if isinstance(value, type):
         return None
     if isinstance(value, random.Random):
@@ -198,15 +176,13 @@ def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None
         return lambda: value.get_state(legacy=False), value.set_state
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
-    if callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    ):
+    if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return lambda: _plain_dicts(value.state_dict()), value.load_state_dict
     return None
 
 
 def _plain_dicts(state: Any) -> Any:
-    """Return a state without the subclasses of dict and Tensor that modules use."""
+    """Return a state with plain dicts and tensors in place of the subclasses that modules use."""
     if isinstance(state, dict):
         return {name: _plain_dicts(value) for name, value in state.items()}
     return state.detach() if isinstance(state, torch.Tensor) else state

@@ -1,4 +1,4 @@
-"""Python values as JSON and NumPy arrays, and back with the same bits."""
+"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, and back with the same bits."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
-#: Kinds of numbers that safetensors has: booleans, integers and floats, of up to eight bytes.
+#: NumPy type codes that safetensors supports: booleans, integers and floats of up to eight bytes.
 _NUMBERS = "?bBhHiIlLqQefd"
 _RECORDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
 
 
 class UnknownValueError(TypeError):
-    """A value, or a part of it, is of a type that cannot be written."""
+    """A value, or a part of it, has a type that cannot be encoded."""
 
 
 def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    """Return a value as what ``json`` writes, putting its numbers in bulk into ``arrays``.
+    """Return a value as JSON values, and put its arrays into ``arrays``.
 
-    Known are None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors, Flower's
-    ``Array`` and records, and lists, tuples, sets and dictionaries of these. Every list is JSON's own,
-    everything that JSON lacks is an object with one key, its kind.
+    Supported are None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors, Flower's
+    ``Array`` and records, and lists, tuples, sets and dictionaries of these. A type that JSON lacks
+    becomes an object with one key, the name of the type.
 
     Args:
-        value: what to write. Arrays and tensors are not copied if their layout allows.
-        path: what the value is called, for the names in ``arrays``.
+        value: the value. Arrays and tensors are not copied if their layout allows it.
+        path: name of the value, for the names in ``arrays``.
         arrays: receives every array under a name of its own.
 
     Raises:
-        UnknownValueError: the value is of another type; no subclass is taken for its base.
+        UnknownValueError: the value is of another type; a subclass counts as another type.
     """
 
     def keep(array: np.ndarray) -> str:
@@ -72,7 +72,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     if kind is np.ndarray:
         if value.dtype.char not in _NUMBERS or not value.dtype.isnative:
             return {"npy": keep(np.frombuffer(_npy(value), np.uint8))}
-        # How an array lies in memory decides in which order its numbers are summed.
+        # The memory layout is kept: it decides the order in which NumPy sums the numbers.
         if value.flags.f_contiguous and not value.flags.c_contiguous:
             return {"transposed": keep(value.T)}
         return {"ndarray": keep(np.asarray(value, order="C"))}
@@ -84,7 +84,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Return what ``encode`` was given; arrays own their memory and can be written to."""
+    """Return the value that ``encode`` was given; its arrays own their memory and are writable."""
     if isinstance(value, list):
         return [decode(item, arrays) for item in value]
     if not isinstance(value, dict):

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 from flwr.app import Message, Metadata, RecordDict
 from flwr.common import log
+from flwr.serverapp import Grid
 
+from fedrot.collect.statistic_kinds import brings, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import brings, check_statistics
+from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.wire.records import model_records, read_statistics, statistics_bytes
@@ -47,6 +49,11 @@ class Asked:
     def anybody(self) -> bool:
         """True if a message was sent."""
         return bool(self._metadata)
+
+    def sent_by(self, grid: Grid | None) -> Asked:
+        """Return what a grid has sent: a subclass may have sent other messages than it was given."""
+        sent = grid.sent if isinstance(grid, LazyGrid) else []
+        return Asked(sent, self.clients) if sent else self
 
     def answers(self) -> Answers:
         """Return a new account for one round."""

@@ -1,8 +1,7 @@
-"""Alignment layer by layer: an accelerator holds two layers at a time, however many the model has.
+"""Alignment of an update on a GPU layer by layer, with the copies from the host in the background.
 
-Groups that share no tensor do not know of each other, so a model is aligned part by part: the groups of
-a layer with what they act on, and packets of the tensors that stay as they are. While one part is being
-aligned the next one is on its way: through pinned memory, on a stream of its own.
+Groups that share no tensor are independent of each other. So a model is split into parts, and the GPU
+aligns one part while the next one is copied: it holds two layers at a time, whatever the model's depth.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import Tensors, check_update
 
-#: Tensors of a packet start at multiples of so many bytes, which every dtype and vector load can take.
+#: Tensors in a packet start at multiples of this many bytes: aligned for every dtype and vector load.
 _ALIGNED = 256
 
 
 @dataclass(frozen=True)
 class AlignedPart:
-    """Some of an update's tensors, moved, on the device; and the alignment of them alone."""
+    """The moved tensors of one part of an update, on the device, and their alignment."""
 
     tensors: dict[str, Tensor]
     alignment: Alignment
 
 
 def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tuple[Symmetry, ...]:
-    """Split what is aligned into parts that share no tensor, each a symmetry of its own.
+    """Split a model into parts that share no tensor, each a symmetry of its own.
 
-    A part is what the chosen groups of a layer act on, together with all that they are connected to: the
-    whole model where the residual stream is matched. What no chosen group acts on comes in packets
-    without groups, no larger than the largest layer unless a single tensor is.
+    A part holds the tensors that the chosen groups of a layer act on, and all parts connected to it by a
+    tensor: the whole model if the residual stream is matched. Tensors without a chosen group come in
+    packets without groups. A packet is no larger than the largest layer, unless one tensor is.
     """
     options = options or AlignmentOptions()
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
@@ -89,46 +88,55 @@ def align_by_layer(
 ) -> Iterator[AlignedPart]:
     """Align an update on a device, and yield its parts there one after the other.
 
-    The device holds the part that was yielded last, with what it is computed from, and the next one. The
+    The device holds the part that was yielded last, with the anchor's tensors, and the next one. The
     parts together are ``align(...).apply(update)``, and their reports ``merged_report``.
 
     Args:
-        update: the client's tensors, where they are; read once.
-        anchor: as in ``align``; on the device or elsewhere.
+        update: the client's tensors, on any device; each is read once.
+        anchor: as in ``align``; on any device.
         symmetry: from ``symmetry_of``.
         options: see ``AlignmentOptions``.
         device: where to compute.
 
     Raises:
-        UpdateError: see ``align``. What is wrong with names and shapes is said before the first part.
+        UpdateError: see ``align``. Names and shapes are checked before the first part.
     """
     options = options or AlignmentOptions()
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     for tensors in (update, anchor.tensors):
         check_update(tensors, symmetry.shapes)
     parts = parts_of(symmetry, options)
-    # What is only passed through needs no anchor.
+    # Packets without groups stay as they are and need no anchor.
     wanted = [
         [(update, name) for name in part.shapes]
         + [(anchor.tensors, name) for name in part.shapes if part.groups or part.redundant_biases]
         for part in parts
     ]
-    copies = brought(wanted, torch.device(device))
-    # Not in a zip, which keeps what it gave until it has the next.
+    copies = copied(wanted, torch.device(device))
     for part in parts:
-        found = next(copies)
-        ours = dict(zip(part.shapes, found, strict=False))
-        theirs = dict(zip(part.shapes, found[len(ours) :] or found, strict=True))
-        del found
-        alignment = align(ours, replace(anchor, tensors=theirs), part, options)
-        del theirs
-        ours = alignment.apply(ours)
-        yield AlignedPart(ours, alignment)
-        del ours, alignment
+        # No variable here holds a part: it would live until the next one is aligned.
+        yield _aligned_part(part, copies, anchor, options)
+
+
+def _aligned_part(
+    part: Symmetry, copies: Iterator[list[Tensor]], anchor: Anchor, options: AlignmentOptions
+) -> AlignedPart:
+    ours, alignment = _matched_part(part, copies, anchor, options)
+    return AlignedPart(alignment.apply(ours), alignment)
+
+
+def _matched_part(
+    part: Symmetry, copies: Iterator[list[Tensor]], anchor: Anchor, options: AlignmentOptions
+) -> tuple[dict[str, Tensor], Alignment]:
+    """Return the update's tensors and their alignment; the anchor's tensors are released."""
+    found = next(copies)
+    ours = dict(zip(part.shapes, found, strict=False))
+    theirs = dict(zip(part.shapes, found[len(ours) :] or found, strict=True))
+    return ours, align(ours, replace(anchor, tensors=theirs), part, options)
 
 
 def merged_report(parts: Iterable[AlignmentReport], symmetry: Symmetry) -> AlignmentReport:
-    """Return the report of a whole model from those of its parts, groups in the model's order."""
+    """Return the report of a whole model from those of its parts, with groups in the model's order."""
     given = list(parts)
     rows = {row.group: row for report in given for row in report.groups}
     return AlignmentReport(
@@ -149,17 +157,15 @@ def fold_by_layer(
     device: torch.device | str = "cpu",
     statistics: Statistics | None = None,
 ) -> AlignmentReport:
-    """Align an update on a device and fold it into a mean that is held there, layer by layer.
+    """Align an update on a device, and add it to a mean that is held there, layer by layer.
 
-    ``anchor`` may be the mean's own tensors. Check that the update is finite before (``check_finite``):
-    what has been folded in stays there.
-
-    Where there are statistics of what moves, they may not be able to follow, which is known only at the
-    end: such an update goes to the device as a whole.
+    ``anchor`` may be the mean's own tensors. Check before that the update is finite (``check_finite``):
+    layers that were added cannot be taken back. An update with statistics of tensors that move goes to
+    the device as a whole: only its whole alignment shows whether the statistics can follow.
 
     Raises:
-        UpdateError: see ``align`` and ``Mean.add``. Nothing has been folded in then.
-        FedrotError: see ``Alignment.transport``. Nothing has been folded in then.
+        UpdateError: see ``align`` and ``Mean.add``. The mean is unchanged.
+        FedrotError: see ``Alignment.transport``. The mean is unchanged.
     """
     options = options or AlignmentOptions()
     mean.check(update, weight, statistics)
@@ -173,21 +179,21 @@ def fold_by_layer(
         return alignment.report
     reports: list[AlignmentReport] = []
 
-    def folded() -> Iterator[Tensors]:
-        for part in align_by_layer(update, anchor, symmetry, options, device):
-            reports.append(part.alignment.report)
-            yield part.tensors
-            del part
+    def reported(part: AlignedPart) -> Tensors:
+        reports.append(part.alignment.report)
+        return part.tensors
 
-    mean.fold_parts(folded(), weight, statistics)
+    # ``map`` keeps no part.
+    parts = map(reported, align_by_layer(update, anchor, symmetry, options, device))
+    mean.fold_parts(parts, weight, statistics)
     return merged_report(reports, symmetry)
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Return a device that tensors can be put on.
+    """Return the device.
 
     Raises:
-        FedrotError: they cannot.
+        FedrotError: tensors cannot be put on it.
     """
     try:
         found = torch.device(device)
@@ -200,28 +206,23 @@ def checked_device(device: torch.device | str) -> torch.device:
     return found
 
 
-#: Tensors by where they are found, read when their turn comes.
+#: The tensors of a part, each as a mapping and a name in it, which are looked up when they are copied.
 _Wanted = Sequence[tuple[Tensors, str]]
 
 
-def brought(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the parts' tensors on the device, the next part on its way where copies take time."""
+def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield each part's tensors on the device, and copy the next two parts meanwhile if it is a GPU."""
     if device.type != "cuda":
-        for wanted in parts:
-            yield [held[name].detach().to(device) for held, name in wanted]
+        for part in parts:
+            yield [held[name].detach().to(device) for held, name in part]
         return
     with ThreadPoolExecutor(1) as pool:
-        copies = _Copies(device, pool)
-        gathered: _Gathered | None = None
-        sent: _Sent | None = None
-        for part in (*parts, None, None):
-            now, sent = sent, copies.send(gathered) if gathered else None
-            gathered = copies.gather([held[name].detach() for held, name in part]) if part else None
-            if now is not None:
-                found = copies.received(now)
-                del now
-                yield found
-                del found
+        pipeline = _Pipeline(device, pool)
+        steps: list[_Wanted] = [*parts, (), ()]
+        for part in steps[:2]:
+            pipeline.advance(part)
+        for part in steps[2:]:
+            yield pipeline.advance(part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,29 +236,31 @@ class _Gathered:
     done: Future[None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """A part on its way to the device, in one piece."""
+class _Pipeline:
+    """Copies parts from the host's memory to a GPU in two steps, both in the background.
 
-    gathered: _Gathered
-    packet: Tensor
-
-
-class _Copies:
-    """Copies from the host's memory to a GPU in the background.
-
-    A part is gathered in pinned memory by a thread, and sent on a stream of its own. There are two
-    pinned buffers, which grow to the largest part: one is filled while the other one is being sent.
+    First a thread gathers the part in pinned memory; then a CUDA stream sends it in one packet. There
+    are two pinned buffers, which grow to the largest part: one is filled while the other one is sent.
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
         self._device, self._pool = device, pool
         self._stream = torch.cuda.Stream(device)
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._sent = [torch.cuda.Event(), torch.cuda.Event()]
+        self._free = [torch.cuda.Event(), torch.cuda.Event()]
         self._turn = 0
+        self._gathered: _Gathered | None = None
+        self._sent: tuple[_Gathered, Tensor] | None = None
 
-    def gather(self, tensors: list[Tensor]) -> _Gathered:
+    def advance(self, part: _Wanted) -> list[Tensor]:
+        """Gather a part, send the one before it, and return the one before that; empty at first."""
+        now, gathered = self._sent, self._gathered
+        self._sent = (gathered, self._send(gathered)) if gathered is not None else None
+        tensors = [held[name].detach() for held, name in part]
+        self._gathered = self._gather(tensors) if tensors else None
+        return self._received(*now) if now is not None else []
+
+    def _gather(self, tensors: list[Tensor]) -> _Gathered:
         """Begin to gather tensors; those that are on the device stay where they are."""
         turn, self._turn = self._turn, 1 - self._turn
         places, size = [], 0
@@ -272,39 +275,39 @@ class _Copies:
             for tensor, place in zip(tensors, places, strict=True)
             if tensor.device.type != self._device.type
         ]
-        done = self._pool.submit(_fill, self._sent[turn], held)
+        done = self._pool.submit(_fill, self._free[turn], held)
         return _Gathered(tensors, places, size, turn, done)
 
-    def send(self, gathered: _Gathered) -> _Sent:
-        """Begin to copy what was gathered."""
+    def _send(self, gathered: _Gathered) -> Tensor:
+        """Begin to copy the gathered tensors, and return the packet that receives them."""
         gathered.done.result()
         with torch.cuda.stream(self._stream):
             packet = self._buffers[gathered.turn][: gathered.size].to(self._device, non_blocking=True)
-            self._sent[gathered.turn].record(self._stream)
-        return _Sent(gathered, packet)
+            self._free[gathered.turn].record(self._stream)
+        return packet
 
-    def received(self, sent: _Sent) -> list[Tensor]:
-        """Return the tensors on the device; what is computed from them waits for the copy."""
-        gathered, stream = sent.gathered, torch.cuda.current_stream(self._device)
-        stream.wait_event(self._sent[gathered.turn])
-        # Its memory may go to another packet only when what is computed from it here is done.
-        sent.packet.record_stream(stream)
+    def _received(self, gathered: _Gathered, packet: Tensor) -> list[Tensor]:
+        """Return the tensors on the device; computations with them wait for the copy."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._free[gathered.turn])
+        # The packet's memory is used again only after the computations on this stream.
+        packet.record_stream(stream)
         return [
             tensor.to(self._device)
             if tensor.device.type == self._device.type
-            else _within(sent.packet, place, tensor)
+            else _within(packet, place, tensor)
             for tensor, place in zip(gathered.tensors, gathered.places, strict=True)
         ]
 
 
 def _within(packet: Tensor, place: int, like: Tensor) -> Tensor:
-    """Return the part of a packet of bytes that holds a tensor, as that tensor."""
+    """Return the bytes of a packet that hold a tensor, as that tensor."""
     stop = place + like.numel() * like.element_size()
     return packet[place:stop].view(like.dtype).view(like.shape)
 
 
 def _fill(free: torch.cuda.Event, held: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors to their places once what these held before has been sent."""
+    """Copy tensors to their places, once the buffer's last packet has been sent."""
     free.synchronize()
     with torch.no_grad():
         for tensor, place in held:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedrot.strategies.round.spill import Store, Stored
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits
+from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import STATISTICS, replace_changed
 
 
@@ -24,6 +24,11 @@ def plain(arrays: ArrayRecord) -> ArrayRecord:
         return arrays
     tensors = from_arrays(arrays)
     return replace_changed(arrays, tensors, tensors)
+
+
+def in_precision(arrays: ArrayRecord, wire: torch.dtype | None) -> ArrayRecord:
+    """Return arrays in the precision of the wire; None leaves them as they are."""
+    return arrays if wire is None else to_arrays(from_arrays(arrays), wire)
 
 
 def with_arrays(messages: Iterable[Message], before: ArrayRecord, after: ArrayRecord) -> list[Message]:

@@ -24,8 +24,8 @@ class Store:
             afterwards; None keeps the tensors in memory.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = Path(folder) if folder is not None else None
         self._open = ExitStack()
         self._own: Path | None = None
         self._count = 0

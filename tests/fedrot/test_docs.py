@@ -9,19 +9,48 @@ from typing import Any
 import pytest
 import torch
 
+from fedrot.aggregation import aggregations_table, registry
+from fedrot.collect.statistic_kinds import STATISTIC_KINDS, kinds_table
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (DOCS / "own-model.md").read_text(encoding="utf-8")
+def _executed(page: str, count: int) -> dict[str, Any]:
+    """Run the Python blocks of a page as one script, and return its names."""
+    text = (DOCS / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    assert len(blocks) == count
     torch.manual_seed(0)
-    scope: dict[str, Any] = {"__name__": "own_model"}
+    scope: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
-        exec(compile(block, "own-model.md", "exec"), scope)
+        exec(compile(block, page, "exec"), scope)
+    return scope
+
+
+def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = _executed("own-model.md", 4)
     printed = capsys.readouterr().out
     assert re.fullmatch(r"\d+ groups, largest change of an output: \S+\n", printed)
     assert 0 < scope["change"] <= 1e-9
     parts = {group.part for group in scope["symmetry"].groups}
     assert parts == {"residual", "heads", "attention", "rescale", "ffn"}
+
+
+def test_the_page_about_aggregations_lists_all_of_them() -> None:
+    text = (DOCS / "aggregation.md").read_text(encoding="utf-8")
+    assert aggregations_table() in text
+    assert kinds_table() in text
+
+
+def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+    monkeypatch.setattr("fedrot.collect.statistic_kinds.STATISTIC_KINDS", dict(STATISTIC_KINDS))
+    scope = _executed("aggregation.md", 3)
+    name = "bert.embeddings.word_embeddings.weight"
+    last = scope["model"].state_dict()[name]
+    merged = scope["merged"][name]
+    # Only the last client read token 3; nobody read token 0.
+    torch.testing.assert_close(merged[3], last[3])
+    torch.testing.assert_close(merged[0], scope["aggregator"].mean.result()[name][0])
+    first = 2 * scope["aggregator"].mean.result()[name] - last
+    torch.testing.assert_close(merged[2], (2 * first[2] + last[2]) / 3)

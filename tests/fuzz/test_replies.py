@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fedrot
 from fedrot.alignment import Alignment
+from fedrot.collect.statistic_kinds import check_statistics
 from fedrot.errors import UpdateError
-from fedrot.statistic_kinds import check_statistics
 from fedrot.strategies import statistics_record, to_arrays
 from fedrot.strategies.client_matching import ELEMENTS, read_answer
 from fedrot.strategies.round.inbox import Asked, Inbox

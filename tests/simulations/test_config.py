@@ -30,7 +30,7 @@ BAD_OPTIONS = {
     "too many classes per client": (["--partition", "pathological:99"], "99"),
     "partition column missing": (["--partition", "column:country"], "country"),
     "empty partition": (["--clients", "50", "--train-limit", "20"], "50"),
-    "no client": (["--clients", "0"], "clients"),
+    "no client": (["--clients", "0"], "Error in --clients:"),
     "unknown arm": (["--arms", "plain,rotated"], "rotated"),
     "unknown anchor": (["--arms", "attention@median"], "median"),
     "unknown aggregation": (["--arms", "aligned/median"], "regmean"),
@@ -49,11 +49,11 @@ BAD_OPTIONS = {
     "no data for entities": (["--task", "ner"], "no data come with the package for task 'ner'"),
     "no such entities": (["--task", "ner", "--data", "no_such_corpus"], "no_such_corpus"),
     "images of text": (["--task", "image", "--data", "goemotions_ekman"], "goemotions_ekman"),
-    "unknown start": (["--start", "cold"], "start"),
+    "unknown start": (["--start", "cold"], "Error in --start:"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
-    "no seed": (["--seeds", "0"], "seeds"),
+    "no seed": (["--seeds", "0"], "Error in --seeds:"),
     "odd heads": (["--width", "30", "--heads", "4"], "not a multiple"),
-    "learning rate": (["--lr", "0"], "lr"),
+    "learning rate": (["--lr", "0"], "Error in --lr:"),
     "late starters": (["--start", "different", "--fraction-train", "0.5"], "fraction_train 1"),
 }
 

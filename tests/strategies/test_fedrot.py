@@ -120,16 +120,18 @@ def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
     assert largest_difference(results[0], plain) > 0.05
 
 
-def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates() -> None:
+@pytest.mark.parametrize("canonical", [False, True])
+def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bool) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
-    strategy = FedRot(CONFIG, anchor="global")
+    options = fedrot.AlignmentOptions(canonical_biases=canonical)
+    strategy = FedRot(CONFIG, anchor="global", options=options)
     messages = broadcast(strategy, base)
     sent, weights = updates(base), [1, 5, 14]
     result, _ = strategy.aggregate_train(
         1, [reply(m, u, w, i) for i, (m, u, w) in enumerate(zip(messages, sent, weights, strict=True))]
     )
-    aligned = [fedrot.align(u, base, symmetry).apply(u) for u in sent]
+    aligned = [fedrot.align(u, base, symmetry, options).apply(u) for u in sent]
     for name, array in arrays_of(result).items():
         expected = sum(w * a[name].double() for w, a in zip(weights, aligned, strict=True)) / 20
         np.testing.assert_allclose(array, expected.numpy(), atol=1e-6)

@@ -116,7 +116,9 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
         ({"rows": "rows.jsonl", "metrics": Path("rows.jsonl")}, "one file, 'rows.jsonl'"),
         ({"spill": True}, "spill is True; give the folder"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
-        ({"aggregation": "regmean"}, r"aggregation=fedrot\.aggregation\.RegMean"),
+        ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
+        ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
+        ({"aggregation": "greedy"}, r"score"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:

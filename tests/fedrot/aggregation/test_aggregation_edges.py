@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean, check_statistics
+from fedrot.collect.statistic_kinds import transport_statistics
 from fedrot.research import OptimalTransport
-from fedrot.statistic_kinds import transport_statistics
 from fedrot.transport import Move
 from tests.fedrot.oracles import Array, seeded
 from tests.models import (

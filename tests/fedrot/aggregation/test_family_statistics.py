@@ -12,9 +12,9 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
+from fedrot.collect.statistic_kinds import INPUT_AXIS
 from fedrot.precision import Float64
 from fedrot.research import unit_statistics
-from fedrot.statistic_kinds import INPUT_AXIS
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.rotary_actions import RotaryPhases

@@ -28,9 +28,9 @@ def test_the_barrier_of_a_parabola() -> None:
     assert barrier.positions[0] == 0
     assert barrier.positions[-1] == 1
     assert barrier.barrier == pytest.approx(-0.0025 + 2.5, abs=1e-6)
-    assert barrier.height_at(0.5) == pytest.approx(-0.25 + 2.5, abs=1e-6)
+    assert barrier.at(0.5)["loss"] == pytest.approx(-0.25, abs=1e-6)
     assert barrier.at(0.5) == pytest.approx({"accuracy": -0.5, "loss": -0.25})
-    assert barrier.height_at(0) == pytest.approx(1.5)
+    assert barrier.at(0)["loss"] == pytest.approx(-1)
     assert barrier.above_ends == pytest.approx(-0.0025 + 1, abs=1e-6)
     assert loss_barrier(square, ONE, OTHER, points=4).barrier == pytest.approx(2.5, abs=1e-6)
 
@@ -39,7 +39,7 @@ def test_a_valley_has_the_barrier_of_its_higher_end() -> None:
     barrier = loss_barrier(lambda state: {"loss": float(state["x"]) ** 2}, ONE, OTHER)
     assert barrier.barrier == pytest.approx(4 - 2.5)
     assert barrier.above_ends == 0
-    assert barrier.height_at(0.35) == pytest.approx(0.0025 - 2.5, abs=1e-6)
+    assert barrier.at(0.35)["loss"] == pytest.approx(0.0025, abs=1e-6)
     assert loss_barrier(lambda _: {"loss": 3.0}, ONE, OTHER).barrier == 0
 
 

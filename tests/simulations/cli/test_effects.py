@@ -27,7 +27,7 @@ IDLE = {
         "--text-column and --label-column have an effect only with --data. Leave them out."
     ),
     "merge a b --dry-run --max-length 9": "--max-length has an effect only with --data",
-    "merge a b --dry-run --parts none --layers 0": "--layers has an effect only where something is",
+    "merge a b --dry-run --parts none --layers 0": "--layers has an effect only on aligned parts",
     "merge . . --dry-run --config c": "--config has an effect only on bare .safetensors files",
     "simulate --out o --model m --layers 2": "--layers has an effect only on a small model from scratch",
     "simulate --out o --model m --width 8": "--width has an effect only on a small model",

@@ -15,8 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedrot.simulations.data import sources
-from fedrot.simulations.data.texts import DataError, evaluate_predictions, labels_of, load_text_data
+from fedrot.simulations.data.labels import labels_of
+from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.texts import load_text_data
 from fedrot.simulations.data.tokenizer import SPECIAL_TOKENS, bundled_tokenizer, train_wordpiece
+from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
 
 EMOTIONS = ("anger", "disgust", "fear", "joy", "sadness", "surprise", "neutral")
@@ -190,11 +193,19 @@ def test_a_hub_data_set_keeps_its_class_names(monkeypatch: pytest.MonkeyPatch) -
         (
             {"text": ["a", "b"], "label": [0, 1]},
             {"text_column": "body"},
-            "no column 'body'.*text, label",
+            "no text column 'body'; columns are text, label",
         ),
         ({"text": ["a", "b"], "label": [0, 1]}, {"label_column": "mood"}, "no label column 'mood'"),
-        ({"body": ["a", "b"], "label": [0, 1]}, {}, "no text column found among body, label"),
-        ({"text": ["a", "b"], "number": [0, 1]}, {}, "no label column found"),
+        (
+            {"body": ["a", "b"], "label": [0, 1]},
+            {},
+            "no text column 'text' or .* are body, label;",
+        ),
+        (
+            {"text": ["a", "b"], "number": [0, 1]},
+            {},
+            "no label column 'label' .* are text, number;",
+        ),
         ({"text": ["a", None], "label": [0, 1]}, {}, "1 missing values"),
         ({"text": ["a", "b"], "label": [0, None]}, {}, "missing values"),
         ({"text": ["a", "b"], "label": [0, -1]}, {}, "negative values"),
@@ -287,8 +298,16 @@ def test_scores_and_columns_of_other_names_are_divided_too(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "columns", "message"),
     [
-        ("mine.csv", {"body": TEXTS, "label": MOODS}, "no text column found among body, label"),
-        ("mine.jsonl", {"text": TEXTS, "mood": MOODS}, "no label column found among text, mood"),
+        (
+            "mine.csv",
+            {"body": TEXTS, "label": MOODS},
+            "no text column 'text' or .* are body, label;",
+        ),
+        (
+            "mine.jsonl",
+            {"text": TEXTS, "mood": MOODS},
+            "no label column 'label' .* are text, mood;",
+        ),
         ("mine.csv", {"text": TEXTS, "label": [0, None] * 10}, "missing values"),
         ("nowhere.csv", None, r"there is no file \S+/nowhere.csv; check its path$"),
         ("mine.csv", "a,b\n1,2,3\n", r"mine.csv cannot be read as CSV .*; save it again, or"),

@@ -17,7 +17,7 @@ from PIL import Image
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import sources
 from fedrot.simulations.data.images import load_image_data, resized, side_of
-from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.data.table_files import DataError
 from fedrot.simulations.models.architectures import patch_of
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
@@ -162,7 +162,7 @@ def test_patches_of_small_models(side: int, patch: int) -> None:
     ("columns", "options", "message"),
     [
         ({"picture": [png(1)] * 2}, {}, "no image column 'image' or 'img'; columns are picture, label"),
-        ({"image": [png(1)] * 2}, {"image_column": "photo"}, "no image column 'photo'"),
+        ({"image": [png(1)] * 2}, {"text_column": "photo"}, "no image column 'photo'"),
         ({"image": ["a.png", "b.png"]}, {}, "holds string; give whole image files"),
         ({"image": [png(1), b"no image"]}, {}, r"mine \(held-out\), row 0 cannot be read as an image"),
         ({"image": [png(1), png(1)[:40]]}, {}, r"row 0 cannot be read as an image"),

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import sources
 from fedrot.simulations.data.encoding import encode_tags, first_pieces
-from fedrot.simulations.data.sources import DataError, Source
+from fedrot.simulations.data.sources import Source
+from fedrot.simulations.data.table_files import DataError
 from fedrot.simulations.data.tagged import TagSplit, load_tag_data
 from fedrot.simulations.data.tokenizer import bundled_tokenizer
 from fedrot.simulations.models.build import build_model
@@ -245,9 +246,13 @@ def test_rows_without_words_are_passed_over(tmp_path: Path, task: Task) -> None:
 
 
 BAD = {
-    "no tokens": ({"tokens": None}, {}, "no column 'tokens' or 'words'; columns are ner_tags, split"),
-    "no tags": ({"ner_tags": None}, {}, "no column 'ner_tags' or 'tags'"),
-    "other tags": ({}, {"tag_column": "fine"}, "no column 'fine'.*name it as label_column"),
+    "no tokens": (
+        {"tokens": None},
+        {},
+        "no word column 'tokens' or 'words'; columns are ner_tags, split",
+    ),
+    "no tags": ({"ner_tags": None}, {}, "no tag column 'ner_tags' or 'tags'"),
+    "other tags": ({}, {"label_column": "fine"}, "no tag column 'fine'.*with --label-column"),
     "text": ({"tokens": ["Anna", "is"]}, {}, "column 'tokens' holds string; give a list for each row"),
     "missing": ({"tokens": [None, ["is"]]}, {}, "column 'tokens' has missing values"),
     "unequal": ({"tokens": [["Anna"], ["is", "it"]]}, {}, "row 0: 2 words in 'tokens' and 1 tags"),
@@ -309,5 +314,5 @@ def test_the_shared_corpora_load() -> None:
     assert (len(data.train), len(data.test)) == (12543, 2077)
     assert data.tags == ("O", "B-LOC", "I-LOC", "B-ORG", "I-ORG", "B-PER", "I-PER")
     assert set(data.train.columns["domain"]) == {"answers", "email", "newsgroup", "reviews", "weblog"}
-    fine = load_tag_data("wnut17", folder, tag_column="original_tags")
+    fine = load_tag_data("wnut17", folder, label_column="original_tags")
     assert "corporation" in fine.label_names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
-from fedrot.collect import kinds
+from fedrot.collect.statistic_kinds import STATISTIC_KINDS, StatisticKind
 from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.config import AGGREGATIONS, Arm, SimulationConfig
 from fedrot.simulations.federation import client_app
@@ -322,17 +322,15 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what was collected, in order."""
     names: list[str] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        collect = getattr(kinds, name)
+    def counted(kind: StatisticKind) -> StatisticKind:
+        def collect(*args: Any, **kwargs: Any) -> Any:
+            names.append(f"collect_{kind.name}")
+            return kind.collect(*args, **kwargs) if kind.collect else None
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            names.append(name)
-            return collect(*args, **kwargs)
+        return replace(kind, collect=collect)
 
-        return call
-
-    for name in ("collect_gram", "collect_fisher"):
-        monkeypatch.setattr(kinds, name, counted(name))
+    for name in ("gram", "fisher"):
+        monkeypatch.setitem(STATISTIC_KINDS, name, counted(STATISTIC_KINDS[name]))
     return names
 
 

@@ -181,7 +181,7 @@ def test_the_report_of_an_earlier_run_has_that_run_s_metrics(report: Path) -> No
 def test_the_other_file_is_told_apart(report: Path) -> None:
     metrics = report.with_name("metrics.jsonl")
     write_lines(metrics, METRICS)
-    with pytest.raises(ValueError, match="give the file of report_path"):
+    with pytest.raises(ValueError, match=r"give the file of Reporting\(rows"):
         write_strategy_report(metrics)
 
 
@@ -234,6 +234,7 @@ def test_what_cannot_be_shown_is_said(
 def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
     """The two files of a real run of two rounds, one client of which sends NaN."""
     from fedrot.strategies import FedRot
+    from fedrot.strategies.settings import Reporting
     from tests.models import near
     from tests.strategies.classifier import SYMMETRY, state
     from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
@@ -246,10 +247,10 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
 
         return train
 
-    files = {"report_path": tmp_path / "report.jsonl", "metrics_path": tmp_path / "metrics.jsonl"}
-    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, **files)
+    files = Reporting(tmp_path / "report.jsonl", tmp_path / "metrics.jsonl")
+    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=files)
     strategy.start(FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2)
-    page = write_strategy_report(files["report_path"]).read_text()
+    page = write_strategy_report(tmp_path / "report.jsonl").read_text()
     assert len(Outline(page).links) == 2
     assert page.count("holds NaN or Inf") == 1
     assert "train/loss = 0.5" in page

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from fedrot import random_equivalent, symmetry_of
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.texts import DataError
+from fedrot.simulations.data.table_files import DataError
 from fedrot.simulations.data.tokenizer import SPECIAL_TOKENS, bundled_tokenizer
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training

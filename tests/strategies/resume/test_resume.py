@@ -34,8 +34,9 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies.reporting.rows import cut_rows
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import cut_rows, run
+from fedrot.strategies.resume.loop import run
 from tests.models import config_of
 from tests.strategies.classifier import NAME, state
 from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.research import GreedySoup, OptimalTransport
-from fedrot.statistic_kinds import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes

@@ -1,14 +1,13 @@
 """The registry of statistic kinds: how each is checked, moved with the weights, and collected.
 
 Statistics belong to an update: by kind, then by tensor name, as in ``{"gram": {"fc.weight": G}}``.
-The kinds of fedrot are registered in ``fedrot.collect.kinds``.
+The kinds of fedrot are registered in ``fedrot.collect.known_kinds``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +35,6 @@ TRAINED = "trained"
 _LARGEST = 1e30
 
 
-class Collect(Protocol):
-    """A function that computes statistics of a model on batches of a client's data."""
-
-    def __call__(
-        self, model: nn.Module, batches: Iterable[Tensors], *, limited: bool = True
-    ) -> dict[str, dict[str, Tensor]]:
-        """Return the statistics by kind and tensor; reads every batch if not ``limited``."""
-
-
 @dataclass(frozen=True)
 class StatisticKind:
     """One kind of statistics.
@@ -52,11 +42,12 @@ class StatisticKind:
     Attributes:
         name: the key in ``Statistics``.
         check: from a value and the shape of its tensor to a problem ("are negative"), None if it fits.
-        move: from a value, a slot of its tensor and the move that acts on this slot to the moved value;
+        move: from a value, a slot of its tensor and the move that acts on the slot to the moved value;
             raises ``FedrotError`` where the value cannot follow the move.
         meaning: one line for the documentation.
-        collect: computes it at a client; None if it comes with another kind or from the training.
-        rows: rows of data that ``fedrot merge`` collects it from by default.
+        collect: from a model and batches to statistics; None if they are not computed from batches.
+        limit: the argument of ``collect`` that limits the data; None has to mean no limit.
+        rows: rows of data that ``fedrot merge`` collects from by default.
         follows_rotations: whether ``move`` accepts rotations of heads.
         dtypes: accepted dtypes; every floating-point dtype if empty.
         numbers: whether values are floating-point and finite; masks are not.
@@ -66,43 +57,40 @@ class StatisticKind:
     check: Callable[[Tensor, Shape], str | None]
     move: Callable[[Tensor, Slot, Move], Tensor]
     meaning: str
-    collect: Collect | None = None
+    collect: Callable[..., Statistics] | None = None
+    limit: str = ""
     rows: int = 1024
     follows_rotations: bool = True
     dtypes: tuple[torch.dtype, ...] = ()
     numbers: bool = True
 
+    def collected(
+        self, model: nn.Module, batches: Iterable[Tensors], limited: bool = True
+    ) -> Statistics:
+        """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
+        if self.collect is None:
+            raise FedrotError(f"Statistics '{self.name}' are not computed from batches of data.")
+        return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
 
-_KINDS: dict[str, StatisticKind] = {}
 
-
-def register_kind(kind: StatisticKind) -> None:
-    """Make a kind known to checks, transport, clients and documentation; replaces one of its name."""
-    _KINDS[kind.name] = kind
-
-
-def statistic_kinds() -> tuple[StatisticKind, ...]:
-    """Return all registered kinds."""
-    return tuple(_KINDS.values())
+#: All registered kinds by name. Add one of your own with ``STATISTIC_KINDS[kind.name] = kind``.
+STATISTIC_KINDS: dict[str, StatisticKind] = {}
 
 
 def kind_named(name: str) -> StatisticKind:
     """Return a registered kind; raises ``UpdateError`` if there is none of this name."""
-    if name not in _KINDS:
-        raise UpdateError(f"Unknown statistics '{name}'; known kinds: {', '.join(_KINDS)}.")
-    return _KINDS[name]
+    if name not in STATISTIC_KINDS:
+        raise UpdateError(f"Unknown statistics '{name}'; known kinds: {', '.join(STATISTIC_KINDS)}.")
+    return STATISTIC_KINDS[name]
 
 
-def collector(name: str) -> Collect:
-    """Return the function that computes a kind at a client.
-
-    Raises:
-        FedrotError: the kind is unknown, or is not computed from batches of data.
-    """
-    collect = kind_named(name).collect
-    if collect is None:
-        raise FedrotError(f"Statistics '{name}' are not computed from batches of data.")
-    return collect
+def kinds_table() -> str:
+    """Return the registered kinds as a Markdown table."""
+    rows = ["| kind | value | follows rotations | computed from batches |", "|---|---|---|---|"]
+    for kind in STATISTIC_KINDS.values():
+        rotates, collects = ("yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect))
+        rows.append(f"| `{kind.name}` | {kind.meaning} | {rotates} | {collects} |")
+    return "\n".join(rows)
 
 
 def brings(statistics: Statistics, kind: str) -> bool:
@@ -157,17 +145,13 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
 def check_alike(
     what: str, given: Set[str], lacking: Set[str], known: Set[str], lacked: Set[str]
 ) -> None:
-    """Check that an update brings statistics of the same tensors as the updates before it.
+    """Raise ``UpdateError`` if an update brings statistics of other tensors than those before it.
 
     Args:
-        what: the statistics in the error.
-        given: tensors with statistics in this update.
-        lacking: tensors that this client has not trained; they need no statistics.
-        known: tensors with statistics in earlier updates; empty for the first update.
-        lacked: tensors that some earlier client has not trained.
-
-    Raises:
-        UpdateError: naming the first tensor that is missing or extra.
+        what: the name of the statistics in the error.
+        given: the update's tensors with statistics.
+        lacking: the update's tensors that the client has not trained; they need no statistics.
+        known, lacked: the same for all earlier updates.
     """
     odd = sorted((known - given - lacking) | (given - known - lacked))
     if known and odd:

@@ -6,20 +6,19 @@ moved weight (see ``StatisticKind``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram
+from fedrot.collect.statistic_kinds import FISHER, GRAMS, STATISTIC_KINDS, TRAINED, Shape, StatisticKind
 from fedrot.errors import FedrotError
-from fedrot.statistic_kinds import FISHER, GRAMS, TRAINED, Shape, StatisticKind, register_kind
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slot
-from fedrot.tensors import Tensors, compute_dtype, diagonal_blocks
+from fedrot.tensors import compute_dtype, diagonal_blocks
 from fedrot.transport import Move
 
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
@@ -86,13 +85,15 @@ def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:
 
 
 def _check_shape(value: Tensor, shape: Shape) -> str | None:
-    return None if tuple(value.shape) == shape else f"have shape {list(value.shape)}, not {list(shape)}"
+    fits = tuple(value.shape) == shape
+    return None if fits else f"have shape {list(value.shape)}, the tensor has {list(shape)}"
 
 
 def _check_squares(value: Tensor, shape: Shape) -> str | None:
-    if tuple(value.shape) != shape:
-        return f"have shape {list(value.shape)}, the tensor has {list(shape)}"
-    return "are negative; a Fisher information is a mean of squares" if bool((value < 0).any()) else None
+    negative = bool((value < 0).any())
+    return _check_shape(value, shape) or (
+        "are negative; they are means of squares" if negative else None
+    )
 
 
 def _move_gradient(value: Tensor, slot: Slot, move: Move) -> Tensor:
@@ -130,61 +131,44 @@ def _move_trained(value: Tensor, slot: Slot, move: Move) -> Tensor:
     return _move_squares(value, slot, move, "mask of trained rows", "Mark all of its rows or none.")
 
 
-def _collect_gram(
-    model: nn.Module, batches: Iterable[Tensors], *, limited: bool = True
-) -> dict[str, dict[str, Tensor]]:
-    return collect_gram(model, batches) if limited else collect_gram(model, batches, max_batches=None)
-
-
-def _collect_fisher(
-    model: nn.Module, batches: Iterable[Tensors], *, limited: bool = True
-) -> dict[str, dict[str, Tensor]]:
-    return collect_fisher(model, batches) if limited else collect_fisher(model, batches, max_rows=None)
-
-
-for _axis, _name in GRAMS.items():
-    register_kind(
-        StatisticKind(
-            _name,
-            check=partial(_check_gram, axis=_axis),
-            move=partial(_move_gram, axis=_axis),
-            meaning=f"Gram matrix `X^T X / n` of the inputs, which the weight reads on axis {_axis}",
-            # The Gram matrices of GPT-2's Conv1D layers are collected together with the others.
-            collect=_collect_gram if _axis == 1 else None,
-            dtypes=(torch.float32, torch.float64, torch.bfloat16),
-        )
+_GRAMS = (
+    StatisticKind(
+        name,
+        check=partial(_check_gram, axis=axis),
+        move=partial(_move_gram, axis=axis),
+        meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which axis {axis} of the weight reads",
+        # The matrices of Conv1D layers are collected together with the others.
+        collect=collect_gram if axis == 1 else None,
+        limit="max_batches",
+        dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
-register_kind(
+    for axis, name in GRAMS.items()
+)
+_OTHERS = (
     StatisticKind(
         FISHER,
         check=_check_squares,
         move=partial(_move_squares, what="diagonal Fisher", instead=_AFTER),
-        meaning="diagonal Fisher information of every parameter",
-        collect=_collect_fisher,
+        meaning="diagonal Fisher information, in the shape of the tensor",
+        collect=collect_fisher,
+        limit="max_rows",
         rows=256,
         follows_rotations=False,
-    )
-)
-register_kind(
+    ),
     StatisticKind(
         TRAINED,
         check=_check_trained,
         move=_move_trained,
-        meaning="mask of the rows that the client trained, see `fedrot.completed`",
+        meaning="mask of the rows that the client trained, from `fedrot.completed`",
         numbers=False,
-    )
-)
-register_kind(
-    StatisticKind(
-        "exp_avg", check=_check_shape, move=_move_gradient, meaning="first moment of Adam, per parameter"
-    )
-)
-register_kind(
+    ),
+    StatisticKind("exp_avg", check=_check_shape, move=_move_gradient, meaning="first moment of Adam"),
     StatisticKind(
         "exp_avg_sq",
         check=_check_squares,
         move=partial(_move_squares, what="second moment", instead=_AFTER),
-        meaning="second moment of Adam, per parameter",
+        meaning="second moment of Adam",
         follows_rotations=False,
-    )
+    ),
 )
+STATISTIC_KINDS.update({kind.name: kind for kind in (*_GRAMS, *_OTHERS)})

@@ -1,0 +1,52 @@
+"""Data sets in memory: rows with labels, for training and held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy.typing as npt
+
+from fedrot.simulations.tasks.scores import Kind
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of one split; subclasses add the inputs of models.
+
+    Attributes:
+        labels: int64 ``[n]`` (single label), float32 ``[n, classes]`` of 0 and 1 (multi-label) or
+            float32 ``[n]`` (regression). Partitions by class divide them.
+        columns: every other column by name, ``n`` values each; natural partitions use them.
+    """
+
+    labels: npt.NDArray[Any]
+    columns: Mapping[str, Sequence[object]]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+S_co = TypeVar("S_co", bound=Split, covariant=True)
+
+
+@dataclass(frozen=True)
+class DataSet(Generic[S_co]):
+    """A data set.
+
+    Attributes:
+        kind: single label, multi-label or regression.
+        label_names: one per class (``("score",)`` in regression).
+        metrics: names for ``evaluate_predictions``, the headline metric first.
+        test: the held-out split: validation for GLUE tasks, test for the emotion corpora.
+        note: how the rows were divided, in a sentence, if there were no splits.
+    """
+
+    name: str
+    kind: Kind
+    label_names: tuple[str, ...]
+    metrics: tuple[str, ...]
+    train: S_co
+    test: S_co
+    note: str = field(default="", kw_only=True)

@@ -37,10 +37,10 @@ class _Pool:
         )
         return plain, signed
 
-    def bound(self, i: int, j: int) -> float:
+    def bound(self, i: int, j: int) -> Tensor:
         """Return no less than ``worth``: every neuron of the anchor gets its best partner."""
         plain, signed = self.scores(i, j)
-        return float((plain + signed.abs()).amax(1).double().sum())
+        return (plain + signed.abs()).amax(1).double().sum()
 
     def worth(self, i: int, j: int) -> float:
         """Return the similarity of two experts whose neurons are in the best order."""
@@ -91,12 +91,10 @@ def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
     The worth of a pair costs an assignment of all neurons. It is computed only for pairs that the best
     order uses; upper bounds stand for the others.
     """
-    experts = range(len(routed))
-    scores = torch.tensor(
-        [[pool.worth(i, j) if i == j else pool.bound(i, j) for j in experts] for i in experts],
-        dtype=torch.float64,
-    )
-    routed, exact = routed.cpu(), torch.eye(len(routed), dtype=torch.bool)
+    experts, routed = range(len(routed)), routed.cpu()
+    scores = torch.stack([pool.bound(i, j) for i in experts for j in experts]).cpu().view_as(routed)
+    scores.diagonal().copy_(torch.tensor([pool.worth(i, i) for i in experts], dtype=torch.float64))
+    exact = torch.eye(len(routed), dtype=torch.bool)
     while True:
         element, gain = assignment.best_assignment(scores + routed)
         used = [] if element is None else list(enumerate(element.tolist()))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fedrot.alignment import Alignment, align
 from fedrot.anchors import base_cosine
-from fedrot.collect.activations import Activations, collect_activations
-from fedrot.collect.random_inputs import random_inputs
+from fedrot.collect.activations import Activations, probing
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import squared_distance
 from fedrot.matching.problem import Anchor
@@ -134,15 +133,8 @@ def _evidence(
     """Return the function from two models' tensors to their activations, or to None if none count."""
     if "residual" not in options.parts:
         return lambda ours, theirs: None
-    pair = saved.build(), saved.build()
-
-    def evidence(ours: Tensors, theirs: Tensors) -> Activations:
-        for model, tensors in zip(pair, (ours, theirs), strict=True):
-            model.load_state_dict(dict(tensors))
-        inputs = batches or random_inputs(saved.config.to_dict(), batch_size=BATCH)
-        return collect_activations(*pair, inputs, symmetry)
-
-    return evidence
+    config = saved.config.to_dict()
+    return probing(saved.build, config, symmetry, batches=batches, batch_size=BATCH)
 
 
 def batches_of(

@@ -452,20 +452,20 @@ def test_the_report_says_how_rows_without_splits_were_divided(pair: tuple[Path, 
 def test_data_also_serves_the_residual_stream(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedrot.simulations.merge import merge_inputs
+    from fedrot.collect import activations
 
     model = model_of("bert-classifier")
     a = saved(model, tmp_path / "a")
     b = saved(scrambled(model, fedrot.WHOLE_MODEL), tmp_path / "b")
     save_tokenizer(a)
     seen: list[Any] = []
-    original = merge_inputs.collect_activations
+    original = activations.collect_activations
 
     def spy(ours: Any, theirs: Any, batches: Any, *args: Any) -> Any:
         seen.append(batches)
         return original(ours, theirs, batches, *args)
 
-    monkeypatch.setattr(merge_inputs, "collect_activations", spy)
+    monkeypatch.setattr(activations, "collect_activations", spy)
     merge([a, b], tmp_path / "out", MergeSettings(parts="whole", rows=8, **texts))
     assert [len(batches[0]["input_ids"]) for batches in seen] == [8]
     assert_close(state(loaded(tmp_path / "out", model)), state(model), atol=2e-5)

@@ -13,6 +13,8 @@ function or constant       internal, and why it is used                         
                            which mods run between it and the client.
 ``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in such    flwr 1.41
 ``SECURE_AGGREGATION``     messages have no names, or will be masked.
+``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   flwr 1.41
+                           public name.
 ``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       flwr 1.41,
 ``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
 =========================  =======================================================  =============
@@ -27,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from flwr.app import Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -46,6 +48,9 @@ UNNAMED_MODEL = "fitins.parameters"
 
 #: The record that marks a message of secure aggregation (``secaggplus_constants``).
 SECURE_AGGREGATION = "secaggplus_configs"
+
+#: The ``stype`` of Flower's own arrays.
+NUMPY = SType.NUMPY
 
 #: Errors for a malformed reply; errors of transport are of other classes.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import NDArray
-from flwr.common.constant import SType
 from torch import Tensor
 
+from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.spill import Store, Stored
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
@@ -20,7 +20,7 @@ from fedrot.strategies.wire.records import STATISTICS, replace_changed
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
     """Return the arrays as Flower's own, which every strategy can read; the same record if they are."""
-    if all(array.stype == SType.NUMPY for array in arrays.values()):
+    if all(array.stype == NUMPY for array in arrays.values()):
         return arrays
     tensors = from_arrays(arrays)
     return replace_changed(arrays, tensors, tensors)
@@ -61,7 +61,7 @@ def as_sent(tensors: Mapping[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
 def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
     """Return a strategy's new model encoded as the broadcast model was, see ``as_sent``."""
     as_they_are = all(
-        array.dtype == sent[name].dtype and sent[name].stype == SType.NUMPY and _floating(array)
+        array.dtype == sent[name].dtype and sent[name].stype == NUMPY and _floating(array)
         for name, array in arrays.items()
     )
     return arrays if as_they_are else as_sent(from_arrays(arrays), sent)
@@ -96,7 +96,7 @@ class StoredArray(Array):
 
     def __init__(self, name: str, stored: Stored, like: Tensor) -> None:
         dtype = str(like.dtype).removeprefix("torch.").replace("bfloat16", "float32")
-        super().__init__(dtype, tuple(like.shape), SType.NUMPY, b"")
+        super().__init__(dtype, tuple(like.shape), NUMPY, b"")
         self.__dict__["_read"] = partial(_read, name, stored)
 
     def numpy(self) -> NDArray:

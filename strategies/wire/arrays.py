@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from flwr.common.constant import SType
 from numpy.lib import format as npy
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.flower_compat import NUMPY
 
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record; no data.
 BFLOAT16, TIED, UNCHANGED = "fedrot.bfloat16", "fedrot.tied", "fedrot.unchanged"
@@ -126,7 +126,7 @@ def encode(name: str, tensor: Tensor) -> Array:
         return _array(value, BFLOAT16, _npy(value.view(torch.uint16)))
     if value.dtype not in _TORCH.values():
         raise FedrotError(f"The tensor '{name}' is {value.dtype}, which cannot be sent; convert it.")
-    return _array(value, SType.NUMPY, _npy(value))
+    return _array(value, NUMPY, _npy(value))
 
 
 def decode(name: str, array: Array) -> Tensor:
@@ -135,7 +135,7 @@ def decode(name: str, array: Array) -> Tensor:
     Raises:
         UpdateError: see ``from_arrays``.
     """
-    if array.stype not in (SType.NUMPY, BFLOAT16):
+    if array.stype not in (NUMPY, BFLOAT16):
         raise _unreadable(name, f"is serialised as {array.stype!r:.60}, which carries no values here")
     bits = array.stype == BFLOAT16
     dtype, shape, fortran, offset = _header(name, array)
@@ -233,7 +233,7 @@ def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor
         other = array.data.decode()
     except UnicodeDecodeError as error:
         raise _unreadable(name, "is tied to what is no name") from error
-    if other not in record or record[other].stype not in (SType.NUMPY, BFLOAT16):
+    if other not in record or record[other].stype not in (NUMPY, BFLOAT16):
         raise _unreadable(name, f"is tied to {other!r:.60}, which is not in the record with values")
     if (array.shape, array.dtype) != (record[other].shape, record[other].dtype):
         raise _unreadable(name, f"is tied to {other!r:.60}, which has another shape or dtype")

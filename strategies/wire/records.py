@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common.constant import SType
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
@@ -31,7 +31,7 @@ def replace_changed(
     """
 
     def same(name: str, array: Array) -> bool:
-        as_sent = array.stype == SType.NUMPY and f"torch.{array.dtype}" == str(after[name].dtype)
+        as_sent = array.stype == NUMPY and f"torch.{array.dtype}" == str(after[name].dtype)
         return as_sent and after[name] is before[name]
 
     def plain(name: str, tensor: Tensor) -> Array:

@@ -24,12 +24,7 @@ LEGACY = (
 
 
 def check_described(name: str, given: object, align: bool) -> None:
-    """Check the description of the model.
-
-    Args:
-        name: of the strategy's class.
-        given: a symmetry, or a transformers configuration or its dictionary; None if ``align`` is False.
-        align: True if the description is needed.
+    """Check that a symmetry or a transformers configuration is given; without ``align`` None will do.
 
     Raises:
         FedrotError: ``given`` is something else; the error says what to write instead.
@@ -96,11 +91,7 @@ def _holds_tensors(given: object) -> bool:
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
-    """Return the symmetry of the broadcast model: the given one, or that of the configuration.
-
-    Raises:
-        SymmetryError: the given symmetry is of another model.
-    """
+    """Return the symmetry of the broadcast model: the given one, or that of the configuration."""
     if not isinstance(described, Symmetry):
         return symmetry_of(described, from_arrays(arrays))
     check_shapes(described, {name: tuple(array.shape) for name, array in arrays.items()}, "broadcast")
@@ -120,14 +111,8 @@ def check_shapes(symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], orig
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:
     """Check that the first model is a record of finite tensors by name.
 
-    Args:
-        arrays: the argument of ``start``.
-        described: the symmetry, or the configuration.
-        align: True if names are needed.
-
-    Raises:
-        FedrotError: it is no ``ArrayRecord``; its names are numbers, as of a list, and the symmetry has
-            other names; or it is not finite.
+    Names that are numbers, as of a list, are refused if ``align`` needs names, unless the symmetry has
+    the same ones.
     """
     if not isinstance(arrays, ArrayRecord):
         raise FedrotError(

@@ -27,14 +27,8 @@ _WRAPPERS = (
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
     """Refuse alignment in front of a privacy wrapper if it would break the wrapper's guarantee.
 
-    Args:
-        strategy: the aligned strategy, which may be a wrapper itself.
-        anchor: name of the anchor.
-        other_basis: True if replies from another basis are matched, so that one can become the anchor.
-
-    Raises:
-        FedrotError: clients clip before the server aligns; or one client's reply moves the updates of
-            others, so that clipping it does not bound its influence.
+    This is so if clients clip before the server aligns, or if one client's reply moves the updates of
+    others: by its ``anchor``, or with ``other_basis``, where a reply can become the anchor.
     """
     if isinstance(strategy, _CLIENT_SIDE):
         raise FedrotError(
@@ -50,11 +44,7 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
 
 
 def check_not_behind(strategy: Strategy) -> None:
-    """Refuse to run inside a privacy wrapper, which clips updates before this strategy aligns them.
-
-    Raises:
-        FedrotError: a wrapper around this strategy is among the callers.
-    """
+    """Refuse to run inside a privacy wrapper, which clips updates before this strategy aligns them."""
     for caller in callers():
         if isinstance(caller, _WRAPPERS) and caller.strategy is strategy:
             name = type(caller).__name__

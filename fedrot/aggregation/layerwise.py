@@ -88,15 +88,9 @@ def align_by_layer(
 ) -> Iterator[AlignedPart]:
     """Align an update on a device, and yield its parts there one after the other.
 
-    The device holds the part that was yielded last, with the anchor's tensors, and the next one. The
-    parts together are ``align(...).apply(update)``, and their reports ``merged_report``.
-
-    Args:
-        update: the client's tensors, on any device; each is read once.
-        anchor: as in ``align``; on any device.
-        symmetry: from ``symmetry_of``.
-        options: see ``AlignmentOptions``.
-        device: where to compute.
+    The parts together are ``align(...).apply(update)``, and their reports ``merged_report``. Update and
+    anchor may be on any device. The device holds the part that was yielded last, its anchor, and the
+    next part.
 
     Raises:
         UpdateError: see ``align``. Names and shapes are checked before the first part.

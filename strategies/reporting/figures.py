@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a round.
-
-    Attributes:
-        name: of the metric.
-        unit: of the number.
-        meaning: one line for docs/metrics.md.
-        of: computes the number.
-        always: True if the number is reported with ``align=False`` too, unless it is 0.
-    """
+    """One number of a round; ``always``: reported with ``align=False`` too, unless it is 0."""
 
     name: str
     unit: str
@@ -115,28 +107,28 @@ FIGURES = (
         "replies",
         "that arrived and are not in the average",
         lambda r: len(r.dropped),
-        always=True,
+        True,
     ),
     Figure(
         "fedrot-replies-failed",
         "clients",
         "that answered with an error, or not in time",
         lambda r: len(r.failed),
-        always=True,
+        True,
     ),
     Figure(
         "fedrot-round-failed",
         "0 or 1",
         "1 if the round gave no new model",
         lambda r: int(bool(r.lost)),
-        always=True,
+        True,
     ),
     Figure(
         "fedrot-statistics-bytes",
         "bytes",
         "of statistics in the replies",
         lambda r: r.statistics_bytes,
-        always=True,
+        True,
     ),
     Figure(
         "fedrot-seconds-waiting",

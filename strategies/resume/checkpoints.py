@@ -47,10 +47,7 @@ _PACKAGES = ("fedrot", "flwr", "torch", "numpy")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The end of a round: the global model, the result so far, and the state of the run.
-
-    ``state`` and ``state_arrays`` are arguments of ``RunState.restore`` and ``restore_random``.
-    """
+    """The end of a round: the model, the result so far, and arguments of ``RunState.restore``."""
 
     folder: Path
     round: int
@@ -66,14 +63,7 @@ class Checkpoints:
     A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
     names, ``state.safetensors`` with the arrays of the run's state, and ``checkpoint.json`` with the
     metrics of all rounds, the other state, each tensor's encoding on the wire, the versions, and the
-    SHA-256 digests of all three.
-
-    Args:
-        folder: made when the first checkpoint is written.
-        keep: the number of newest checkpoints that stay.
-
-    Raises:
-        FedrotError: ``keep`` is less than 1.
+    SHA-256 digests of all three. The newest ``keep`` checkpoints stay.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -95,11 +85,7 @@ class Checkpoints:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make and lock the folder, and remove the unfinished checkpoint of a killed run.
-
-        Raises:
-            FedrotError: another run is writing there.
-        """
+        """Make and lock the folder, and remove the unfinished checkpoint of a killed run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with _locked(self.folder):
             for path in self.folder.glob(".writing-*"):
@@ -107,9 +93,7 @@ class Checkpoints:
             yield
 
     def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
-        """Write the checkpoint of a round, then remove all but the newest ``keep``.
-
-        Call it inside ``writing``.
+        """Write the checkpoint of a round, then remove all but the newest; call it inside ``writing``.
 
         Raises:
             FedrotError: it cannot be written, and nothing of it is left; or old ones cannot be removed.
@@ -221,18 +205,16 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return a model's tensors for safetensors, and the other data of its arrays.
-
-    An array that is no tensor is kept as its bytes.
-    """
+    """Return arrays as tensors, or as bytes if they cannot be decoded, and their other data."""
     tensors: dict[str, Tensor] = {}
     layouts: dict[str, dict[str, Any]] = {}
     taken: set[int] = set()
     for name, array in arrays.items():
         layout: dict[str, Any] = {"dtype": array.dtype, "shape": list(array.shape), "stype": array.stype}
         try:
-            tensor = _tensor(name, arrays)
-        except UpdateError:
+            tied = array.data.decode(errors="replace") if array.stype == TIED else name
+            tensor = decode_array(tied, arrays[tied])
+        except (KeyError, UpdateError):
             tensor = torch.from_numpy(np.frombuffer(array.data, np.uint8).copy())
         if array.stype == TIED:
             layout["data"] = array.data.decode("latin-1")
@@ -246,16 +228,6 @@ def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[
         layouts[name] = layout
         taken.add(memory)
     return tensors, layouts
-
-
-def _tensor(name: str, arrays: ArrayRecord) -> Tensor:
-    array = arrays[name]
-    if array.stype != TIED:
-        return decode_array(name, array)
-    other = array.data.decode(errors="replace")
-    if other not in arrays or arrays[other].stype == TIED:
-        raise UpdateError(f"The tensor '{name}' is tied to nothing.")
-    return decode_array(other, arrays[other])
 
 
 def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str, Any]]) -> ArrayRecord:

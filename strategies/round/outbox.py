@@ -111,7 +111,7 @@ def _read(name: str, stored: Stored) -> Tensor:
 
 
 def _stored(stored: Stored, tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    record = ArrayRecord()
+    record = ArrayRecord()  # Its constructor would copy the arrays, without their subclass.
     for name, tensor in tensors.items():
         record[name] = StoredArray(name, stored, tensor)
     return record

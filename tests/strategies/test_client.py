@@ -1,4 +1,4 @@
-"""Alignment in the client's mods: what leaves is in the received model's coordinates."""
+"""Alignment in the client's mods: replies are in the received model's coordinates."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_what_is_no_update_leaves_unchanged_with_a_warning(
     assert reason in warnings()
 
 
-def test_the_server_sets_aside_what_left_unaligned() -> None:
+def test_the_server_drops_replies_that_left_unaligned() -> None:
     base, mods = state(), [align_mod(CONFIG)]
     good = [app_of(sends(near(base, 0.02, i)), mods) for i in range(2)]
     bad = app_of(BROKEN["holds NaN or Inf"], mods)

@@ -1,4 +1,4 @@
-"""OtherBasis replies matched by their senders: elements travel, functions stay."""
+"""Replies from another basis that their senders match: elements are sent, functions are kept."""
 
 from __future__ import annotations
 

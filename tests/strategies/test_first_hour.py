@@ -1,4 +1,4 @@
-"""What a first run gets wrong: each mistake ends with what to write instead, before it costs much."""
+"""Mistakes of a first run: each error says early what to write instead."""
 
 from __future__ import annotations
 

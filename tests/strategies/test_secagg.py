@@ -1,4 +1,4 @@
-"""Secure aggregation: the server sees nothing but the sum, so clients align before they mask."""
+"""Secure aggregation: clients align before they mask, and the server sees the sum only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a round: their names are documented, and they say what they are."""
+"""The figures of a round: their documentation and their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints hold what was saved, bit for bit, and are there as a whole or not at all."""
+"""Checkpoints: equal bits after a round trip, and each is complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our loop is Flower's, and a run that was stopped or killed ends as if it had not been."""
+"""The resumable loop: the same calls as Flower's, and the same end after a stop or a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on the wire: there and back with the same bits, and nothing believed that arrives."""
+"""Tensors on the wire: equal bits after a round trip, and malformed arrays are refused."""
 
 from __future__ import annotations
 

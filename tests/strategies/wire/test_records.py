@@ -1,4 +1,4 @@
-"""Statistics as records of a reply: there and back, and what cannot be read."""
+"""Statistics as records of a reply: equal after a round trip, and malformed records are refused."""
 
 from __future__ import annotations
 

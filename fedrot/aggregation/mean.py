@@ -114,20 +114,25 @@ class Mean:
         share = torch.where(total > 0, theirs / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def result(self, device: torch.device | str | None = None, last: bool = False) -> dict[str, Tensor]:
         """Return the mean so far; more updates may be added afterwards.
 
         Args:
             device: of the result; None: the device of the updates.
+            last: return the tensors that are held in place of copies, and hold nothing any more.
 
         Raises:
             UpdateError: nothing was added.
         """
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
-        return {
-            name: self._merged(name).to(device, dtype, copy=True) for name, dtype in self._dtypes.items()
+        found = {
+            name: self._merged(name).to(device, dtype, copy=not last)
+            for name, dtype in self._dtypes.items()
         }
+        if last:
+            self._mean = {}
+        return found
 
     def _merged(self, name: str) -> Tensor:
         if name not in self._trained:

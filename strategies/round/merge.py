@@ -170,7 +170,7 @@ class AggregatorMerge:
         self.this_round.accepted = len(contents)
         if not self.this_round.enough(wrapped.min_replies):
             return None, contents
-        merged = plain_mean.result("cpu") if plain_mean is not None else aggregator.result()
+        merged = plain_mean.result("cpu", last=True) if plain_mean else aggregator.result()
         self.this_round.note(aggregator.notes)
         return (merged if self.this_round.finite(merged) else None), contents
 

@@ -260,3 +260,17 @@ def test_a_mask_that_does_not_fit_leaves_the_mean_as_it_was(trained: Mapping[str
     mean.add(second, 6.0)
     expected = (2 * first["weight"] + 6 * second["weight"]) / 8
     assert (mean.result()["weight"] - expected).abs().max() <= 1e-14
+
+
+def test_the_last_result_is_the_same_and_takes_no_copy() -> None:
+    updates = _updates(torch.float32)
+    mean, other = Mean(), Mean()
+    for weight, update in enumerate(updates, 1):
+        mean.add(update, weight)
+        other.add(update, weight)
+    held = {name: tensor.data_ptr() for name, tensor in mean.current.items()}
+    expected, found = other.result(), mean.result("cpu", last=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {name: tensor.data_ptr() for name, tensor in found.items()} == held
+    with pytest.raises(fedrot.UpdateError, match="Nothing was added"):
+        mean.result()

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, ordered
 from fedrot.simulations.barrier.barrier_methods import VANILLA
-from fedrot.simulations.report.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
+from fedrot.simulations.report.plots import PALETTE, name_metric, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
 from fedrot.simulations.report.tables import format_interval, pipe_table, terminal_table
 
@@ -190,9 +190,7 @@ def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
                 ax.set_title(name, loc="left", fontsize="small")
             ax.tick_params(labelsize="small", labelleft=not column, labelbottom=metric is metrics[-1])
             ax.set_xticks([0, 0.5, 1], ["0", "½", "1"])
-        panels[0].set_ylabel(metric.replace("_", " "))
-        if metric in LOGARITHMIC:
-            panels[0].set_yscale("log")
+        name_metric(panels[0], metric)
     figure.supxlabel("position on the line", fontsize="medium")
     shared_legend(figure, axes.flat)
     return save_figure(figure, path)

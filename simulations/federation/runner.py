@@ -65,8 +65,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 def present(out: Path, console: Console) -> None:
     """Print the table of a run folder and write its report."""
-    from fedrot.simulations.report.findings import scrambling
-    from fedrot.simulations.report.run_page import write_report
+    from fedrot.simulations.report.run_page import costs_of_scrambling, write_report
     from fedrot.simulations.report.summaries import metrics_in
     from fedrot.simulations.report.tables import result_lines, summary_tables
 
@@ -74,7 +73,7 @@ def present(out: Path, console: Console) -> None:
     for table in summary_tables(rows):
         console.print(table)
     metrics = metrics_in(rows)
-    cost = scrambling(result_lines(rows, metrics), metrics)
+    cost = costs_of_scrambling(result_lines(rows, metrics), metrics)
     if cost:
         console.print("What scrambling the clients' coordinates cost:", style="bold")
         for sentence in cost:

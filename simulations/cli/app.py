@@ -261,8 +261,7 @@ def check(
 
     Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
     """
-    from fedrot.simulations.check.check_report import tables, verdict
-    from fedrot.simulations.check.checking import check_model
+    from fedrot.simulations.check.checking import check_model, tables, verdict
     from fedrot.simulations.merge.merging import options_of
 
     if list_families:
@@ -288,7 +287,7 @@ def check(
 
 
 def _list_families(as_json: bool) -> None:
-    from fedrot.simulations.check.check_report import families_table
+    from fedrot.simulations.check.checking import families_table
     from fedrot.symmetry import FAMILIES
 
     listed = {family.name: family.model_types for family in FAMILIES}

@@ -32,9 +32,7 @@ class BarrierSummary:
     Attributes:
         above: the largest loss less that of the worse end.
         share: the barrier over that of the vanilla line between the same two models; NaN without one.
-        headline: the name of the task's first metric.
-        middle: the headline metric at the middle of the line.
-        ends: the headline metric of the anchor and of the other model.
+        headline: the name of the task's first metric; ``middle`` and ``ends`` are its values there.
         distance: squared distance after matching over that before.
     """
 
@@ -163,8 +161,7 @@ def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
 def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
 
-    Methods stand in rows of at most ``MOST_ACROSS``, each row with a row of panels per metric. Thin
-    lines are pairs, thick ones their means. All panels of a metric share their axis.
+    Thin lines are pairs, thick ones their means. All panels of a metric share their axis.
     """
     (methods,) = by_cell(lines).values()
     shown = [name for name in methods if name != VANILLA] or [VANILLA]

@@ -13,8 +13,7 @@ import typer
 from rich.markup import escape
 
 import fedrot
-from fedrot.simulations.barrier.barrier_methods import check_methods
-from fedrot.simulations.barrier.barrier_settings import BarrierSettings
+from fedrot.simulations.barrier.barrier_methods import BarrierSettings, check_methods
 from fedrot.simulations.cli.commands import command
 from fedrot.simulations.cli.terminal import (
     FAILED,
@@ -195,9 +194,8 @@ def barriers(
     workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
 ) -> None:
     """Train pairs of small models and measure their barriers under every method of a grid."""
-    from fedrot.simulations.barrier.barrier_grid import Grid
+    from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
     from fedrot.simulations.barrier.barrier_report import summarise, tables
-    from fedrot.simulations.barrier.grid_run import run_grid
 
     described = Grid.read(grid, data_dir)
     if only:

@@ -1,18 +1,36 @@
-"""Grids of barriers as TOML files describe them: pairs of small models, and methods to match them."""
+"""Grids of barriers: pairs of small models as TOML files describe them, and the run of a grid."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from fedrot._io import replacing, write_json, write_text
 from fedrot.errors import FedrotError
+from fedrot.simulations.barrier.barrier_lines import (
+    BarrierLine,
+    lines_of,
+    measure,
+    ordered,
+    training_batches,
+    write_rows,
+)
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation.run_folder import read_rows, versions
 from fedrot.simulations.grids import read_grid
 
 Sharing = Literal["same", "thirds", "disjoint"]
@@ -30,8 +48,8 @@ class Cell(BaseModel):
 
     Attributes:
         config: model, data and training; its fields about clients, arms and rounds are ignored.
-        pairs: seeds of the two models of every pair. A seed decides the initialisation and the order
-            of batches of its model; both seeds together decide how the rows are divided.
+        pairs: seeds of the two models. A seed decides the initialisation and the batches of its model;
+            both seeds together decide how the rows are divided.
         points: positions on the line.
         rows: training rows for the methods that look at data.
     """
@@ -122,3 +140,168 @@ def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[n
     parts = np.array_split(np.random.default_rng(seeds).permutation(count), pieces)
     first, second = (np.sort(np.concatenate([parts[i] for i in which])) for which in chosen)
     return first, second
+
+
+#: A cell, the seeds of a pair, the methods that are missing, and the folder of the run.
+Job = tuple[Cell, tuple[int, int], list[str], Path]
+
+
+def run_grid(
+    grid: Grid, out: Path, command: str, report: Callable[[str], None], workers: int = 2
+) -> list[BarrierLine]:
+    """Measure the lines that ``out`` does not contain yet, and write the summary; return all lines.
+
+    ``out`` contains ``config.json``, ``versions.json``, ``models/``, ``lines/`` (a file per pair and
+    method) and ``rows.jsonl`` (of all lines, written anew after every pair). ``models.jsonl``,
+    ``summary.md`` and ``plots/`` are written at the end, or when the run is stopped.
+
+    Args:
+        report: called with one sentence per finished pair.
+        workers: processes, each with one thread; 1 works in this process.
+
+    Raises:
+        FedrotError: data or models cannot be used, or ``out`` contains a cell of the same name with
+            other settings.
+    """
+    _record(grid, out, command)
+    for name in ("models", "lines", "plots"):
+        (out / name).mkdir(exist_ok=True)
+    jobs = [
+        (cell, seeds, missing, out)
+        for cell in grid.cells
+        for seeds in cell.pairs
+        if (missing := [m for m in grid.methods if not _line_path(out, cell, seeds, m).exists()])
+    ]
+    try:
+        for number, lines in enumerate(_results(jobs, workers), start=1):
+            _collect(out)
+            barriers = ", ".join(f"{line.method} {line.barrier.barrier:.3g}" for line in lines)
+            where = f"{lines[0].cell}, seeds {lines[0].pair}"
+            report(f"[{number} of {len(jobs)}] {where}: barriers {barriers}")
+    finally:
+        lines = _collect(out)
+        if lines:
+            _write_summary(out, lines)
+    return lines
+
+
+def _results(jobs: Sequence[Job], workers: int) -> Iterator[list[BarrierLine]]:
+    if workers == 1 or len(jobs) < 2:
+        yield from map(run_pair, jobs)
+        return
+    pool = ProcessPoolExecutor(
+        min(workers, len(jobs)),
+        multiprocessing.get_context("spawn"),
+        # An interrupted worker prints no traceback; this process reports the interrupt.
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        for done in as_completed([pool.submit(run_pair, job) for job in jobs]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_pair(job: Job) -> list[BarrierLine]:
+    """Train the two models of a pair, or load them, and measure and write the missing methods."""
+    from fedrot.simulations.tasks.task import task_of
+    from fedrot.symmetry import symmetry_of
+
+    cell, seeds, methods, out = job
+    torch.set_num_threads(1)
+    task = task_of(cell.config.to_json())
+    parts = shared_rows(len(task.train), cell.sharing, seeds)
+    anchor, client = (
+        trained(cell, seeds, seed, rows, out / "models") for seed, rows in zip(seeds, parts, strict=True)
+    )
+    symmetry = symmetry_of(anchor.config, anchor.state_dict())
+    batches = training_batches(task, anchor, cell.rows)
+    names = {"cell": cell.name, "pair": _pair_name(seeds)}
+    lines = []
+    for method in methods:
+        line = measure(method, anchor, client, symmetry, task, batches, points=cell.points, **names)
+        write_rows(_line_path(out, cell, seeds, method), [line])
+        lines.append(line)
+    return lines
+
+
+def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, folder: Path) -> Any:
+    """Return a pair's model of one seed: from ``folder`` if it is there, else trained on these rows."""
+    from fedrot.simulations.models.build import build_model
+    from fedrot.simulations.tasks import training
+    from fedrot.simulations.tasks.task import task_of
+
+    task = task_of(cell.config.to_json())
+    model = build_model(cell.config, task.data, seed)
+    path = folder / f"{cell.name}.{_pair_name(seeds)}.{seed}.safetensors"
+    if path.exists():
+        model.load_state_dict(load_file(path))
+        return model.eval()
+    start = time.perf_counter()
+    loss = training.train(model, task, rows, seed)
+    about = {
+        "cell": cell.name,
+        "pair": _pair_name(seeds),
+        "seed": seed,
+        "rows": len(rows),
+        "training_loss": loss if np.isfinite(loss) else None,
+        "seconds": time.perf_counter() - start,
+    }
+    # A safetensors file cannot contain tensors that share memory, as tied tensors do.
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, {"training": json.dumps(about)})
+    return model.eval()
+
+
+def _line_path(out: Path, cell: Cell, seeds: tuple[int, int], method: str) -> Path:
+    return out / "lines" / f"{cell.name}.{_pair_name(seeds)}.{method}.jsonl"
+
+
+def _pair_name(seeds: tuple[int, int]) -> str:
+    return "-".join(map(str, seeds))
+
+
+def _record(grid: Grid, out: Path, command: str) -> None:
+    """Write configuration and versions; refuse to mix results of different settings."""
+    path = out / "config.json"
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    cells = held.get("cells", {})
+    for cell in grid.cells:
+        before = cells.get(cell.name, {})
+        if before and {k: v for k, v in before.items() if k != "pairs"} != cell.settings():
+            raise FedrotError(
+                f"The folder '{out}' holds cell '{cell.name}' with other settings. Choose another "
+                "--out, or give the settings in its config.json."
+            )
+        pairs = [tuple(pair) for pair in before.get("pairs", [])]
+        cells[cell.name] = {**cell.settings(), "pairs": list(dict.fromkeys([*pairs, *cell.pairs]))}
+    methods = {**held.get("methods", {}), **{name: METHODS[name].description for name in grid.methods}}
+    commands = [*held.get("commands", []), command]
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"commands": commands, "methods": methods, "cells": cells})
+    write_json(out / "versions.json", versions())
+
+
+def _collect(out: Path) -> list[BarrierLine]:
+    """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
+    files = sorted((out / "lines").glob("[!.]*.jsonl"))
+    lines = ordered(lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}")))
+    cells = json.loads((out / "config.json").read_text(encoding="utf-8"))["cells"]
+    places = {name: place for place, name in enumerate(cells)}
+    lines.sort(key=lambda line: places.get(line.cell, len(places)))
+    write_rows(out / "rows.jsonl", lines)
+    return lines
+
+
+def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
+    """Write ``models.jsonl``, ``summary.md`` and a plot per cell."""
+    from fedrot.simulations.barrier.barrier_report import by_cell, markdown, plot, summarise
+
+    for cell in by_cell(lines):
+        plot(out / "plots" / f"{cell}.png", [line for line in lines if line.cell == cell])
+    models = sorted((out / "models").glob("[!.]*.safetensors"))
+    trainings = [safe_open(file, "pt").metadata()["training"] for file in models]
+    write_text(out / "models.jsonl", "".join(f"{training}\n" for training in trainings))
+    write_text(out / "summary.md", markdown(summarise(lines)))

@@ -33,12 +33,10 @@ Evaluate = Callable[[State], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class BarrierLine:
-    """The line between two models, one of which a method has matched to the other.
+    """The line between two models (``cell``, ``pair``), one of which a method has matched to the other.
 
-    Attributes:
-        cell, pair: which models.
-        seconds: wall time of the matching, activations included.
-        before, after: squared distance of all parameters, before and after matching.
+    ``seconds`` is the wall time of the matching, activations included; ``before`` and ``after`` are the
+    squared distances of all parameters before and after matching.
     """
 
     cell: str
@@ -66,11 +64,11 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
         clean = {name: math.nan if value is None else value for name, value in row.items()}
         grouped.setdefault(tuple(row[name] for name in _LINE), []).append(clean)
     lines = []
-    for own in grouped.values():
+    for about, own in grouped.items():
         own = sorted(own, key=lambda row: row["position"])
         metrics = [{k: v for k, v in row.items() if k not in (*_LINE, "position")} for row in own]
         barrier = Barrier(tuple(row["position"] for row in own), tuple(metrics))
-        lines.append(BarrierLine(**{name: own[0][name] for name in _LINE}, barrier=barrier))
+        lines.append(BarrierLine(*about, barrier=barrier))
     return lines
 
 
@@ -115,9 +113,8 @@ def measure(
     if method.repair is not None:
         path = method.repair(anchor, with_state(client, matched), symmetry, batches)
     barrier = loss_barrier(evaluator(task, anchor), ours, matched, points, path=path)
-    names = [n for n, _ in anchor.named_parameters()]
     before, after = (
-        squared_distance([(ours[n], theirs[n]) for n in names])
+        squared_distance([(ours[name], theirs[name]) for name, _ in anchor.named_parameters()])
         for theirs in (client.state_dict(), matched)
     )
     return BarrierLine(cell, pair, name, seconds, before, after, barrier)

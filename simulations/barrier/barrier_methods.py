@@ -1,12 +1,14 @@
-"""Methods to match two models before the loss between them is measured."""
+"""Methods to match two models before the loss between them is measured, and the settings of that."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from fedrot.alignment import align, alignment_of
@@ -64,18 +66,16 @@ class MatchingMethod:
 
 def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
     """Learn matrices of the heads by gradient descent, starting from the aligned client."""
-    start = alignment_of((), client.state_dict(), anchor.state_dict(), symmetry)
+    theirs, ours = client.state_dict(), anchor.state_dict()
+    start = alignment_of((), theirs, ours, symmetry)
     small = [
         {name: value[i : i + 32] for name, value in batch.items()}
         for batch in batches
         for i in range(0, len(batch["labels"]), 32)
     ]
-    shell = copy.deepcopy(anchor).eval()
-    options = LearningOptions(general=True)
-    learned = learn_alignment(
-        loss_of(shell), small, client.state_dict(), anchor.state_dict(), symmetry, start, options
-    )
-    return learned.alignment.apply(client.state_dict())
+    loss, options = loss_of(copy.deepcopy(anchor).eval()), LearningOptions(general=True)
+    learned = learn_alignment(loss, small, theirs, ours, symmetry, start, options)
+    return learned.alignment.apply(theirs)
 
 
 def _repaired(
@@ -149,8 +149,7 @@ def match(
 ) -> State:
     """Return the client's tensors, matched to the anchor; neither model is changed.
 
-    Args:
-        batches: inputs and ``labels``; read only by methods that look at data.
+    ``batches`` (inputs and ``labels``) are read only by methods that look at data.
 
     Raises:
         FedrotError: the models cannot be aligned; see ``fedrot.align``.
@@ -169,15 +168,14 @@ def _activations(
 ) -> Activations | None:
     if method.evidence == "weights":
         return None
+    config: Any = anchor.config
     inputs: Iterable[Mapping[str, Tensor]] = (
-        {name: value for name, value in batch.items() if name != "labels"} for batch in batches
+        random_inputs(config.to_dict())
+        if method.evidence == "probe"
+        else [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
     )
-    if method.evidence == "probe":
-        config: Any = anchor.config
-        inputs = random_inputs(config.to_dict())
-    return collect_activations(
-        anchor, client, inputs, symmetry, residual=method.residual, heads=method.heads
-    )
+    residual, heads = method.residual, method.heads
+    return collect_activations(anchor, client, inputs, symmetry, residual=residual, heads=heads)
 
 
 def with_state(model: nn.Module, state: State) -> nn.Module:
@@ -185,3 +183,27 @@ def with_state(model: nn.Module, state: State) -> nn.Module:
     model = copy.deepcopy(model)
     model.load_state_dict(state)
     return model
+
+
+class BarrierSettings(BaseModel):
+    """Data set, methods and sizes; the descriptions are the help texts of the command's options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str | None = Field(
+        default=None, description="Data set, as for simulate; default: that of the task."
+    )
+    task: str = Field(default="classification", description="classification, mlm, clm, ner or image.")
+    data_dir: Path | None = Field(
+        default=None, description="Folder with glue/, emotion/ ... as Parquet files."
+    )
+    text_column: str | None = Field(default=None, description="Column with the text.")
+    label_column: str | None = Field(default=None, description="Column with the label.")
+    methods: str | None = Field(
+        default=None,
+        description=f"Ways to match, separated by commas: {', '.join(METHODS)}; default: all.",
+    )
+    points: int = Field(default=21, description="Positions on the line; odd, to include the middle.")
+    rows: int = Field(default=2048, description="Training rows for the methods that look at data.")
+    test_limit: int = Field(default=1000, description="Evaluate on at most so many held-out rows.")
+    max_length: int = Field(default=64, description="Tokens per text.")

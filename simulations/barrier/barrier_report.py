@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, ordered
 from fedrot.simulations.barrier.barrier_methods import VANILLA
-from fedrot.simulations.report.plots import LOGARITHMIC, PALETTE, new_figure, save_figure, shared_legend
+from fedrot.simulations.report.plots import PALETTE, name_metric, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
 from fedrot.simulations.report.tables import format_interval, pipe_table, terminal_table
 
@@ -32,9 +32,7 @@ class BarrierSummary:
     Attributes:
         above: the largest loss less that of the worse end.
         share: the barrier over that of the vanilla line between the same two models; NaN without one.
-        headline: the name of the task's first metric.
-        middle: the headline metric at the middle of the line.
-        ends: the headline metric of the anchor and of the other model.
+        headline: the name of the task's first metric; ``middle`` and ``ends`` are its values there.
         distance: squared distance after matching over that before.
     """
 
@@ -163,8 +161,7 @@ def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
 def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
 
-    Methods stand in rows of at most ``MOST_ACROSS``, each row with a row of panels per metric. Thin
-    lines are pairs, thick ones their means. All panels of a metric share their axis.
+    Thin lines are pairs, thick ones their means. All panels of a metric share their axis.
     """
     (methods,) = by_cell(lines).values()
     shown = [name for name in methods if name != VANILLA] or [VANILLA]
@@ -190,9 +187,7 @@ def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
                 ax.set_title(name, loc="left", fontsize="small")
             ax.tick_params(labelsize="small", labelleft=not column, labelbottom=metric is metrics[-1])
             ax.set_xticks([0, 0.5, 1], ["0", "½", "1"])
-        panels[0].set_ylabel(metric.replace("_", " "))
-        if metric in LOGARITHMIC:
-            panels[0].set_yscale("log")
+        name_metric(panels[0], metric)
     figure.supxlabel("position on the line", fontsize="medium")
     shared_legend(figure, axes.flat)
     return save_figure(figure, path)

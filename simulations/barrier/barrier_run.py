@@ -6,23 +6,18 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+from torch import nn
 
 from fedrot._io import replacing, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, measure, training_batches, write_rows
-from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
-from fedrot.simulations.barrier.barrier_settings import BarrierSettings
+from fedrot.simulations.barrier.barrier_methods import METHODS, BarrierSettings, check_methods
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
+from fedrot.simulations.models import saved_model
 from fedrot.simulations.models.model_files import refuse_filled
-from fedrot.simulations.models.saved_model import (
-    SavedModel,
-    check_alike,
-    check_bundled,
-    open_saved_model,
-)
+from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.tasks.task import Task, task_of
 
 
@@ -32,10 +27,7 @@ def compare_saved_models(
     """Measure the line between two saved models under every method; print and write the results.
 
     ``out`` contains ``config.json``, ``versions.json``, ``rows.jsonl``, ``summary.md`` and
-    ``barrier.png``; it appears whole or not at all.
-
-    Args:
-        a, b: folders written by ``save_pretrained``; ``b`` is aligned to ``a``.
+    ``barrier.png``; it appears whole or not at all. ``b`` is aligned to ``a``.
 
     Raises:
         FedrotError: bad input; the message names the setting or the model.
@@ -57,13 +49,11 @@ def compare_saved_models(
         console.print(task.data.note, highlight=False)
     config: Any = anchor.config
     symmetry = symmetry_of(config, anchor.state_dict())
-    batches = training_batches(task, anchor, rows)
+    batches, cell = training_batches(task, anchor, rows), task.config.setting
     lines = []
     for name in methods:
         with console.status(f"{name}: matching, and {points} models to evaluate"):
-            line = measure(
-                name, anchor, client, symmetry, task, batches, points=points, cell=task.config.setting
-            )
+            line = measure(name, anchor, client, symmetry, task, batches, points=points, cell=cell)
         lines.append(line)
     described = {
         "command": command,
@@ -88,9 +78,7 @@ def compare_saved_models(
     return lines
 
 
-def load_pair(
-    a: Path, b: Path, settings: BarrierSettings
-) -> tuple[Task, torch.nn.Module, torch.nn.Module]:
+def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Module, nn.Module]:
     """Load two folders written by ``save_pretrained``, and the data set to compare the models on.
 
     Texts are tokenised with the tokenizer of ``a``, or the bundled one if ``a`` has none.
@@ -102,21 +90,18 @@ def load_pair(
     for folder in (a, b):
         if not folder.is_dir():
             raise FedrotError(f"'{folder}' is not a folder. Give one written by save_pretrained.")
-    first, second = pair = [open_saved_model(folder) for folder in (a, b)]
-    check_alike(first, second)
-    texts = hasattr(first.config, "vocab_size")
+    first, second = pair = [saved_model.open_saved_model(folder) for folder in (a, b)]
+    saved_model.check_alike(first, second)
+    texts, longest = hasattr(first.config, "vocab_size"), settings.max_length
     if texts:
-        check_bundled(first)
+        saved_model.check_bundled(first)
     task = task_of(
         SimulationConfig(
             **settings.model_dump(include={"task", "data_dir", "text_column", "label_column"}),
             data=settings.data or "",
             model=None if texts and first.tokenizer is None else str(a),
             setting=f"{a.name} - {b.name}",
-            max_length=min(
-                settings.max_length,
-                getattr(first.config, "max_position_embeddings", settings.max_length),
-            ),
+            max_length=min(longest, getattr(first.config, "max_position_embeddings", longest)),
             test_limit=settings.test_limit,
         ).to_json()
     )
@@ -124,7 +109,7 @@ def load_pair(
     return task, anchor, client
 
 
-def _loaded(saved: SavedModel, task: Task) -> torch.nn.Module:
+def _loaded(saved: SavedModel, task: Task) -> nn.Module:
     model: Any
     model, missing, _ = saved.load(saved.class_for(task.objective.auto_model))
     if missing:

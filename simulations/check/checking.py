@@ -3,19 +3,87 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fedrot.check import TOLERANCE, output_change, suspects
 from fedrot.errors import FedrotError
-from fedrot.simulations.check.check_report import CheckReport, GroupFound, KindChecked
 from fedrot.simulations.models.model_files import CONFIG, SUFFIX
 from fedrot.simulations.models.saved_model import open_saved_model
+from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import NO_LAYER, PARTS, Group, symmetry_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+
+@dataclass(frozen=True)
+class GroupFound:
+    """A group of the model: the ``units`` (heads or neurons) and the number of ``tensors`` it moves.
+
+    ``layer`` is None if the group acts on the whole model.
+    """
+
+    name: str
+    layer: int | None
+    part: str
+    kind: str
+    units: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class KindChecked:
+    """The largest relative change of an output when all groups of one kind and part are moved.
+
+    ``change`` is None if it is not finite.
+    """
+
+    part: str
+    kind: str
+    groups: int
+    change: float | None
+    holds: bool
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The result of a check; ``dataclasses.asdict`` is what ``--json`` prints.
+
+    Attributes:
+        architecture: the class that was loaded.
+        parts: the parts that were moved.
+        refused: parts that cannot be moved in this model, with the reason.
+        change: of all parts moved together, as in ``KindChecked``.
+        holds: whether that and the changes of all kinds are at most ``tolerance``.
+        suspects: if not, the first group of each part that changes the outputs, with its tensors.
+        notes: what the user should know about the files, in sentences.
+        seconds: wall time of everything, loading included.
+    """
+
+    model: str
+    model_type: str
+    family: str
+    architecture: str
+    seed: int
+    parts: tuple[str, ...]
+    refused: Mapping[str, str]
+    groups: tuple[GroupFound, ...]
+    kinds: tuple[KindChecked, ...]
+    change: float | None
+    tolerance: float
+    holds: bool
+    suspects: str
+    notes: tuple[str, ...]
+    seconds: float
 
 
 def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) -> CheckReport:
@@ -40,10 +108,13 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
     if not groups:
         raise FedrotError(f"'{name}' has no groups of the parts {', '.join(chosen) or '(none)'}.")
     change = output_change(model, config, symmetry, chosen, seed)
-    kinds = tuple(
-        _checked(key, sum(_key(group) == key for group in groups), change(partial(_is, key=key)))
-        for key in dict.fromkeys(map(_key, groups))
-    )
+
+    def checked(key: tuple[str, str]) -> KindChecked:
+        found = change(lambda group: _key(group) == key)
+        count = sum(_key(group) == key for group in groups)
+        return KindChecked(*key, count, _finite(found), found <= TOLERANCE)
+
+    kinds = tuple(map(checked, dict.fromkeys(map(_key, groups))))
     together = change(lambda group: True)
     holds = together <= TOLERANCE and all(kind.holds for kind in kinds)
     broken = dict.fromkeys(kind.part for kind in kinds if not kind.holds)
@@ -88,19 +159,72 @@ def _key(group: Group) -> tuple[str, str]:
     return group.part, type(group.kind).__name__
 
 
-def _is(group: Group, key: tuple[str, str]) -> bool:
-    return _key(group) == key
-
-
 def _found(group: Group) -> GroupFound:
     layer = None if group.layer == NO_LAYER else group.layer
     tensors = len({slot.tensor for slot in group.slots})
     return GroupFound(group.name, layer, *_key(group), group.kind.units, tensors)
 
 
-def _checked(key: tuple[str, str], groups: int, change: float) -> KindChecked:
-    return KindChecked(*key, groups, _finite(change), change <= TOLERANCE)
-
-
 def _finite(change: float) -> float | None:
     return change if math.isfinite(change) else None
+
+
+def tables(report: CheckReport) -> Iterator[Table]:
+    """Yield a table of the groups by layer, equal layers in one line, and one of the output changes."""
+    groups = _table(
+        f"{report.architecture} ({report.model_type}), family {report.family}",
+        ("layer", "part", "group", "kind", "units", "tensors"),
+    )
+    for layers, lines in _alike(report.groups):
+        for line in lines:
+            groups.add_row(layers, *map(str, line))
+            layers = ""
+        groups.add_section()
+    yield groups
+    kinds = _table("Largest change of an output", ("part", "kind", "groups", "change", ""))
+    for kind in report.kinds:
+        kinds.add_row(kind.part, kind.kind, str(kind.groups), *_judged(kind.change, kind.holds))
+    kinds.add_section()
+    together = report.change is not None and report.change <= report.tolerance
+    kinds.add_row("together", "", str(len(report.groups)), *_judged(report.change, together))
+    yield kinds
+
+
+def verdict(report: CheckReport) -> str:
+    """Return a sentence: whether the model has the symmetry, and what to do if not."""
+    if report.holds:
+        return f"The function is preserved: outputs change by {report.change:.1e} of their size at most."
+    return f"The outputs of '{report.model}' change. {report.suspects}"
+
+
+def families_table(families: Mapping[str, Iterable[str]]) -> Table:
+    """Return a line per supported family with its model types."""
+    found = _table("Supported families", ("family", "model_type"))
+    for family, model_types in families.items():
+        found.add_row(family, ", ".join(model_types))
+    return found
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    texts = ("layer", "part", "group", "kind", "", "family", "model_type")
+    return terminal_table(title, columns, texts, fold=True)
+
+
+def _judged(change: float | None, holds: bool) -> tuple[str, Text]:
+    from rich.text import Text
+
+    shown = "not finite" if change is None else f"{change:.1e}"
+    return shown, Text("" if holds else "BROKEN", style="red")
+
+
+def _alike(groups: Iterable[GroupFound]) -> Iterator[tuple[str, list[tuple[str, str, str, int, int]]]]:
+    """Yield ranges of consecutive layers with equal groups, such as ``0-5``, and these groups."""
+    by_layer: dict[int | None, list[tuple[str, str, str, int, int]]] = {}
+    for g in groups:
+        # The number of the layer does not count, but the rest of the name does: it may name a stack.
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", g.name)
+        by_layer.setdefault(g.layer, []).append((g.part, name, g.kind, g.units, g.tensors))
+    for cells, layers in groupby(by_layer, key=by_layer.__getitem__):
+        first, *rest = layers
+        shown = "model" if first is None else str(first)
+        yield (f"{shown}-{rest[-1]}" if rest else shown), cells

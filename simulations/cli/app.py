@@ -13,8 +13,7 @@ import typer
 from rich.markup import escape
 
 import fedrot
-from fedrot.simulations.barrier.barrier_methods import check_methods
-from fedrot.simulations.barrier.barrier_settings import BarrierSettings
+from fedrot.simulations.barrier.barrier_methods import BarrierSettings, check_methods
 from fedrot.simulations.cli.commands import command
 from fedrot.simulations.cli.terminal import (
     FAILED,
@@ -195,9 +194,8 @@ def barriers(
     workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
 ) -> None:
     """Train pairs of small models and measure their barriers under every method of a grid."""
-    from fedrot.simulations.barrier.barrier_grid import Grid
+    from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
     from fedrot.simulations.barrier.barrier_report import summarise, tables
-    from fedrot.simulations.barrier.grid_run import run_grid
 
     described = Grid.read(grid, data_dir)
     if only:
@@ -261,8 +259,7 @@ def check(
 
     Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
     """
-    from fedrot.simulations.check.check_report import tables, verdict
-    from fedrot.simulations.check.checking import check_model
+    from fedrot.simulations.check.checking import check_model, tables, verdict
     from fedrot.simulations.merge.merging import options_of
 
     if list_families:
@@ -288,7 +285,7 @@ def check(
 
 
 def _list_families(as_json: bool) -> None:
-    from fedrot.simulations.check.check_report import families_table
+    from fedrot.simulations.check.checking import families_table
     from fedrot.symmetry import FAMILIES
 
     listed = {family.name: family.model_types for family in FAMILIES}

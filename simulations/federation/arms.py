@@ -49,8 +49,12 @@ def evaluate_ensemble(
 ) -> dict[str, float]:
     """Return the metrics of the ensemble of the clients' models on the held-out split."""
     models = [with_state(shell, state) for state in states]
-    ensemble = Ensemble(models, arm.aggregation == "ensemble-probabilities")
-    return training.evaluate(ensemble, task, task.test, np.arange(len(task.test.labels)))
+    return evaluate_held_out(task, Ensemble(models, arm.aggregation == "ensemble-probabilities"))
+
+
+def evaluate_held_out(task: Task, model: nn.Module) -> dict[str, float]:
+    """Return the metrics of a model on the held-out split."""
+    return training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
 
 
 def with_state(shell: nn.Module, state: Tensors) -> nn.Module:

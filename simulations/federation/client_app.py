@@ -1,7 +1,6 @@
 """The Flower ClientApp of simulations: training and evaluation on the rows of one client.
 
-The message's configuration and the node's partition id decide everything, so that one app serves the
-simulation engine and a federation of real nodes.
+The message's configuration and the node's partition id decide everything.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from fedrot._io import replacing
 from fedrot.collect.statistic_kinds import kind_named
 from fedrot.options import AlignmentOptions
 from fedrot.research.learning import LearningOptions
+from fedrot.simulations.federation.arms import evaluate_held_out
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -127,7 +127,7 @@ def _empty_model(config_json: str) -> nn.Module:
 @app.query()
 def who(message: Message, context: Context) -> Message:
     """Answer with the node's partition id."""
-    return Message(RecordDict({CLIENT_RECORD: _identity(context)}), reply_to=message)
+    return Message(_content(context), reply_to=message)
 
 
 @app.train()
@@ -135,20 +135,17 @@ def train(message: Message, context: Context) -> Message:
     """Train from the received model, or from a start of the client's own, and return the update."""
     job = Job.read(message, context)
     (arrays,) = message.content.array_records.values()
-    state, metrics = _cached(job, _training_key(job, arrays), lambda: _train(job, arrays))
+    # Everything that decides a training; scrambling comes after the cache.
+    key = _hashed([job.config_json, job.stream, job.last_round, job.own_start], arrays)
+    state, metrics = _cached(job, key, lambda: _train(job, arrays))
     if job.start == "scrambled":
         state = fedrot.random_equivalent(state, job.symmetry(state), seed=job.stream)
     if job.align:
         # As align_mod does, but before the statistics of the update are computed.
         received, options = arrays.to_torch_state_dict(), AlignmentOptions(parts=job.align)
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
-    content = RecordDict(
-        {
-            "arrays": ArrayRecord(state),
-            "metrics": MetricRecord({**metrics}),
-            CLIENT_RECORD: _identity(context),
-        }
-    )
+    content = _content(context, metrics)
+    content["arrays"] = ArrayRecord(state)
     kinds = wanted_statistics(message)
     if kinds:
         content[STATISTICS] = _statistics(job, state, kinds)
@@ -164,12 +161,7 @@ def evaluate(message: Message, context: Context) -> Message:
     model = _empty_model(job.config_json)
     model.load_state_dict(arrays.to_torch_state_dict())
     metrics = training.evaluate(model, job.task, job.task.train, held_out)
-    content = RecordDict(
-        {
-            "metrics": MetricRecord({"num-examples": len(held_out), **metrics}),
-            CLIENT_RECORD: _identity(context),
-        }
-    )
+    content = _content(context, {"num-examples": len(held_out), **metrics})
     return Message(content, reply_to=message)
 
 
@@ -187,8 +179,11 @@ def _matching(message: Message, context: Context) -> Matching:
 match_at_client(app, _matching)
 
 
-def _identity(context: Context) -> ConfigRecord:
-    return ConfigRecord({CLIENT_KEY: int(context.node_config[CLIENT_KEY])})
+def _content(context: Context, metrics: Mapping[str, float] | None = None) -> RecordDict:
+    """Return a reply's records: which client it is of, and its metrics."""
+    content = RecordDict({} if metrics is None else {"metrics": MetricRecord({**metrics})})
+    content[CLIENT_RECORD] = ConfigRecord({CLIENT_KEY: int(context.node_config[CLIENT_KEY])})
+    return content
 
 
 def _train(job: Job, arrays: ArrayRecord) -> Result:
@@ -203,8 +198,7 @@ def _train(job: Job, arrays: ArrayRecord) -> Result:
     loss = training.train(model, task, job.rows, job.stream, task.config.epochs(job.round))
     metrics = {"num-examples": len(job.rows), "train-loss": loss}
     if job.round == job.last_round:
-        alone = training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
-        metrics |= {f"{ALONE}{name}": value for name, value in alone.items()}
+        metrics |= {f"{ALONE}{k}": v for k, v in evaluate_held_out(task, model).items()}
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
 
 
@@ -230,12 +224,6 @@ def _statistics(job: Job, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])
 
 
-def _training_key(job: Job, arrays: ArrayRecord) -> str:
-    """Hash everything that decides a training; scrambling comes after the cache."""
-    decides = [job.config_json, job.stream, job.last_round, job.own_start]
-    return _hashed(decides, arrays)
-
-
 def _hashed(what: Any, arrays: ArrayRecord) -> str:
     key = hashlib.sha256(json.dumps(what).encode())
     for name, array in sorted(arrays.items()):
@@ -247,8 +235,7 @@ def _hashed(what: Any, arrays: ArrayRecord) -> str:
 def _cached(job: Job, key: str, compute: Callable[[], Result]) -> Result:
     """Compute a first-round result once for all arms that send a client the same model.
 
-    After the first round arms hardly ever agree. The folder is the engine's: clients on other machines
-    do not have it.
+    After the first round arms hardly ever agree. Clients on other machines do not have the folder.
     """
     if job.round > 1 or not job.cache or not Path(job.cache).is_dir():
         return compute()

@@ -9,33 +9,40 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 from torch import nn
 
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import JOINED, Arm
 from fedrot.simulations.config import SimulationConfig, Start
-from fedrot.simulations.federation.arms import aggregation_of, evaluate_ensemble, train_joined
+from fedrot.simulations.federation.arms import (
+    aggregation_of,
+    evaluate_ensemble,
+    evaluate_held_out,
+    train_joined,
+)
 from fedrot.simulations.federation.client_app import ALONE
-from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.run_folder import RunFolder
 from fedrot.simulations.models.build import build_model, model_config
-from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
-from fedrot.strategies.round.inbox import own_id
+from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.round.inbox import client_id, own_id
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import Execution, OtherBasis, Reporting
 from fedrot.tensors import Tensors
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
+#: Seconds between two looks for replies; Flower's default of seconds is long beside rounds this short.
+PAUSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -81,12 +88,10 @@ class ArmRun:
 
     def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
         """Return the metrics of a global model on the held-out split."""
-        if server_round > 0 or not self.initial:
-            test = self.task.test
-            metrics = training.evaluate(model, self.task, test, np.arange(len(test.labels)))
-            if server_round > 0:
-                return metrics
-            self.initial.update(metrics)
+        if server_round > 0:
+            return evaluate_held_out(self.task, model)
+        if not self.initial:
+            self.initial.update(evaluate_held_out(self.task, model))
         return self.initial
 
 
@@ -100,9 +105,8 @@ def run_cells(
 ) -> None:
     """Run every cell of a configuration and write its rows as they come.
 
-    Args:
-        shared_cache: arms share the first round's training of their clients; the clients have to see
-            this machine's files.
+    With ``shared_cache``, arms share the first round's training of their clients, who have to see this
+    machine's files.
 
     Raises:
         Interrupted: ``stop`` was set.
@@ -124,7 +128,6 @@ def run_cells(
 
 
 def _run_joined(cell: ArmRun) -> None:
-    """Train one model on the rows of all clients."""
     model = cell.model()
     for server_round in range(cell.task.config.rounds + 1):
         if server_round > 0:
@@ -133,7 +136,6 @@ def _run_joined(cell: ArmRun) -> None:
 
 
 def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) -> None:
-    """Run the strategy loop of a cell; ``scratch`` is a folder for its files."""
     config, model = cell.task.config, cell.model()
     report = scratch / "alignment.jsonl"
     strategy = ArmStrategy(cell, model, report)
@@ -170,9 +172,8 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
 class ArmStrategy(FedRot):
     """FedRot for one cell: samples the same clients in every arm, and writes the cell's rows.
 
-    Attributes:
-        trained_rounds: rounds in which at least one update was accepted.
-        updates: the last round's updates of an ensemble, in the round's coordinates.
+    ``trained_rounds`` are those in which at least one update was accepted; ``updates`` are the last
+    round's updates of an ensemble, in the round's coordinates.
     """
 
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
@@ -235,9 +236,8 @@ class ArmStrategy(FedRot):
         for client, metrics in _client_metrics(contents):
             alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
             self.cell.record(f"alone:{client}", self.current_round, alone)
-            self.cell.record(
-                f"client:{client}", self.current_round, {"train-loss": metrics["train-loss"]}
-            )
+            loss = {"train-loss": metrics["train-loss"]}
+            self.cell.record(f"client:{client}", self.current_round, loss)
         return MetricRecord()
 
     def _after_evaluation(self, contents: list[RecordDict], key: str) -> MetricRecord:
@@ -265,3 +265,47 @@ def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any
         assert client is not None, "our ClientApp always names itself"
         found.append((client, dict(metrics)))
     return sorted(found, key=lambda pair: pair[0])
+
+
+class Interrupted(Exception):
+    """The user asked to stop; the finished part of the run is in the run folder."""
+
+
+class OrderedGrid(LazyGrid):
+    """A grid of ``nodes`` nodes in the order of their partition ids.
+
+    Node ids are random: without an order, two runs of one seed would sample different clients.
+
+    Raises:
+        Interrupted: by any wait, once ``stop`` is set.
+        RuntimeError: the nodes do not hold the partitions 0 to ``nodes - 1``.
+    """
+
+    def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
+        super().__init__(grid)
+        self._stop = stop
+        self._nodes = list(grid.get_node_ids())
+        while len(self._nodes) < nodes:
+            log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
+            self._wait(1.0)
+            self._nodes = list(grid.get_node_ids())
+        query = MessageType.QUERY
+        questions = [Message(RecordDict(), dst_node_id=n, message_type=query) for n in self._nodes]
+        answers = self.send_and_receive(questions)
+        own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
+        if sorted(own.values()) != list(range(nodes)):
+            raise RuntimeError(
+                f"The {len(self._nodes)} nodes hold the partitions {sorted(own.values())}, but the "
+                f"configuration has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
+            )
+        self._nodes.sort(key=own.__getitem__)
+
+    def _wait(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Interrupted
+
+    def pause(self, seconds: float) -> None:
+        self._wait(min(seconds, PAUSE))
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._nodes)

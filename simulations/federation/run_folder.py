@@ -7,11 +7,12 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import replacing
+from fedrot._io import json_line, replacing, write_json
 
 _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
@@ -33,19 +34,18 @@ class RunFolder:
         refuse_used(path)
         path.mkdir(parents=True, exist_ok=True)
         self._partitions: dict[str, Any] = {}
-        self.write_json("config.json", {"command": command, "settings": list(settings)})
-        self.write_json("versions.json", versions())
+        write_json(path / "config.json", {"command": command, "settings": list(settings)})
+        write_json(path / "versions.json", versions())
         self._rows = (path / "rows.jsonl").open("a", encoding="utf-8", buffering=1)
         self._alignments = (path / "alignment.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Append one row of results; a value that is not finite becomes null."""
-        value = row["value"] if math.isfinite(row["value"]) else None
-        self._rows.write(json.dumps({**{n: row[n] for n in ROW_FIELDS}, "value": value}) + "\n")
+        self._rows.write(json_line({name: row[name] for name in ROW_FIELDS}))
 
     def alignment(self, row: Mapping[str, Any]) -> None:
         """Append one row of the alignment report."""
-        self._alignments.write(json.dumps(row) + "\n")
+        self._alignments.write(json_line(row))
 
     def partition(
         self, setting: str, seed: int, names: Sequence[str], sizes: list[int], counts: list[list[int]]
@@ -53,12 +53,7 @@ class RunFolder:
         """Record a partition, see ``Task.partition``."""
         by_setting = self._partitions.setdefault(setting, {"label_names": list(names), "seeds": {}})
         by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
-        self.write_json("partition.json", self._partitions)
-
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file whole or not at all."""
-        with replacing(self.path / name) as temporary:
-            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_json(self.path / "partition.json", self._partitions)
 
     def close(self, complete: bool) -> None:
         """Write ``rows.csv``, and ``status.json`` with whether the run is complete."""
@@ -71,7 +66,7 @@ class RunFolder:
             writer = csv.DictWriter(file, ROW_FIELDS)
             writer.writeheader()
             writer.writerows(read_rows(self.path))
-        self.write_json("status.json", {"complete": complete})
+        write_json(self.path / "status.json", {"complete": complete})
 
 
 def refuse_used(path: Path) -> None:
@@ -117,8 +112,6 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

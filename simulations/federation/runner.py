@@ -11,15 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import rich.progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
@@ -65,20 +58,18 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 def present(out: Path, console: Console) -> None:
     """Print the table of a run folder and write its report."""
-    from fedrot.simulations.report.findings import scrambling
-    from fedrot.simulations.report.run_page import write_report
+    from fedrot.simulations.report.run_page import costs_of_scrambling, write_report
     from fedrot.simulations.report.summaries import metrics_in
     from fedrot.simulations.report.tables import result_lines, summary_tables
 
     rows = read_rows(out)
+    metrics = metrics_in(rows)
     for table in summary_tables(rows):
         console.print(table)
-    metrics = metrics_in(rows)
-    cost = scrambling(result_lines(rows, metrics), metrics)
+    cost = costs_of_scrambling(result_lines(rows, metrics), metrics)
     if cost:
         console.print("What scrambling the clients' coordinates cost:", style="bold")
-        for sentence in cost:
-            console.print(f"  {sentence}")
+        console.print(*(f"  {sentence}" for sentence in cost), sep="\n")
     console.print(f"Report: {write_report(out)}")
 
 
@@ -102,7 +93,7 @@ def simulate(
         FedrotError: data, partition or model cannot be used, or the machine has fewer GPUs.
         RuntimeError: a simulation failed; the finished part is in the folder.
     """
-    from fedrot.simulations.federation.ordered_grid import Interrupted
+    from fedrot.simulations.federation.experiment import Interrupted
 
     if not dry_run:
         refuse_used(out)
@@ -149,8 +140,7 @@ def _run(
     from flwr.simulation import run_simulation
 
     from fedrot.simulations.federation.client_app import app as client_app
-    from fedrot.simulations.federation.experiment import run_cells
-    from fedrot.simulations.federation.ordered_grid import Interrupted
+    from fedrot.simulations.federation.experiment import Interrupted, run_cells
 
     server_app = ServerApp()
     failure: list[BaseException] = []
@@ -164,12 +154,7 @@ def _run(
             raise
 
     try:
-        run_simulation(
-            server_app,
-            client_app,
-            num_supernodes=config.clients,
-            backend_config=backend_config(gpus),
-        )
+        run_simulation(server_app, client_app, config.clients, backend_config=backend_config(gpus))
     except Exception as error:
         cause = failure[0] if failure else error
         if isinstance(cause, Interrupted):
@@ -178,11 +163,7 @@ def _run(
 
 
 def check_gpus(gpus: float) -> None:
-    """Check the number of GPUs per client.
-
-    Raises:
-        FedrotError: the number is negative, above 1 and not whole, or more than this machine has.
-    """
+    """Raise ``FedrotError`` if clients cannot have so many GPUs each."""
     import torch
 
     found = torch.cuda.device_count()
@@ -209,11 +190,9 @@ def backend_config(gpus: float) -> dict[str, Any]:
 def _log_to(path: Path) -> None:
     """Send Flower's log to a file; the console shows the progress."""
     logger = logging.getLogger("flwr")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
+    logger.handlers[:] = [handler]
     logger.propagate = False
 
 
@@ -235,15 +214,16 @@ def _interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
-    text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    text = rich.progress.TextColumn("{task.description}", markup=False)
+    _, bar, _, remaining = rich.progress.Progress.get_default_columns()
+    done, elapsed = rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()
     total = sum(len(config.cells()) * config.rounds for config in configs)
-    with Progress(*columns, console=console, transient=False) as progress:
-        bar = progress.add_task("starting Flower's engine", total=total)
+    with rich.progress.Progress(text, bar, done, elapsed, remaining, console=console) as progress:
+        task = progress.add_task("starting Flower's engine", total=total)
 
         def advance(description: str, server_round: int, rounds: int) -> None:
             shown = f"{description} · round {server_round}/{rounds}"
-            progress.update(bar, description=shown, advance=1 if server_round else 0)
+            progress.update(task, description=shown, advance=1 if server_round else 0)
             if not console.is_terminal:
                 console.print(f"{description}: round {server_round}/{rounds}", highlight=False)
 

@@ -28,11 +28,12 @@ def compact(run: Path, out: Path) -> Path:
         FileNotFoundError: ``run`` holds no rows.
     """
     out.mkdir(parents=True, exist_ok=True)
-    for name in (*ROWS, *SMALL):
-        if name in SMALL and (run / name).exists():
-            shutil.copyfile(run / name, out / name)
-        elif name == ROWS[0] or (name in ROWS and (run / name).exists()):
+    for name in ROWS:
+        if name == ROWS[0] or (run / name).exists():
             write_parquet((out / name).with_suffix(".parquet"), read_rows(run, name))
+    for name in SMALL:
+        if (run / name).exists():
+            shutil.copyfile(run / name, out / name)
     return out
 
 

@@ -33,9 +33,8 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     """Draw the share of the squared distance removed: a row per part and layer, a column per round.
 
     There is one panel per arm and start; with a single round, one per start with a column per arm.
-    Distances are summed over clients, seeds and groups before they are divided: the mean weighted by
-    distance. The colour map, cividis, keeps its order for colour-blind readers and in grey; it goes from
-    0 to the largest share of the picture (at least 1 %).
+    Distances are summed over clients, seeds and groups before they are divided. The colours, for
+    colour-blind readers too, go from 0 to the largest share of the picture (at least 1 %).
 
     Args:
         rows: of one setting, with ``round``, ``part``, ``layer``, ``before`` and ``after``; ``arm`` and
@@ -43,19 +42,25 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     """
     rows = list(rows)
     rounds = sorted({int(row["round"]) for row in rows})
+    several = len(rounds) > 1
+
+    def column_of(row: Row) -> Any:
+        return int(row["round"]) if several else str(row.get("arm", f"round {row['round']}"))
+
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        panels.setdefault(_title(row, several_rounds=len(rounds) > 1), []).append(row)
+        arm = str(row.get("arm", "")) if several else ""
+        start = f"start: {row['start']}" if "start" in row else ""
+        panels.setdefault(", ".join(filter(None, (arm, start))), []).append(row)
     lines = _lines(rows)
-    columns: list[Any] = rounds if len(rounds) > 1 else list(dict.fromkeys(map(_arm, rows)))
-    column_of = _round if len(rounds) > 1 else _arm
+    columns = rounds if several else list(dict.fromkeys(map(column_of, rows)))
     tables = {title: _table(own, lines, columns, column_of) for title, own in panels.items()}
     largest = max((float(np.nanmax(t)) for t in tables.values() if not np.isnan(t).all()), default=0.0)
 
     width = min(max(CELL_WIDTH * len(columns), 1.6), PANEL_WIDTH)
     height = min(CELL_HEIGHT * len(lines), PANEL_HEIGHT)
     # Names of arms are longer than numbers of rounds.
-    below = 0.0 if len(rounds) > 1 else 0.06 * max(map(len, columns))
+    below = 0.0 if several else 0.06 * max(map(len, columns))
     across = max(1, min(len(tables), int(WIDTH // (width + AROUND))))
     down = math.ceil(len(tables) / across)
     figure, axes = new_figure(
@@ -66,26 +71,12 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     for ax, (title, table) in zip(axes.flat, tables.items(), strict=False):
         image = _panel(ax, table, max(largest, 0.01))
         ax.set_title(title, loc="left", fontsize="medium")
-        _label(ax, lines, columns, "round" if len(rounds) > 1 else "")
+        _label(ax, lines, columns, "round" if several else "")
     place = axes[0][-1].inset_axes([1 + 0.15 / width, 0, 0.15 / width, 1])
     bar = figure.colorbar(image, cax=place, format=lambda share, _: f"{100 * share:.0f} %")
     bar.ax.tick_params(labelsize="small")
     bar.outline.set_visible(False)
     return save_figure(figure, path)
-
-
-def _title(row: Row, several_rounds: bool) -> str:
-    arm = str(row.get("arm", "")) if several_rounds else ""
-    start = f"start: {row['start']}" if "start" in row else ""
-    return ", ".join(filter(None, (arm, start)))
-
-
-def _round(row: Row) -> Any:
-    return int(row["round"])
-
-
-def _arm(row: Row) -> Any:
-    return str(row.get("arm", f"round {row['round']}"))
 
 
 def _lines(rows: Iterable[Row]) -> list[tuple[str, int]]:

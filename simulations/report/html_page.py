@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from fedrot._io import replacing
+from fedrot._io import write_text
 from fedrot.simulations.report.tables import format_difference, format_score
 
 Source = TypeVar("Source")
@@ -45,15 +45,14 @@ class HtmlPage(Generic[Source]):
             undefined=jinja2.StrictUndefined,
         )
         environment.filters.update(score=format_score, difference=format_difference)
-        sections = []
-        for template, function in self.sections.items():
-            values = function(source)
-            if values is not None:
-                html = environment.get_template(f"{template}.html.j2").render(values)
-                sections.append(Markup(html))
+        found = {name: function(source) for name, function in self.sections.items()}
+        sections = [
+            Markup(environment.get_template(f"{section}.html.j2").render(values))
+            for section, values in found.items()
+            if values is not None
+        ]
         page = environment.get_template("page.html.j2").render(name=name, sections=sections)
-        with replacing(path) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+        write_text(path, page)
         return path
 
 

@@ -53,12 +53,8 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
 def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str]) -> Path:
     """Central ``metric`` by round: a line per arm (mean over seeds, band ± sd), a panel per start.
 
-    A round is the mean over the seeds that reached it. With a single round, each arm is a point with its
-    seeds beside it.
-
-    Args:
-        rows: of one setting.
-        arms: all arms; the place of an arm gives its colour.
+    With a single round, each arm is a point with its seeds beside it. The rows are of one setting;
+    ``arms`` are all arms, the place of an arm gives its colour.
     """
     series: Series = {}
     for row in rows:
@@ -76,9 +72,7 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
         ax.set_title(f"start: {start}", loc="left")
         ax.set_xlabel("round")
         _whole_numbers(ax)
-    axes[0][0].set_ylabel(metric.replace("_", " "))
-    if metric in LOGARITHMIC:
-        axes[0][0].set_yscale("log")
+    name_metric(axes[0][0], metric)
     shared_legend(figure, axes.flat)
     return save_figure(figure, path)
 
@@ -100,13 +94,7 @@ def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
     return save_figure(figure, path)
 
 
-def _points(
-    path: Path,
-    series: Series,
-    final: int,
-    metric: str,
-    arms: Sequence[str],
-) -> Path:
+def _points(path: Path, series: Series, final: int, metric: str, arms: Sequence[str]) -> Path:
     figure, axes = new_figure(1, len(series), height=1.2 + 0.28 * len(arms), sharey=True)
     for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
         for arm, by_round in by_arm.items():
@@ -159,6 +147,13 @@ def new_figure(
     return figure, axes
 
 
+def name_metric(ax: Axes, metric: str) -> None:
+    """Label the vertical axis with a metric, and make it logarithmic if the metric needs that."""
+    ax.set_ylabel(metric.replace("_", " "))
+    if metric in LOGARITHMIC:
+        ax.set_yscale("log")
+
+
 def _whole_numbers(ax: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -171,11 +166,8 @@ def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    columns = min(4, len(entries))
-    figure.legend(
-        entries.values(), entries.keys(), loc="upper center", bbox_to_anchor=(0.5, 0),
-        ncols=columns, frameon=False,
-    )  # fmt: skip
+    place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
+    figure.legend(entries.values(), entries, ncols=min(4, len(entries)), frameon=False, **place)
 
 
 def save_figure(figure: Figure, path: Path) -> Path:

@@ -1,30 +1,47 @@
-"""The page ``report.html`` of a run folder, complete or not, and its sections."""
+"""The page ``report.html`` of a run folder, complete or not, its sections and findings in sentences."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedrot.simulations.federation.run_folder import read_rows, rows_file
-from fedrot.simulations.report import findings as sentences
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.summaries import (
     CENTRAL,
     LOWER_IS_BETTER,
     Row,
+    by_setting,
     headline,
     metrics_in,
+    removed_shares,
     setting_of,
 )
-from fedrot.simulations.report.tables import BASELINE, Line, result_lines
+from fedrot.simulations.report.tables import (
+    BASELINE,
+    Line,
+    format_difference,
+    number_style,
+    result_lines,
+)
 
 ROWS = ("rows.jsonl", "alignment.jsonl")
 OBJECTS = ("config.json", "versions.json", "partition.json", "status.json")
+#: An alignment that removes a smaller share of the squared distance counts as without effect.
+NEGLIGIBLE = 0.01
+#: Findings by verdict of an arm's difference from the baseline.
+DOUBTS = {
+    "worse": f"{{where}} hurt {{metric}} against {BASELINE}: {{change}}.",
+    "identical": f"{{where}} gave exactly the {{metric}} of {BASELINE}.",
+    "within noise": "{where} made no measurable difference to {metric}: {change}.",
+    "not finite": f"{{where}} or {BASELINE} diverged: {{metric}} is not finite.",
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +64,8 @@ class RunResults:
 def write_report(run_dir: Path) -> Path:
     """Draw the plots of a run folder and write its ``report.html``; returns the page's path.
 
-    Reads ``config.json`` (``command``, ``settings``), ``versions.json``, ``status.json``,
-    ``partition.json``, and the rows, as JSON lines or Parquet. Missing files and unfinished lines are
-    left out, and the page says that the run is incomplete and why. The page embeds its plots and needs
-    no other file. Page and plots are replaced whole.
+    Files that are missing and unfinished lines are left out, and the page says that the run is
+    incomplete and why. The page embeds its plots. Page and plots are replaced whole.
 
     Raises:
         FileNotFoundError: if ``run_dir`` is not a folder.
@@ -60,8 +75,7 @@ def write_report(run_dir: Path) -> Path:
     rows, alignment = (read_rows(run_dir, n) if rows_file(run_dir, n) else [] for n in ROWS)
     objects = {name: _object(run_dir / name) for name in OBJECTS}
     metrics = metrics_in(rows)
-    lines = result_lines(rows, metrics)
-    run = RunResults(run_dir, rows, alignment, objects, metrics, lines)
+    run = RunResults(run_dir, rows, alignment, objects, metrics, result_lines(rows, metrics))
     return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
 
 
@@ -121,14 +135,24 @@ def differences(run: RunResults) -> Values | None:
 @PAGE.section
 def scrambling(run: RunResults) -> Values | None:
     """Changes of all arms by scrambling."""
-    found = sentences.scrambling(run.lines, run.metrics)
+    found = costs_of_scrambling(run.lines, run.metrics)
     return {"sentences": found} if found else None
 
 
 @PAGE.section
 def findings(run: RunResults) -> Values:
-    """Arms and layers in which alignment did nothing or hurt."""
-    found = sentences.findings(run.rows, run.lines, run.metrics, run.alignment)
+    """Arms without a gain, idle layers, dropped replies and failed clients."""
+    doubts = [
+        DOUBTS[difference.verdict].format(
+            where=f"{_named(line.setting)}, start {line.start}: {line.arm}",
+            metric=metric,
+            change=format_difference(difference).removesuffix(f" {difference.verdict}"),
+        )
+        for line in run.lines
+        for metric, difference in zip(run.metrics, line.differences, strict=True)
+        if difference is not None and difference.verdict in DOUBTS
+    ]
+    found = [*doubts, *_idle_layers(run.alignment), *_dropped(run.alignment), *_failed(run.rows)]
     return {"findings": found, "compared": run.compared, "baseline": BASELINE}
 
 
@@ -136,43 +160,97 @@ def findings(run: RunResults) -> Values:
 def settings(run: RunResults) -> Values:
     """The pictures and the partitions of every setting."""
     (run.folder / "plots").mkdir(exist_ok=True)
+    rows, alignment = by_setting(run.rows), by_setting(run.alignment)
     partition = run.objects["partition.json"]
     found = []
-    for setting in dict.fromkeys([*partition, *map(setting_of, run.rows)]):
+    for setting in dict.fromkeys([*partition, *rows]):
         described = {"label_names": [], "seeds": {}, **partition.get(setting, {})}
         names, seeds = described["label_names"], described["seeds"]
-        pictures = [(c, data_uri(path)) for c, path in _pictures(run, setting, seeds, names)]
+        stem = str(run.folder / "plots" / (re.sub(r"\W+", "-", setting) or "run"))
+        drawn = _result_pictures(stem, rows.get(setting, []), alignment.get(setting, []))
+        for seed, first in list(seeds.items())[:1]:
+            caption = f"rows per client and class, own held-out rows included, seed {seed}"
+            drawn[caption] = plots.partition_plot(Path(f"{stem}-partition.png"), first["counts"], names)
+        pictures = [(caption, data_uri(path)) for caption, path in drawn.items()]
         found.append({"setting": setting, "pictures": pictures, "names": names, "seeds": seeds})
     return {"sections": found}
-
-
-def _pictures(
-    run: RunResults, setting: str, seeds: dict[str, Any], names: Sequence[str]
-) -> list[tuple[str, Path]]:
-    """Draw the plots of a setting; returns captions and paths."""
-    stem = str(run.folder / "plots" / (re.sub(r"\W+", "-", setting) or "run"))
-    own = [row for row in run.rows if setting_of(row) == setting]
-    aligned = [row for row in run.alignment if setting_of(row) == setting and "before" in row]
-    arms = list(dict.fromkeys(str(row["arm"]) for row in own))
-    pictures = []
-    for metric in headline(own):
-        better = "lower" if metric in LOWER_IS_BETTER else "higher"
-        caption = f"{metric} on the held-out split by round ({better} is better; band: ± sd)"
-        path = plots.metric_plot(Path(f"{stem}-{metric}.png"), own, metric, arms)
-        pictures.append((caption, path))
-    if aligned:
-        path = heat_map.alignment_plot(Path(f"{stem}-alignment.png"), aligned)
-        pictures.append((heat_map.CAPTION, path))
-    for seed, first in list(seeds.items())[:1]:
-        caption = f"rows per client and class, own held-out rows included, seed {seed}"
-        path = plots.partition_plot(Path(f"{stem}-partition.png"), first["counts"], names)
-        pictures.append((caption, path))
-    return pictures
 
 
 @PAGE.section
 def repeat(run: RunResults) -> Values:
     """The command, the configurations and the versions."""
     config, versions = run.objects["config.json"], run.objects["versions.json"]
-    settings = config.get("settings", [])
-    return {"command": config.get("command"), "settings": settings, "versions": versions}
+    return {
+        "command": config.get("command"),
+        "settings": config.get("settings", []),
+        "versions": versions,
+    }
+
+
+def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -> dict[str, Path]:
+    """Draw the metrics and the heat map of a setting; return the paths by caption."""
+    arms = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    drawn = {}
+    for metric in headline(rows):
+        better = "lower" if metric in LOWER_IS_BETTER else "higher"
+        caption = f"{metric} on the held-out split by round ({better} is better; band: ± sd)"
+        drawn[caption] = plots.metric_plot(Path(f"{stem}-{metric}.png"), rows, metric, arms)
+    aligned = [row for row in alignment if "before" in row]
+    if aligned:
+        drawn[heat_map.CAPTION] = heat_map.alignment_plot(Path(f"{stem}-alignment.png"), aligned)
+    return drawn
+
+
+def costs_of_scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
+    """Return sentences on the cost of scrambling: every arm against its own run of start same."""
+    same = {(line.setting, line.arm): line for line in lines if line.start == "same"}
+    said = []
+    for line in lines:
+        twin = same.get((line.setting, line.arm))
+        if line.start != "scrambled" or twin is None:
+            continue
+        changes = [
+            f"{metric} {theirs.mean:{style}} -> {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
+            for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
+            if ours is not None and theirs is not None
+            for style in [number_style(ours.mean, theirs.mean, decimals=4)]
+        ]
+        said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
+    return said
+
+
+def _named(setting: str) -> str:
+    return setting or "this run"
+
+
+def _idle_layers(alignment: Sequence[Row]) -> list[str]:
+    idle: dict[tuple[str, str, str, str], list[str]] = {}
+    for (setting, start, arm, part, layer), share in removed_shares(alignment).items():
+        if share < NEGLIGIBLE:
+            shown = f"{layer} ({100 * share:.2g} %)"
+            idle.setdefault((setting, start, arm, part), []).append(shown)
+    return [
+        f"{_named(setting)}, start {start}: {arm} removed less than {100 * NEGLIGIBLE:.0f} % "
+        f"of the squared distance by {part} in layer {', '.join(layers)}."
+        for (setting, start, arm, part), layers in idle.items()
+    ]
+
+
+def _dropped(alignment: Sequence[Row]) -> list[str]:
+    lost = [row for row in alignment if "dropped" in row]
+    reasons = Counter((setting_of(row), row.get("arm"), str(row["dropped"])) for row in lost)
+    return [
+        f"{_named(setting)}: {arm} dropped a reply {count} time(s): {reason}"
+        for (setting, arm, reason), count in reasons.items()
+    ]
+
+
+def _failed(rows: Sequence[Row]) -> list[str]:
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
+            counts[setting_of(row), str(row["start"]), str(row["arm"])] += int(row["value"])
+    return [
+        f"{_named(setting)}, start {start}: {arm} went on without {count} client(s) that failed."
+        for (setting, start, arm), count in counts.items()
+    ]

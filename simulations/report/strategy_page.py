@@ -15,11 +15,6 @@ from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.plots import rounds_plot
 from fedrot.simulations.report.summaries import Row
 
-#: The file with a run's metrics, if it lies beside the report and no other is named.
-BESIDE = "metrics.jsonl"
-#: Keys of report rows with the reason why a reply was lost.
-LOST = ("dropped", "failed")
-
 
 @dataclass(frozen=True)
 class StrategyResults:
@@ -31,9 +26,6 @@ class StrategyResults:
 
 def write_strategy_report(report: Path, out: Path | None = None, metrics: Path | None = None) -> Path:
     """Write the page of the report rows of ``FedRot`` or ``Aligned``; returns the page's path.
-
-    It shows the heat map of the alignment, the lost replies by client and reason, and the metrics by
-    round. An unfinished last line is left out.
 
     Args:
         report: JSON lines that the strategy wrote.
@@ -49,12 +41,12 @@ def write_strategy_report(report: Path, out: Path | None = None, metrics: Path |
         raise ValueError(f"'{report}' holds metrics; give the file of Reporting(rows=...).")
     # An earlier run's files carry the same number: alignment.1.jsonl and metrics.1.jsonl.
     number = next((s for s in report.suffixes[:-1] if s[1:].isdecimal()), "")
-    beside = report.with_name(f"{Path(BESIDE).stem}{number}{Path(BESIDE).suffix}")
+    beside = report.with_name(f"metrics{number}.jsonl")
     if metrics is None and beside.is_file() and beside != report:
         metrics = beside
     stages = _checked(metrics, ("round", "stage", "metrics")) if metrics is not None else []
-    out = out or report.with_suffix(".html")
-    return PAGE.write(out, report.stem, StrategyResults(rows, stages))
+    results = StrategyResults(rows, stages)
+    return PAGE.write(out or report.with_suffix(".html"), report.stem, results)
 
 
 PAGE: HtmlPage[StrategyResults] = HtmlPage()
@@ -74,9 +66,8 @@ def lost(of: StrategyResults) -> Values:
     """Lost replies by client and reason, the most frequent first."""
     found: dict[tuple[int, str, str], list[int]] = {}
     for row in of.rows:
-        for key in LOST:
-            if key in row:
-                found.setdefault((row["client"], key, row[key]), []).append(row["round"])
+        for what in [key for key in ("dropped", "failed") if key in row]:
+            found.setdefault((row["client"], what, row[what]), []).append(row["round"])
     lines = [
         {"client": client, "what": what, "reason": reason, "rounds": sorted(rounds)}
         for (client, what, reason), rounds in found.items()
@@ -106,11 +97,12 @@ def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:
     series: dict[str, dict[int, float]] = {}
     for row in stages:
         for name, value in row["metrics"].items():
+            full = f"{row['stage']}/{name}"
             several = isinstance(value, list)
-            numbers = {f"{name}/{i}": v for i, v in enumerate(value)} if several else {name: value}
+            numbers = {f"{full}/{i}": v for i, v in enumerate(value)} if several else {full: value}
             for own, number in numbers.items():
-                of = series.setdefault(f"{row['stage']}/{own}", {})
-                of[int(row["round"])] = math.nan if number is None else float(number)
+                number = math.nan if number is None else float(number)
+                series.setdefault(own, {})[int(row["round"])] = number
     return series
 
 

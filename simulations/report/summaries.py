@@ -6,21 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 Row: TypeAlias = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
-Verdict: TypeAlias = Literal[
-    "better",
-    "worse",
-    "within noise",
-    "identical",
-    "one seed: no interval",
-    "no seed in common",
-    "not finite",
-]
 
 CENTRAL = "central"
 CONFIDENCE = 0.95
@@ -40,10 +31,6 @@ class Place(NamedTuple):
 class Summary:
     """A metric of one arm at the final round, over ``n`` seeds; ``sd`` (n - 1) is NaN if undefined."""
 
-    setting: str
-    start: str
-    arm: str
-    metric: str
     n: int
     mean: float
     sd: float
@@ -53,15 +40,16 @@ class Summary:
 class Paired:
     """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
 
-    The interval is NaN with fewer than two seeds. The verdict depends on whether lower or higher is
-    better; it is "within noise" if the interval contains 0, and "identical" if all differences are 0.
+    The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
+    the interval contains 0, "identical" if all differences are 0, "not finite", "one seed: no interval"
+    or "no seed in common".
     """
 
     mean: float
     ci_low: float
     ci_high: float
     n: int
-    verdict: Verdict
+    verdict: str
 
 
 def setting_of(row: Row) -> str:
@@ -80,9 +68,8 @@ def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def final_values(rows: Iterable[Row]) -> dict[Place, dict[int, float]]:
     """Central values at the final round, by seed.
 
-    The final round is the last one that any arm of the setting reached: an unfinished run never
-    compares different rounds, but leaves out the seeds that are not there yet. Of repeated rows the
-    last one counts. Keys come in the order of the rows.
+    The final round is the last one that any arm of the setting reached; seeds that are not there yet
+    are left out. Of repeated rows the last one counts. Keys come in the order of the rows.
     """
     central = [row for row in rows if row["scope"] == CENTRAL]
     final: dict[str, int] = defaultdict(int)
@@ -108,18 +95,17 @@ def headline(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys([*first, *metrics_in(rows)[-1:]]))
 
 
-def summarise(rows: Iterable[Row], metrics: Sequence[str] | None = None) -> list[Summary]:
-    """Mean and spread over seeds at the final round, per setting, start, arm and metric.
+def summarise(rows: Iterable[Row], metrics: Sequence[str] | None = None) -> dict[Place, Summary]:
+    """Mean and spread over seeds at the final round, of the given metrics or all.
 
     Args:
         rows: dictionaries with arm, start, seed, round, metric, value, scope and perhaps setting.
-        metrics: all if None.
     """
-    return [
-        Summary(*key, len(by_seed), *_mean_and_sd(list(by_seed.values())))
-        for key, by_seed in final_values(rows).items()
-        if metrics is None or key.metric in metrics
-    ]
+    return {
+        place: Summary(len(by_seed), *_mean_and_sd(list(by_seed.values())))
+        for place, by_seed in final_values(rows).items()
+        if metrics is None or place.metric in metrics
+    }
 
 
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
@@ -153,15 +139,13 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
 def removed_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, float]:
     """Share of the squared distance to the anchor that alignment removed: 1 - after / before.
 
-    Distances are summed over the rows with the same key. Rows without distances (dropped replies) do
-    not count.
+    Distances are summed over the rows with the same key. Dropped replies do not count.
     """
-    sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for row in rows:
         if "before" in row:
-            total = sums[key(row)]
-            total[0] += float(row["before"])
-            total[1] += float(row["after"])
+            before, after = sums[key(row)]
+            sums[key(row)] = before + float(row["before"]), after + float(row["after"])
     return {own: 1 - after / before if before > 0 else 0.0 for own, (before, after) in sums.items()}
 
 

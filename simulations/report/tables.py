@@ -20,6 +20,7 @@ from fedrot.simulations.report.summaries import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod, OverflowMethod
     from rich.table import Table
 
 BASELINE = "plain"
@@ -37,17 +38,16 @@ class Line:
     differences: tuple[Paired | None, ...]
 
 
-def result_lines(rows: Sequence[Row], metrics: Sequence[str], baseline: str = BASELINE) -> list[Line]:
+def result_lines(rows: Sequence[Row], metrics: Sequence[str]) -> list[Line]:
     """One line per setting, start and arm, with a score and a difference per metric.
 
     Differences are ``None`` for the baseline itself and where a setting and start have none.
     """
-    values = final_values(rows)
-    scores = {Place(s.setting, s.start, s.arm, s.metric): s for s in summarise(rows, metrics)}
+    values, scores = final_values(rows), summarise(rows, metrics)
 
     def difference(place: Place) -> Paired | None:
-        theirs = values.get(place._replace(arm=baseline))
-        if place.arm == baseline or theirs is None:
+        theirs = values.get(place._replace(arm=BASELINE))
+        if place.arm == BASELINE or theirs is None:
             return None
         return compare_seeds(values.get(place, {}), theirs, place.metric)
 
@@ -81,9 +81,8 @@ def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool =
     """``0.412 [0.301, 0.523]``, without the interval if there is none or it is not wanted."""
     bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
     style = sign + number_style(value.mean, *bounds)
-    return f"{value.mean:{style}}" + (
-        f" [{', '.join(f'{bound:{style}}' for bound in bounds)}]" if bounds else ""
-    )
+    shown = ", ".join(f"{bound:{style}}" for bound in bounds)
+    return f"{value.mean:{style}}" + (f" [{shown}]" if bounds else "")
 
 
 def number_style(*values: float, decimals: int = 3) -> str:
@@ -101,21 +100,14 @@ def terminal_table(
     caption: str | None = None,
     fold: bool = False,
 ) -> Table:
-    """Return an empty table; columns of ``texts`` are left-aligned.
-
-    They are not wrapped, so that a narrow terminal cuts them, unless long cells are to ``fold``.
-    """
+    """Return an empty table; columns of ``texts`` are left-aligned, and cut or folded if too long."""
     from rich.table import Table
 
     table = Table(title=title, caption=caption, title_justify="left" if fold else "center")
+    overflow: OverflowMethod = "fold" if fold else "ellipsis"
     for name in columns:
-        text = name in texts
-        table.add_column(
-            name,
-            justify="left" if text else "right",
-            no_wrap=text and not fold,
-            overflow="fold" if fold else "ellipsis",
-        )
+        justify: JustifyMethod = "left" if name in texts else "right"
+        table.add_column(name, justify=justify, no_wrap=name in texts and not fold, overflow=overflow)
     return table
 
 
@@ -126,20 +118,10 @@ def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Cont
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
-def summary_tables(rows: Sequence[Row], headline_metrics: Sequence[str] | None = None) -> list[Table]:
-    """The final-round results for the terminal, one narrow table per setting.
-
-    Args:
-        headline_metrics: columns; the headline metric and the loss if None. The difference from plain
-            averaging is shown for the first.
-    """
-    tables = []
-    for own in by_setting(rows).values():
-        metrics = list(headline_metrics or headline(own))
-        lines = result_lines(own, metrics)
-        if lines:
-            tables.append(_setting_table(lines, metrics))
-    return tables
+def summary_tables(rows: Sequence[Row]) -> list[Table]:
+    """The final-round results for the terminal, a table per setting: headline metric and loss."""
+    found = [(metrics := headline(own), result_lines(own, metrics)) for own in by_setting(rows).values()]
+    return [_setting_table(lines, metrics) for metrics, lines in found if lines]
 
 
 def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
@@ -161,21 +143,15 @@ def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
     return table
 
 
-def markdown_table(
-    rows: Sequence[Row], metrics: Sequence[str] | None = None, baseline: str = BASELINE
-) -> str:
-    """The final-round results as a Markdown table, with the paired difference of every metric.
-
-    Args:
-        metrics: the headline metric and the loss if None.
-    """
+def markdown_table(rows: Sequence[Row], metrics: Sequence[str] | None = None) -> str:
+    """The final-round results as Markdown; ``metrics`` are the headline metric and the loss if None."""
     metrics = list(metrics or headline(rows))
-    against = [f"{metric}: difference from {baseline}" for metric in metrics]
+    against = [f"{metric}: difference from {BASELINE}" for metric in metrics]
     lines = [
         [ln.setting, ln.start, ln.arm, str(ln.seeds)]
         + [format_score(score) for score in ln.scores]
         + [format_difference(difference) for difference in ln.differences]
-        for ln in result_lines(rows, metrics, baseline)
+        for ln in result_lines(rows, metrics)
     ]
     texts = ("setting", "start", "arm")
     return pipe_table([*texts, "seeds", *metrics, *against], lines, texts)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedrot.simulations.barrier.barrier_grid import Cell, Grid, shared_rows
+from fedrot.simulations.barrier.barrier_grid import Cell, Grid, shared_rows, trained
 from fedrot.simulations.barrier.barrier_lines import lines_of
 from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
-from fedrot.simulations.barrier.grid_run import trained
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models.build import build_model

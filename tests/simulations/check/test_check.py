@@ -112,7 +112,7 @@ def test_the_terminal_shows_layers_kinds_and_the_verdict(model: Path) -> None:
 
 
 def test_layers_that_differ_are_listed_apart() -> None:
-    from fedrot.simulations.check.check_report import GroupFound, _alike
+    from fedrot.simulations.check.checking import GroupFound, _alike
 
     sizes = {"a.0.ffn": 8, "a.1.ffn": 8, "a.2.ffn": 6, "a.3.ffn": 8, "b.0.ffn": 8, "b.1.ffn": 8}
     groups = [

@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
-from fedrot.simulations.barrier.barrier_settings import BarrierSettings
+from fedrot.simulations.barrier.barrier_methods import BarrierSettings
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import command
 from fedrot.simulations.config import SimulationConfig

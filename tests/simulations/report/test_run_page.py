@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report.findings import scrambling
-from fedrot.simulations.report.run_page import PAGE, write_report
+from fedrot.simulations.report.run_page import PAGE, costs_of_scrambling, write_report
 from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
@@ -219,7 +218,7 @@ def test_one_seed_and_no_baseline(run: Path) -> None:
 
 def test_the_terminal_tables_one_per_setting() -> None:
     text = StringIO()
-    (table,) = summary_tables(result_rows(), ["accuracy", "loss"])
+    (table,) = summary_tables(result_rows())
     Console(file=text, width=140).print(table)
     assert "0.611 ± 0.011" in text.getvalue()
     assert "+0.101 [+0.099, +0.103] better" in text.getvalue()
@@ -235,7 +234,7 @@ def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
     for row in rows:
         if (row["start"], row["arm"], row["metric"]) == ("scrambled", "plain", "accuracy"):
             row["value"] -= 0.2
-    plain, aligned, _ = scrambling(result_lines(rows, ["accuracy"]), ["accuracy"])
+    plain, aligned, _ = costs_of_scrambling(result_lines(rows, ["accuracy"]), ["accuracy"])
     assert plain == "main, plain: accuracy 0.5100 -> 0.3100 (-0.2000)."
     assert aligned == "main, aligned: accuracy 0.6110 -> 0.6110 (+0.0000)."
 

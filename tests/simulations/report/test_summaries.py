@@ -42,28 +42,31 @@ ROWS = [
 
 
 def test_summary_takes_the_final_round_and_the_central_scope() -> None:
-    plain, aligned = summarise(ROWS)
-    assert (plain.arm, plain.n, plain.setting) == ("plain", 3, "")
+    (place, plain), (_, aligned) = summarise(ROWS).items()
+    assert (place.arm, plain.n, place.setting) == ("plain", 3, "")
     assert plain.mean == pytest.approx(0.61)
     assert plain.sd == pytest.approx(0.01)
     assert aligned.mean == pytest.approx(0.64)
 
 
 def test_one_seed_has_no_spread() -> None:
-    (only,) = summarise([row("plain", 0, 0.5)])
+    (only,) = summarise([row("plain", 0, 0.5)]).values()
     assert (only.n, only.mean) == (1, 0.5)
     assert math.isnan(only.sd)
 
 
 def test_an_unfinished_seed_is_left_out() -> None:
     rows = [row("plain", 0, 0.5), row("plain", 1, 0.1, round=2), row("aligned", 0, 0.2, round=2)]
-    (only,) = summarise(rows)
-    assert (only.arm, only.n, only.mean) == ("plain", 1, 0.5)
+    ((place, only),) = summarise(rows).items()
+    assert (place.arm, only.n, only.mean) == ("plain", 1, 0.5)
 
 
 def test_settings_have_their_own_final_round() -> None:
     rows = [row("plain", 0, 0.5, round=1, setting="one-shot"), row("plain", 0, 0.6, setting="many")]
-    assert [(s.setting, s.mean) for s in summarise(rows)] == [("one-shot", 0.5), ("many", 0.6)]
+    assert [(place.setting, s.mean) for place, s in summarise(rows).items()] == [
+        ("one-shot", 0.5),
+        ("many", 0.6),
+    ]
     assert {place.setting: values for place, values in final_values(rows).items()} == {
         "one-shot": {0: 0.5},
         "many": {0: 0.6},
@@ -73,7 +76,7 @@ def test_settings_have_their_own_final_round() -> None:
 def test_metrics_keep_their_order_with_the_loss_last() -> None:
     rows = [row("plain", 0, 1.0, metric=metric) for metric in ("loss", "matthews", "accuracy")]
     assert metrics_in(rows) == ["matthews", "accuracy", "loss"]
-    assert [s.metric for s in summarise(rows, ["accuracy"])] == ["accuracy"]
+    assert [place.metric for place in summarise(rows, ["accuracy"])] == ["accuracy"]
 
 
 def test_the_interval_by_hand() -> None:
@@ -147,7 +150,7 @@ def test_a_round_ends_when_its_model_is_evaluated() -> None:
     rows += [
         row("plain", 0, 0.9, round=4, scope=scope) for scope in ("client:0", "alone:1", "alignment")
     ]
-    (only,) = summarise(rows)
+    (only,) = summarise(rows).values()
     assert (only.n, only.mean) == (2, 0.5)
     assert metrics_in([*rows, row("plain", 0, 1.0, metric="train-loss", scope="client:0")]) == [
         "accuracy"

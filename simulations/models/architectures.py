@@ -39,7 +39,7 @@ def pad_id_of(settings: Any) -> int:
 @lru_cache(maxsize=1)
 def _bundled_ids() -> dict[str, Any]:
     """The size and the special tokens of the bundled vocabulary, by names of configurations."""
-    from fedrot.simulations.data.tokenizer import bundled_tokenizer
+    from fedrot.simulations.data.encoding import bundled_tokenizer
 
     vocabulary = bundled_tokenizer().get_vocab()
     return {

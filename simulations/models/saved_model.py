@@ -257,7 +257,7 @@ def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCH
 
 def check_bundled(model: SavedModel) -> None:
     """Refuse a model without a tokenizer unless it has the bundled tokenizer's vocabulary."""
-    from fedrot.simulations.data.tokenizer import bundled_tokenizer
+    from fedrot.simulations.data.encoding import bundled_tokenizer
 
     size = bundled_tokenizer().get_vocab_size()
     if model.tokenizer is None and model.config.vocab_size != size:

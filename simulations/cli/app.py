@@ -28,7 +28,7 @@ from fedrot.simulations.cli.terminal import (
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
 from fedrot.simulations.grids import bundled_grids, read_grid
-from fedrot.simulations.merge.merge_settings import MergeSettings
+from fedrot.simulations.merge.merge_inputs import MergeSettings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -233,8 +233,8 @@ def merge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:
     """Align saved models to one of them, merge them, and write the result as a model."""
-    from fedrot.simulations.merge.merge_report import table
     from fedrot.simulations.merge.merging import merge as merge_models
+    from fedrot.simulations.merge.merging import table
 
     with console.status(escape(f"{settings['method']} of {len(models)} models")):
         found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)

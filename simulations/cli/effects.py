@@ -10,7 +10,7 @@ from typing import Any
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier import barrier_methods
 from fedrot.simulations.cli.terminal import names
-from fedrot.simulations.merge import merge_settings
+from fedrot.simulations.merge import merge_inputs
 from fedrot.simulations.merge.merging import options_of
 
 Values = Mapping[str, Any]
@@ -39,7 +39,7 @@ def _looks_at_data(values: Values) -> bool:
 
 
 def _collects(values: Values) -> bool:
-    method = merge_settings.METHODS.get(values["method"])
+    method = merge_inputs.METHODS.get(values["method"])
     return method is None or bool(method.needs)
 
 

@@ -15,9 +15,9 @@ from rich.markup import escape
 import fedrot
 from fedrot.simulations.barrier.barrier_methods import check_methods
 from fedrot.simulations.barrier.barrier_settings import BarrierSettings
-from fedrot.simulations.cli.commands import command
-from fedrot.simulations.cli.terminal import (
+from fedrot.simulations.cli.commands import (
     FAILED,
+    command,
     command_line,
     complain_in_red,
     console,
@@ -261,12 +261,17 @@ def check(
 
     Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
     """
-    from fedrot.simulations.check.check_report import tables, verdict
+    from fedrot.simulations.check.check_report import families_table, tables, verdict
     from fedrot.simulations.check.checking import check_model
     from fedrot.simulations.merge.merging import options_of
+    from fedrot.symmetry import FAMILIES
 
     if list_families:
-        _list_families(as_json)
+        listed = {family.name: family.model_types for family in FAMILIES}
+        if as_json:
+            typer.echo(json.dumps({"families": listed}))
+        else:
+            console.print(families_table(listed))
         return
     if model is None:
         raise ValueError("Give a model to check, or --list.")
@@ -285,14 +290,3 @@ def check(
         (say if found.holds else complain_in_red)(verdict(found))
     if not found.holds:
         raise typer.Exit(FAILED)
-
-
-def _list_families(as_json: bool) -> None:
-    from fedrot.simulations.check.check_report import families_table
-    from fedrot.symmetry import FAMILIES
-
-    listed = {family.name: family.model_types for family in FAMILIES}
-    if as_json:
-        typer.echo(json.dumps({"families": listed}))
-    else:
-        console.print(families_table(listed))

@@ -29,12 +29,10 @@ class Arm(BaseModel):
     """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
 
     ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
-    another basis. ``PARTS`` are any of residual, output, heads, attention, ffn, rescale joined by
-    ``+``, or ``whole``; the arm moves these parts of every reply. ``@ANCHOR`` and ``~EVIDENCE`` may be
-    left out: the defaults are the strategy's anchor and the first of ``EVIDENCE``.
-
-    Each may end in ``/AGGREGATION``; ``ensemble`` is short for ``plain/ensemble``. ``joined`` trains one
-    model on all clients' data.
+    another basis. ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, or ``whole``; the arm
+    moves these parts of every reply. ``@ANCHOR`` and ``~EVIDENCE`` may be left out: the defaults are the
+    strategy's anchor and the first of ``EVIDENCE``. Each may end in ``/AGGREGATION``; ``ensemble`` is
+    short for ``plain/ensemble``. ``joined`` trains one model on all clients' data.
     """
 
     model_config = ConfigDict(frozen=True)

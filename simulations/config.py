@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -185,14 +186,12 @@ class SimulationConfig(BaseModel):
                 "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
                 "columns tokens, ner_tags and split), or a data set of the hub"
             )
-        if self.model is not None:
-            if self.architecture:
-                raise ValueError(
-                    f"architecture '{self.architecture}' is for models from scratch; model "
-                    f"'{self.model}' has its own, so give one of the two"
-                )
-            return
-        if self.architecture not in traits.architectures:
+        if self.model is not None and self.architecture:
+            raise ValueError(
+                f"architecture '{self.architecture}' is for models from scratch; model "
+                f"'{self.model}' has its own, so give one of the two"
+            )
+        if self.model is None and self.architecture not in traits.architectures:
             raise ValueError(
                 f"architecture '{self.architecture}' is not for task '{self.task}'; choose "
                 f"{' or '.join(traits.architectures)}"
@@ -237,12 +236,8 @@ class SimulationConfig(BaseModel):
 
     def cells(self) -> list[tuple[int, Start, Arm]]:
         """Return every (seed, start, arm), seed by seed."""
-        return [
-            (seed, start, Arm.parse(arm))
-            for seed in self.seeds
-            for start in self.starts
-            for arm in self.arms
-        ]
+        arms = map(Arm.parse, self.arms)
+        return list(itertools.product(self.seeds, self.starts, arms))
 
     @property
     def moves(self) -> bool:

@@ -26,9 +26,7 @@ def read_grid(grid: Path, entries: str) -> tuple[dict[str, Any], list[dict[str, 
         entries: ``setting`` for ``fedrot compare``, ``task`` for ``fedrot barriers``.
 
     Raises:
-        FedrotError: no file and no bundled grid has this name.
-        OSError: the file cannot be read.
-        ValueError: the file is no TOML, or these are no tables.
+        OSError, ValueError: no such grid, the file is no TOML, or these are no tables.
     """
     described = tomllib.loads(_text(grid, entries))
     base, found = described.get("base", {}), described.get(entries, [])

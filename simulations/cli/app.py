@@ -14,9 +14,9 @@ from rich.markup import escape
 
 import fedrot
 from fedrot.simulations.barrier.barrier_methods import BarrierSettings, check_methods
-from fedrot.simulations.cli.commands import command
-from fedrot.simulations.cli.terminal import (
+from fedrot.simulations.cli.commands import (
     FAILED,
+    command,
     command_line,
     complain_in_red,
     console,
@@ -27,7 +27,7 @@ from fedrot.simulations.cli.terminal import (
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
 from fedrot.simulations.grids import bundled_grids, read_grid
-from fedrot.simulations.merge.merge_settings import MergeSettings
+from fedrot.simulations.merge.merge_inputs import MergeSettings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -231,8 +231,8 @@ def merge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:
     """Align saved models to one of them, merge them, and write the result as a model."""
-    from fedrot.simulations.merge.merge_report import table
     from fedrot.simulations.merge.merging import merge as merge_models
+    from fedrot.simulations.merge.merging import table
 
     with console.status(escape(f"{settings['method']} of {len(models)} models")):
         found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)
@@ -259,11 +259,16 @@ def check(
 
     Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
     """
-    from fedrot.simulations.check.checking import check_model, tables, verdict
+    from fedrot.simulations.check.checking import check_model, families_table, tables, verdict
     from fedrot.simulations.merge.merging import options_of
+    from fedrot.symmetry import FAMILIES
 
     if list_families:
-        _list_families(as_json)
+        listed = {family.name: family.model_types for family in FAMILIES}
+        if as_json:
+            typer.echo(json.dumps({"families": listed}))
+        else:
+            console.print(families_table(listed))
         return
     if model is None:
         raise ValueError("Give a model to check, or --list.")
@@ -282,14 +287,3 @@ def check(
         (say if found.holds else complain_in_red)(verdict(found))
     if not found.holds:
         raise typer.Exit(FAILED)
-
-
-def _list_families(as_json: bool) -> None:
-    from fedrot.simulations.check.checking import families_table
-    from fedrot.symmetry import FAMILIES
-
-    listed = {family.name: family.model_types for family in FAMILIES}
-    if as_json:
-        typer.echo(json.dumps({"families": listed}))
-    else:
-        console.print(families_table(listed))

@@ -9,8 +9,8 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier import barrier_methods
-from fedrot.simulations.cli.terminal import names
-from fedrot.simulations.merge import merge_settings
+from fedrot.simulations.cli.commands import names
+from fedrot.simulations.merge import merge_inputs
 from fedrot.simulations.merge.merging import options_of
 
 Values = Mapping[str, Any]
@@ -21,10 +21,8 @@ class Effect:
     """The condition under which parameters of a command have an effect.
 
     Attributes:
-        parameters: by their names in Python.
         where: ends the sentence "... has an effect only".
-        holds: the condition, on the values of all parameters, defaults included. It holds for values
-            that the command itself refuses.
+        holds: on the values of all parameters; true for values that the command itself refuses.
     """
 
     parameters: tuple[str, ...]
@@ -39,7 +37,7 @@ def _looks_at_data(values: Values) -> bool:
 
 
 def _collects(values: Values) -> bool:
-    method = merge_settings.METHODS.get(values["method"])
+    method = merge_inputs.METHODS.get(values["method"])
     return method is None or bool(method.needs)
 
 
@@ -95,14 +93,9 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
 
 
 def refuse_idle(command: str, values: Values, given: Mapping[str, str]) -> None:
-    """Refuse given parameters of a command that have no effect.
+    """Raise ``FedrotError`` if a given parameter of a command has no effect beside the others.
 
-    Args:
-        values: of all parameters of the command, defaults included.
-        given: the parameters that the user gave, as they are written on the command line.
-
-    Raises:
-        FedrotError: a parameter has no effect beside the others.
+    ``values`` are those of all parameters; ``given`` are the user's, as on the command line.
     """
     for effect in EFFECTS.get(command, ()):
         idle = [given[name] for name in effect.parameters if name in given]

@@ -1,20 +1,25 @@
-"""Inputs of models: token ids of texts and tagged words, and pixels of images."""
+"""Readers of texts, tagged words and images: how they are loaded and become inputs of models."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.images import Pixels, resized
-from fedrot.simulations.data.tagged import TagSplit
-from fedrot.simulations.data.texts import TextSplit
+from fedrot.simulations.data.data_set import DataSet
+from fedrot.simulations.data.images import ImageData, Pixels, load_image_data, resized
+from fedrot.simulations.data.sources import DataError, Selection
+from fedrot.simulations.data.tagged import TagSplit, load_tag_data
+from fedrot.simulations.data.texts import TextSplit, load_text_data
+from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 #: Label of tokens that are not predicted.
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
+#: Mean and deviation of pixel values between 0 and 1, for models without a processor.
+_HALF = (0.5,)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Encoded(ABC):
 
 @dataclass(frozen=True)
 class EncodedText(Encoded):
-    """Token ids and segment ids of variable length; row ``i`` is ``ids[i]``."""
+    """Token ids and segment ids, by row."""
 
     ids: Sequence[np.ndarray]
     segments: Sequence[np.ndarray]
@@ -72,10 +79,9 @@ class EncodedTags(EncodedText):
     """Token ids with the tag of every word at its first piece, ``IGNORED`` at all other tokens.
 
     Attributes:
-        tags: per row, the tag of each token.
-        places: per row, the number of the word of each tagged token. Words that were cut off, and
-            words without a piece, are missing.
-        words: per row, the tags of all words.
+        tags: of each token, by row.
+        places: by row, the words whose first piece is left, which are not cut off.
+        words: the tags of all words, by row.
     """
 
     tags: Sequence[np.ndarray]
@@ -92,8 +98,7 @@ class EncodedImages(Encoded):
 
     Attributes:
         pixels: uint8 ``[height, width, channels]`` of each image.
-        mean: per channel, of values between 0 and 1.
-        deviation: the same.
+        mean, deviation: of each channel, of values between 0 and 1.
     """
 
     pixels: Sequence[Pixels]
@@ -120,11 +125,22 @@ def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
     return torch.from_numpy(filled)
 
 
+@lru_cache(maxsize=1)
+def bundled_tokenizer() -> Tokenizer:
+    """Return the lower-casing WordPiece tokenizer of the package, trained on GoEmotions' training texts.
+
+    Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. It is shared:
+    copy it before enabling padding or truncation. ``tests/simulations/data/wordpiece.py`` trained it.
+    """
+    from tokenizers import Tokenizer
+
+    source = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
+    return Tokenizer.from_str(source.read_text(encoding="utf-8"))
+
+
 def tokenizer_for(config: SimulationConfig) -> Tokenizer:
     """Return the bundled tokenizer, or that of the pretrained model."""
     if config.model is None:
-        from fedrot.simulations.data.tokenizer import bundled_tokenizer
-
         return bundled_tokenizer()
     from transformers import AutoTokenizer
 
@@ -158,13 +174,8 @@ def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: 
 
 def first_pieces(word_ids: Sequence[int | None]) -> dict[int, int]:
     """Return the numbers of words by the tokens at which they begin; special tokens have no word."""
-    begins: dict[int, int] = {}
-    last = None
-    for token, word in enumerate(word_ids):
-        if word is not None and word != last:
-            begins[token] = word
-        last = word
-    return begins
+    steps = enumerate(zip(word_ids, (None, *word_ids), strict=False))
+    return {token: word for token, (word, last) in steps if word is not None and word != last}
 
 
 def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:
@@ -177,3 +188,75 @@ def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:
 def _numbers(encodings: Sequence[Encoding]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     ids = [np.asarray(e.ids, dtype=np.int64) for e in encodings]
     return ids, [np.asarray(e.type_ids, dtype=np.int64) for e in encodings]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A kind of data.
+
+    Attributes:
+        load: returns the data set of a configuration; raises ``DataError``.
+        encode: returns its splits as inputs of the configuration's model, training first.
+    """
+
+    load: Callable[[SimulationConfig], DataSet[Any]]
+    encode: Callable[[SimulationConfig, Any], tuple[Any, Any]]
+
+
+def _loaded(
+    load: Callable[..., DataSet[Any]], size: Callable[[SimulationConfig], dict[str, int]] = lambda _: {}
+) -> Callable[[SimulationConfig], DataSet[Any]]:
+    def loaded(config: SimulationConfig) -> DataSet[Any]:
+        selection = config.model_dump(include=set(Selection.__annotations__))
+        return load(config.data, config.data_dir, **selection, **size(config))
+
+    return loaded
+
+
+def _tokenised(encode: Callable[..., Encoded]) -> Callable[[SimulationConfig, Any], tuple[Any, Any]]:
+    def encoded(config: SimulationConfig, data: DataSet[Any]) -> tuple[Encoded, Encoded]:
+        how = tokenizer_for(config), config.max_length, pad_id_of(settings_of(config, data))
+        return encode(data.train, *how), encode(data.test, *how)
+
+    return encoded
+
+
+def _image_size(config: SimulationConfig) -> dict[str, int]:
+    """Return ``side`` and ``channels`` of the inputs of a pretrained model."""
+    if config.model is None:
+        return {}
+    settings = pretrained_settings(config.model)
+    side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
+    sides = list(dict.fromkeys(side)) if isinstance(side, list | tuple) else [side]
+    if len(sides) != 1 or not isinstance(sides[0], int):
+        raise DataError(
+            f"model '{config.model}' of type '{settings.model_type}' reads no square images "
+            f"(image_size is {side}); choose a vision transformer, or another task"
+        )
+    return {"side": sides[0], "channels": channels}
+
+
+def _encode_images(config: SimulationConfig, data: ImageData) -> tuple[EncodedImages, EncodedImages]:
+    mean, deviation = (tuple(values[: data.channels]) for values in _standardisation(config.model))
+    how = data.side, mean, deviation
+    train, test = (EncodedImages(s.labels, s.pixels, *how) for s in (data.train, data.test))
+    return train, test
+
+
+def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float]]:
+    """Return mean and deviation of pixel values, by channel, from a pretrained model's processor."""
+    if model is None:
+        return _HALF, _HALF
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        # Not the processor itself, which needs torchvision.
+        found, _ = ImageProcessingMixin.get_image_processor_dict(model)
+    except OSError:  # saved without a processor
+        return _HALF, _HALF
+    return found.get("image_mean") or _HALF, found.get("image_std") or _HALF
+
+
+TEXT = Reader(_loaded(load_text_data), _tokenised(encode_texts))
+TAGGED = Reader(_loaded(load_tag_data), _tokenised(encode_tags))
+IMAGE = Reader(_loaded(load_image_data, _image_size), _encode_images)

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.data_set import DataSet, Split
-from fedrot.simulations.data.labels import METRICS_OF_KIND, label_columns, labels_of
+from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     DIGITS,
     Catalogue,
+    DataError,
     Selection,
     Source,
     divided,
     find,
     other_columns,
 )
-from fedrot.simulations.data.table_files import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,12 +40,7 @@ _GREY = frozenset({"1", "L", "LA", "I", "F"})
 
 @dataclass(frozen=True)
 class ImageSplit(Split):
-    """Rows of images.
-
-    Attributes:
-        pixels: uint8 ``[height, width, channels]`` of each image. No side is above the data set's
-            ``side``; smaller images are enlarged when a batch is made.
-    """
+    """Rows of images, uint8 ``[height, width, channels]``, no side above the data set's ``side``."""
 
     pixels: Sequence[Pixels]
 
@@ -71,13 +65,11 @@ def load_image_data(
 
     A folder holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` beside ``test``; it is looked up in
     ``data_dir``, below ``data_dir/images``, and as a path. A Parquet file has a column of encoded
-    images (bytes, or the hub's bytes and path) beside ``label`` and perhaps ``label_name``. Without
-    splits one image in five of each class is held out, always the same ones.
+    images (bytes, or the hub's bytes and path) beside ``label``. The rest is as for texts.
 
     Args:
-        side: of the model's square inputs, in pixels; that of the largest image, at most
-            ``LARGEST_SIDE``, if not given.
-        channels: 1 or 3; if not given, 1 if every image is grey, else 3.
+        side: of the model's square inputs, in pixels; default: of the largest image, at most 64.
+        channels: 1 or 3; default: 1 if every image is grey, else 3.
 
     Raises:
         DataError: as for texts; or a folder is empty, or a file is no image.
@@ -93,7 +85,7 @@ def load_image_data(
 
     def split(table: pa.Table, classes: npt.NDArray[Any], images: list[Pixels]) -> ImageSplit:
         others = other_columns(table, column, *chosen)
-        return ImageSplit(classes, others, _with_channels(images, channels))
+        return ImageSplit(classes, others, [_with_channels(image, channels) for image in images])
 
     return ImageData(
         name=name,
@@ -109,10 +101,8 @@ def load_image_data(
 
 
 def side_of(images: Sequence[Pixels]) -> int:
-    """Return the largest side of the images, rounded up to a multiple of 4 if above 8.
-
-    A square whose side is a prime number cannot be cut into patches.
-    """
+    """Return the largest side of the images, rounded up to a multiple of 4 if above 8."""
+    # A square whose side is a prime number cannot be cut into patches.
     largest = max(max(image.shape[:2]) for image in images)
     return largest if largest <= 8 else -(-largest // 4) * 4
 
@@ -233,13 +223,9 @@ def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> P
     return resized(pixels, min(height, bound), min(width, bound))
 
 
-def _with_channels(images: Sequence[Pixels], channels: int) -> list[Pixels]:
-    """Return images ``[height, width, channels]``: grey ones repeated, or colours made grey."""
+def _with_channels(image: Pixels, channels: int) -> Pixels:
+    """Return ``[height, width, channels]``: grey is repeated, or colours become grey."""
     from PIL import Image
 
-    def grey(image: Pixels) -> Pixels:
-        return np.asarray(Image.fromarray(image).convert("L"), dtype=np.uint8)
-
-    if channels == 3:
-        return [np.repeat(i[..., None], 3, axis=2) if i.ndim == 2 else i for i in images]
-    return [(i if i.ndim == 2 else grey(i))[..., None] for i in images]
+    converted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
+    return np.asarray(converted, dtype=np.uint8).reshape(*image.shape[:2], channels)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,9 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-PartitionKind: TypeAlias = Literal["iid", "dirichlet", "pathological", "keyclass", "column"]
 Rows: TypeAlias = npt.NDArray[np.int64]
 
+KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
 SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:FRACTION, column:NAME"
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PartitionError(FedrotError):
 class Partition:
     """A kind of partition with its parameter, which is empty for ``iid``."""
 
-    kind: PartitionKind
+    kind: str
     value: float | int | str = ""
 
     def __str__(self) -> str:
@@ -52,27 +52,25 @@ def parse_partition(spec: str) -> Partition:
         PartitionError: unknown or incomplete, or the parameter is no number or out of range.
     """
     kind, _, value = spec.strip().partition(":")
-    if kind not in get_args(PartitionKind) or (kind == "iid") != (value == ""):
+    if kind not in KINDS or (kind == "iid") != (value == ""):
         raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
-    if kind == "iid":
-        return Partition("iid")
-    if kind == "column":
-        return Partition("column", value)
+    if kind in ("iid", "column"):
+        return Partition(kind, value)
     try:
         number = float(value)
     except ValueError:
         raise PartitionError(f"partition {spec!r}: {value!r} is not a number; use {SPECS}") from None
-    if kind == "dirichlet":
-        if not 0 < number < float("inf"):
-            raise PartitionError(f"partition {spec!r}: alpha must be above 0 (0.5 is common)")
-        return Partition("dirichlet", number)
-    if kind == "keyclass":
-        if not 0 < number <= 1:
-            raise PartitionError(f"partition {spec!r}: the fraction must lie in (0, 1], such as 0.8")
-        return Partition("keyclass", number)
-    if number < 1 or not number.is_integer():
-        raise PartitionError(f"partition {spec!r}: give a whole number of classes, at least 1")
-    return Partition("pathological", int(number))
+    fits, advice = {
+        "dirichlet": (0 < number < float("inf"), "alpha must be above 0 (0.5 is common)"),
+        "keyclass": (0 < number <= 1, "the fraction must lie in (0, 1], such as 0.8"),
+        "pathological": (
+            number >= 1 and number.is_integer(),
+            "give a whole number of classes, at least 1",
+        ),
+    }[kind]
+    if not fits:
+        raise PartitionError(f"partition {spec!r}: {advice}")
+    return Partition(kind, int(number) if kind == "pathological" else number)
 
 
 def split_clients(
@@ -94,15 +92,13 @@ def split_clients(
       The seed has no influence.
 
     Args:
-        split_labels: see ``Split.labels``; partitions by class use ``partition_keys``.
-        columns: see ``Split.columns``.
+        split_labels, columns: see ``Split``; classes are those of ``partition_keys``.
 
     Returns:
         per client a sorted int64 array of row numbers; disjoint and none of them empty.
 
     Raises:
-        PartitionError: no client, fewer rows than clients, more classes per client than there are, an
-            unknown or incomplete column, or a client without rows.
+        PartitionError: the rows cannot be divided like this, or a client would have none.
     """
     rows = len(split_labels)
     if clients < 1:
@@ -157,8 +153,7 @@ def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str
 def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> Rows:
     """Return the numbers of rows per client and class, int64 ``[clients, classes]``.
 
-    Classes are those of ``partition_keys``, named by ``key_names``. ``classes`` is a
-    lower bound: multi-label rows without a true label and regression bins add columns.
+    Classes are those of ``key_names``, of which there are at least ``classes``.
     """
     keys = partition_keys(labels)
     width = max(classes, int(keys.max(initial=0)) + 1)
@@ -166,7 +161,6 @@ def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> 
 
 
 def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> list[Rows]:
-    """Divide rows by Flower's partitioners for ``dirichlet`` and ``pathological``."""
     from datasets import Dataset
     from flwr_datasets import partitioner as flower
 

@@ -1,4 +1,4 @@
-"""Tables of data sets: bundled, in files and folders, or from the Hugging Face hub.
+"""Tables of data sets: bundled, in files (Parquet, CSV, JSON lines), or from the Hugging Face hub.
 
 Heavy imports stay inside functions, because every client message may start a fresh process.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from fedrot.simulations.data.table_files import READERS, DataError, read_table
+from fedrot.errors import FedrotError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,17 +31,76 @@ SPLIT_SEED = 0
 LIMIT_SEED = 0
 
 
+class DataError(FedrotError):
+    """A data set is unknown or unreadable, or lacks a column, a split or values."""
+
+
+def _parquet(path: Path) -> pa.Table:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path)
+
+
+def _block(path: Path) -> int:
+    return min(max(path.stat().st_size, 2**20), 2**31 - 1)  # a row longer than a block is refused
+
+
+def _csv(path: Path) -> pa.Table:
+    import pyarrow.csv
+
+    table = pyarrow.csv.read_csv(
+        path,
+        pyarrow.csv.ReadOptions(block_size=_block(path)),
+        pyarrow.csv.ParseOptions(newlines_in_values=True),  # texts of several lines
+    )
+    # pyarrow reads a column that is not UTF-8 as bytes.
+    other = [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]
+    if other:
+        raise pyarrow.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
+    return table
+
+
+def _json_lines(path: Path) -> pa.Table:
+    import pyarrow.json
+
+    table = pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=_block(path)))
+    table.validate(full=True)
+    return table
+
+
+#: The name and the reader of each file format, by suffix.
+READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
+    ".parquet": ("Parquet", _parquet),
+    ".csv": ("CSV", _csv),
+    ".jsonl": ("JSON lines", _json_lines),
+}
+
+
+def read_table(path: Path) -> pa.Table:
+    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read."""
+    import pyarrow as pa
+
+    format_name, read = READERS[path.suffix]
+    try:
+        table = read(path)
+        if len(set(table.column_names)) < table.num_columns:
+            raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")
+        return table
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(
+            f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"
+        ) from error
+
+
 class Selection(TypedDict, total=False):
     """Columns and rows of a data set.
 
     Attributes:
-        text_column: column of the texts (``"first,second"`` for pairs), lists of words or images;
-            guessed if not given.
-        label_column: column of integer or string classes, float scores or lists of tags; guessed if
-            not given. Without one, boolean columns are the labels: single label if every row has
-            exactly one True, else multi-label.
-        train_limit: keep this many training rows, the first of a fixed shuffle.
-        test_limit: the same for the held-out rows.
+        text_column: of texts (``"first,second"`` for pairs), lists of words or images; or guessed.
+        label_column: of integer or string classes, float scores or lists of tags; or guessed. Without
+            one, boolean columns are the labels: single label if every row has exactly one True, else
+            multi-label.
+        train_limit, test_limit: keep so many rows, the first of a fixed shuffle.
     """
 
     text_column: str | None
@@ -57,7 +116,7 @@ class Source:
     Attributes:
         task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
         class_names: the hub's names of the classes of integer columns, by column.
-        note: how the rows were divided, in a sentence, if the data set has no splits of its own.
+        note: how the rows were divided, in a sentence, if there were no splits.
     """
 
     task: str
@@ -73,11 +132,7 @@ class Source:
         return [column for column in self.train.column_names if column in held_out]
 
     def column(self, content: str, wanted: str | None, known: Sequence[str], option: str) -> str:
-        """Return the wanted column, or the first of the known ones.
-
-        Raises:
-            DataError: there is none; the message names the content, the columns and the option.
-        """
+        """Return the wanted column, or the first of the known ones; raises ``DataError`` without any."""
         names = known if wanted is None else [wanted]
         found = next((name for name in names if name in self.columns), None)
         if found is None:
@@ -88,11 +143,7 @@ class Source:
         return found
 
     def limited(self, name: str, selection: Selection) -> Source:
-        """Keep at most so many rows of each split, the first of a fixed shuffle.
-
-        Raises:
-            DataError: a split has no rows, or a limit is below 1.
-        """
+        """Return the selected rows; raises ``DataError`` without rows or for a limit below 1."""
         return replace(
             self,
             train=_limited(self.train, f"{name} (train)", selection.get("train_limit")),
@@ -116,7 +167,6 @@ def _limited(table: pa.Table, where: str, limit: int | None) -> pa.Table:
 
 
 def bundled_texts() -> Source:
-    """Return the data set of the package."""
     with resources.as_file(resources.files("fedrot.simulations.data") / "bundled") as folder:
         train, test = (read_table(folder / f"{BUNDLED}_{split}.parquet") for split in ("train", "test"))
         return Source(BUNDLED, train, test)
@@ -124,18 +174,12 @@ def bundled_texts() -> Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Places of the data sets of one kind.
-
-    Attributes:
-        folders: below a data folder, searched in this order.
-        bundled: data sets that need no data folder, by name.
-    """
+    """Folders below a data folder that hold data sets of one kind, and those that need no folder."""
 
     folders: tuple[str, ...]
     bundled: Mapping[str, Callable[[], Source]] = field(default_factory=dict)
 
     def roots(self, data_dir: Path | None) -> list[Path]:
-        """Return the folders below a data folder; none without one."""
         return [data_dir / folder for folder in self.folders] if data_dir else []
 
 
@@ -148,11 +192,8 @@ def find(
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
     A name that ends in one of ``READERS`` is a file, in ``data_dir`` or anywhere. A file without a
-    column ``split`` is divided by ``divided``, by the classes in the column ``label``.
-
-    Raises:
-        DataError: no such data set (the message lists the available ones), no folder ``data_dir``, an
-            unreadable file, or no training or held-out split.
+    column ``split`` is divided by ``divided``, by the classes in the column ``label``. See
+    ``load_text_data`` for errors.
     """
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
@@ -178,15 +219,8 @@ def find(
 def divided(task: str, table: pa.Table, where: object, label: str = "label") -> Source:
     """Hold out one row in five of every class in the label column, always the same ones.
 
-    Without such a column, or if it holds no classes (scores, numbers of rows), one in five of all rows
-    is held out.
-
-    Args:
-        task: the name of the data set.
-        where: origin of the rows, for messages.
-
-    Raises:
-        DataError: there are too few rows for two splits.
+    Without classes (no such column, scores, numbers of rows), one in five of all rows is held out.
+    ``where`` is the origin of the rows, for messages. Raises ``DataError`` if there are too few.
     """
     classes = _classes(table, label)
     rng = np.random.default_rng(SPLIT_SEED)
@@ -208,7 +242,7 @@ def divided(task: str, table: pa.Table, where: object, label: str = "label") -> 
 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:
-    """Return the class of each row, int ``[rows]``; 0 for all if the column holds no classes."""
+    """Return the class of each row; 0 for all if the column holds no classes."""
     import pyarrow.types as types
 
     none = np.zeros(table.num_rows, dtype=int)
@@ -279,7 +313,7 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
 
 
 def _offline() -> bool:
-    """Return whether the hub's name cannot be resolved; its client would retry for half a minute."""
+    """Whether the hub's name cannot be resolved; its client would retry for half a minute."""
     import socket
     import urllib.parse
     import urllib.request
@@ -296,7 +330,6 @@ def _offline() -> bool:
 
 
 def _available(data_dir: Path | None, catalogue: Catalogue) -> str:
-    """Return the names that can be loaded, for an error message."""
     names = set(catalogue.bundled)
     for root in catalogue.roots(data_dir):
         names.update(path.parent.name for path in root.glob("*/train.parquet"))

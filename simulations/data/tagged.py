@@ -11,8 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedrot.simulations.data.data_set import DataSet, Split
-from fedrot.simulations.data.sources import Catalogue, Selection, Source, find, other_columns
-from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.sources import (
+    Catalogue,
+    DataError,
+    Selection,
+    Source,
+    find,
+    other_columns,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,12 +36,7 @@ NER = Catalogue((".", "ner"))
 
 @dataclass(frozen=True)
 class TagSplit(Split):
-    """Rows of words with a tag each; a row's labels are the entity types that occur in it.
-
-    Attributes:
-        words: the words of each row.
-        tags: of each row int64 ``[words]``, numbers of ``TagData.tags``.
-    """
+    """Rows of words with a tag each, int64 numbers of ``TagData.tags``; labels are entity types."""
 
     words: Sequence[tuple[str, ...]]
     tags: Sequence[Tags]

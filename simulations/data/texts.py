@@ -1,7 +1,4 @@
-"""Data sets of texts and pairs of texts.
-
-Heavy imports stay inside functions, because every client message may start a fresh process.
-"""
+"""Data sets of texts and pairs of texts."""
 
 from __future__ import annotations
 
@@ -12,10 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy.typing as npt
 
-from fedrot.simulations.data.data_set import DataSet, Split
-from fedrot.simulations.data.labels import METRICS_OF_KIND, label_columns, labels_of
-from fedrot.simulations.data.sources import BUNDLED, Selection, Source, find, other_columns
-from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
+from fedrot.simulations.data.sources import (
+    BUNDLED,
+    DataError,
+    Selection,
+    Source,
+    find,
+    other_columns,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,12 +42,7 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TextSplit(Split):
-    """Rows of text.
-
-    Attributes:
-        texts: the text, or the first sentence of a pair.
-        pairs: the second sentence of each pair, or ``None``.
-    """
+    """Rows of texts; ``pairs`` holds the second sentence of each pair, if there are pairs."""
 
     texts: tuple[str, ...]
     pairs: tuple[str, ...] | None
@@ -55,9 +52,7 @@ TextData: TypeAlias = DataSet[TextSplit]
 
 
 def load_text_data(
-    name: str = BUNDLED,
-    data_dir: Path | None = None,
-    **selection: Unpack[Selection],
+    name: str = BUNDLED, data_dir: Path | None = None, **selection: Unpack[Selection]
 ) -> TextData:
     """Load a data set by name.
 

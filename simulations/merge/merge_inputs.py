@@ -1,15 +1,18 @@
-"""Inputs of a merge: saved models aligned to the anchor, and batches of texts."""
+"""Inputs of a merge: settings, saved models aligned to the anchor, and batches of texts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from fedrot.aggregation import aggregations
 from fedrot.alignment import Alignment, align
 from fedrot.anchors import base_cosine
 from fedrot.collect.activations import Activations, probing
@@ -18,18 +21,78 @@ from fedrot.matching.pairs import squared_distance
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
-from fedrot.simulations.merge.merge_report import InputReport
-from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about
 from fedrot.simulations.models.saved_model import ARCHITECTURE, SavedModel, check_alike, check_bundled
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors, check_finite, compute_dtype
-from fedrot.transport import Move, apply_moves
+from fedrot.transport import apply_moves
 
 Batches = Sequence[Mapping[str, Tensor]]
 
 #: Texts per batch. The outputs of a language model are as wide as its vocabulary.
 BATCH = 64
+
+
+#: The aggregations that need nothing but what a merge has.
+METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
+
+
+class MergeSettings(BaseModel):
+    """How saved models are aligned and merged; ``merge`` checks the values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    anchor: str | None = Field(
+        None, description="The model that the others are moved to; default: the first."
+    )
+    method: str = Field("mean", description=f"{', '.join(METHODS)} (ot: pip install 'fedrot[ot]').")
+    parts: str = Field(
+        "attention+ffn", description="What is aligned: whole, none, or parts such as attention+ffn."
+    )
+    layers: str = Field(
+        "all", description="Aligned layers: all, first:N, last:N or indices such as 0,2."
+    )
+    weights: str | None = Field(
+        None, description="One number per model, separated by commas; default: equal."
+    )
+    alpha: float = Field(0.9, description="RegMean's factor of off-diagonal entries.")
+    dtype: str | None = Field(None, description="float32, float16 or bfloat16; default: the anchor's.")
+    config: Path | None = Field(
+        None, description="Of .safetensors files: config.json, or a folder with one."
+    )
+    data: str | None = Field(
+        None, description="Texts for fisher, regmean and activations (whole): as for simulate."
+    )
+    data_dir: Path | None = Field(None, description="Folder with glue/, emotion/ ... as Parquet files.")
+    text_column: str | None = Field(None, description="Column with the text.")
+    label_column: str | None = Field(None, description="Column with the label.")
+    rows: int | None = Field(
+        None,
+        description="Texts at most; default: 1024, and 256 for fisher, which takes a backward pass for "
+        "each text and label.",
+    )
+    max_length: int = Field(64, description="Tokens per text.")
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """The alignment of one model; the anchor's own distances are 0.
+
+    Attributes:
+        name: the model's path, or its name on the hub.
+        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
+        before, after: squared distance to the anchor over all tensors.
+        seconds: wall time of the matching, activations included.
+        alignment: by group.
+    """
+
+    name: str
+    weight: float
+    cosine: float
+    before: float
+    after: float
+    seconds: float
+    alignment: AlignmentReport
 
 
 @dataclass(frozen=True)
@@ -49,24 +112,16 @@ class Input:
 
     def moved(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the named tensors after alignment; no other tensor is read."""
-        return apply_moves(self.own(names), _among(names, self.alignment.moves))
-
-
-def _among(names: Sequence[str], moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield the moves, limited to the named tensors."""
-    chosen = frozenset(names)
-    for move in moves:
-        slots = tuple(slot for slot in move.group.slots if slot.tensor in chosen)
-        if slots:
-            yield replace(move, group=replace(move.group, slots=slots))
+        chosen = frozenset(names)
+        limited = []
+        for move in self.alignment.moves:
+            slots = tuple(slot for slot in move.group.slots if slot.tensor in chosen)
+            limited += [replace(move, group=replace(move.group, slots=slots))] if slots else []
+        return apply_moves(self.own(names), limited)
 
 
 def check_mergeable(one: SavedModel, other: SavedModel) -> None:
-    """Check that two models differ only in the values of their tensors.
-
-    Raises:
-        FedrotError: they differ in class, architecture, vocabulary or a shape; the message says where.
-    """
+    """Raise ``FedrotError`` if two models differ in more than the values of their tensors."""
     ours, theirs = one.tensors.shapes, other.tensors.shapes
     check_alike(one, other, ("architectures", *ARCHITECTURE))
     for name, shape in ours.items():
@@ -83,11 +138,7 @@ def aligned(
     options: AlignmentOptions,
     batches: Batches,
 ) -> list[tuple[Input, InputReport]]:
-    """Align all models to the first, one at a time; two models are mapped at once.
-
-    Raises:
-        FedrotError: a model is not finite, or cannot be aligned; the message says which.
-    """
+    """Align all models to the first, one at a time; two models are mapped at once."""
     first, *others = models
     for model in models:
         with about(model.path):
@@ -130,7 +181,6 @@ def _distances(one: Input, anchor: Input) -> tuple[float, float]:
 def _evidence(
     saved: SavedModel, symmetry: Symmetry, options: AlignmentOptions, batches: Batches
 ) -> Callable[[Tensors, Tensors], Activations | None]:
-    """Return the function from two models' tensors to their activations, or to None if none count."""
     if "residual" not in options.parts:
         return lambda ours, theirs: None
     config = saved.config.to_dict()
@@ -143,14 +193,8 @@ def batches_of(
     """Return training texts as batches of a model's inputs, and a note on the data set's splits.
 
     Texts are tokenised with the model's tokenizer, or the bundled one if it has none. Tokens are
-    hidden for a masked language model, as in training. Labels are left out.
-
-    Args:
-        settings: the data set, its columns, the number of texts and of tokens.
-        rows: texts at most, if the settings do not say.
-
-    Raises:
-        FedrotError: the data cannot be used, or the tokenizer is not the model's.
+    hidden for a masked language model, as in training. Labels are left out. There are at most ``rows``
+    texts if the settings do not say. Raises ``FedrotError`` if the tokenizer is not the model's.
     """
     from fedrot.simulations.config import SimulationConfig
     from fedrot.simulations.tasks.task import task_of

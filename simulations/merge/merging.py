@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +18,22 @@ from fedrot.collect.statistic_kinds import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import (
+    METHODS,
     Batches,
     Input,
+    InputReport,
+    MergeSettings,
     aligned,
     batches_of,
     check_mergeable,
 )
-from fedrot.simulations.merge.merge_report import InputReport, MergeReport
-from fedrot.simulations.merge.merge_settings import METHODS, MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
+from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import WHOLE_MODEL
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -34,15 +41,30 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _ROWS = 1024
 
 
+@dataclass(frozen=True)
+class MergeReport:
+    """The inputs and the result of a merge.
+
+    Attributes:
+        inputs: the anchor first.
+        notes: what the user should know, in sentences.
+        out: the file or folder that was written, None after a dry run.
+        seconds: wall time of everything.
+    """
+
+    method: str
+    inputs: tuple[InputReport, ...]
+    notes: tuple[str, ...]
+    out: Path | None
+    seconds: float
+
+
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
-    """Read alignment options from text.
+    """Read alignment options from text; raises ``FedrotError`` if it is unknown.
 
     Args:
         parts: of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL`` or ``none``.
         layers: ``all``, ``first:N``, ``last:N``, or indices separated by commas.
-
-    Raises:
-        FedrotError: a part or the text for layers is unknown.
     """
     named: dict[str, tuple[str, ...]] = {"whole": WHOLE_MODEL, "none": ()}
     chosen = named[parts] if parts in named else tuple(parts.split("+"))
@@ -177,10 +199,9 @@ def _merged(
 def _statistics(
     one: Input, kinds: Sequence[str], model: nn.Module, names: Collection[str], batches: Batches
 ) -> Statistics:
-    """Collect statistics of the named tensors, in the anchor's coordinates.
+    """Collect statistics of the named tensors in the anchor's coordinates; ``model`` is overwritten.
 
-    Kinds that follow rotations are collected from the model as it is and moved, others from the aligned
-    model. ``model`` is overwritten.
+    Kinds that follow rotations are collected before alignment and moved, others afterwards.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
@@ -229,3 +250,32 @@ def _remarks(
                 f"'{report.name}' also stores tensors that a {model.model_class.__name__} does not "
                 f"have; they are left out: {', '.join(model.tensors.unknown)}"
             )
+
+
+def table(report: MergeReport) -> Table:
+    """Return a line per model and part, and one over all tensors of each model."""
+    from rich.text import Text
+
+    columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
+    found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
+    names = [Path(given.name).resolve().name for given in report.inputs]
+    total = sum(given.weight for given in report.inputs)
+    for index, (given, name) in enumerate(zip(report.inputs, names, strict=True)):
+        shown = Text(name if names.count(name) == 1 else given.name)
+        share = f"{given.weight / total:.3g}"
+        for line in _lines(given) if index else [("the anchor",)]:
+            found.add_row(shown, share, *line)
+            shown, share = Text(""), ""
+        found.add_section()
+    return found
+
+
+def _lines(given: InputReport) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    for part in dict.fromkeys(group.part for group in given.alignment.groups):
+        groups = [group for group in given.alignment.groups if group.part == part]
+        before, after = sum(g.before for g in groups), sum(g.after for g in groups)
+        moved = f"{sum(g.moved for g in groups)} of {sum(g.of for g in groups)}"
+        lines.append((part, f"{before:.4g}", f"{after:.4g}", moved))
+    whole = ("all tensors", f"{given.before:.4g}", f"{given.after:.4g}", "", f"{given.seconds:.2f}")
+    return [*lines, whole]

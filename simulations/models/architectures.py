@@ -29,17 +29,14 @@ def pretrained_settings(model: str) -> Any:
 
 def pad_id_of(settings: Any) -> int:
     """Return the token that pads rows: the padding token, else the end of text, else token 0."""
-    for name in ("pad_token_id", "eos_token_id"):
-        token = getattr(settings, name, None)
-        if token is not None:
-            return int(token[0] if isinstance(token, list) else token)
-    return 0
+    tokens = (getattr(settings, name, None) for name in ("pad_token_id", "eos_token_id"))
+    token = next((token for token in tokens if token is not None), 0)
+    return int(token[0] if isinstance(token, list) else token)
 
 
 @lru_cache(maxsize=1)
 def _bundled_ids() -> dict[str, Any]:
-    """The size and the special tokens of the bundled vocabulary, by names of configurations."""
-    from fedrot.simulations.data.tokenizer import bundled_tokenizer
+    from fedrot.simulations.data.encoding import bundled_tokenizer
 
     vocabulary = bundled_tokenizer().get_vocab()
     return {
@@ -51,11 +48,8 @@ def _bundled_ids() -> dict[str, Any]:
 
 
 def _sizes(config: SimulationConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-    }
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (config.width, config.layers, config.heads), strict=True))
 
 
 def _encoder(config: SimulationConfig) -> dict[str, Any]:

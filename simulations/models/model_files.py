@@ -1,12 +1,14 @@
-"""Files of a saved model: their names, the tensors in them, and how they are written."""
+"""Files of a saved model: their names, how their tensors are mapped, and how they are written."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +99,7 @@ def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
 def stored_tensors(path: Path) -> dict[str, Place]:
     """Return where each tensor of a bare safetensors file or a folder is stored.
 
-    Keys are the model's own names, without the additions of wrappers (``module.``, ``_orig_mod.``,
-    ``_fsdp_wrapped_module.``, ``base_model.model.``, ``base_layer.``).
+    Keys are the model's own names, without the additions of wrappers such as ``module.``.
 
     Raises:
         FedrotError: a file is missing or damaged, a shard lacks a tensor of the index, or the tensors
@@ -145,10 +146,9 @@ def _listed(path: Path) -> dict[str, tuple[Path, str]]:
 
 
 def read_places(places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """Return the tensors that are stored at these places.
+    """Return the tensors at these places, as views of the mapped files.
 
-    They are views of the mapped files. A file stays mapped as long as one of its tensors is kept, and
-    the pages that were read stay in memory as long.
+    A file and the pages that were read stay in memory as long as one of its tensors is kept.
     """
     with ExitStack() as stack:
         files = dict.fromkeys(file for file, _ in places.values())
@@ -164,10 +164,10 @@ def _dtypes(file: Path) -> dict[str, str]:
 
 def instead(folder: Path) -> str:
     """Return advice on a folder that holds no saved model."""
-    for name, advice in _INSTEAD.items():
-        if (folder / name).is_file():
-            return f"There is '{name}' instead. {advice}"
-    return SAVE_AGAIN
+    found = (
+        f"There is '{n}' instead. {advice}" for n, advice in _INSTEAD.items() if (folder / n).is_file()
+    )
+    return next(found, SAVE_AGAIN)
 
 
 def refuse_filled(out: Path) -> None:
@@ -186,8 +186,7 @@ def write_model(
     """Write a model whole or not at all.
 
     Args:
-        out: a name that ends in ``.safetensors`` becomes a bare file, any other a folder that
-            ``from_pretrained`` loads.
+        out: a bare file if it ends in ``.safetensors``, else a folder that ``from_pretrained`` loads.
         tensors: contiguous, tied ones once.
         config_file: copied into the folder as ``config.json``.
         beside: the folder whose tokenizer and generation configuration are copied too.
@@ -229,3 +228,85 @@ def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"'{file}' cannot be written: {error}") from error
+
+
+@dataclass(frozen=True)
+class MappedTensors:
+    """The tensors of a model on disk by the names of its state dict; values are read on demand.
+
+    Attributes:
+        first: for every name, the first of the names that share its tensor.
+        places: where each tensor is stored, by first name.
+        unknown: stored names that the state dict does not have.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    first: Mapping[str, str]
+    places: Mapping[str, Place]
+    unknown: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: Path, config_file: Path, model_class: Any, config: Any) -> MappedTensors:
+        """Find the tensors of a class with a configuration in a folder or file.
+
+        Raises ``FedrotError`` if one is missing or of another shape, or if tied tensors differ.
+        """
+        with torch.device("meta"):
+            state = model_class(config).state_dict(keep_vars=True)
+        names: dict[int, str] = {}
+        first = {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        stored = stored_tensors(path)
+        unknown = tuple(sorted(stored.keys() - first.keys()))
+        found = cls(shapes, first, _places(path, stored, first, model_class.__name__), unknown)
+        for name, tensor in found.read().items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise FedrotError(
+                    f"'{path}': the tensor '{name}' has shape {list(tensor.shape)}, but should have "
+                    f"{list(shapes[name])} by '{config_file}'. Check that they belong together."
+                )
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which ``save_pretrained`` stores the tensors: tied ones once."""
+        return tuple(self.places)
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return tensors by name, all by default; tied names share one. See ``read_places``."""
+        wanted = list(self.first if names is None else names)
+        first = dict.fromkeys(self.first[name] for name in wanted)
+        found = read_places({name: self.places[name] for name in first})
+        return {name: found[self.first[name]] for name in wanted}
+
+
+def _places(
+    path: Path, stored: Mapping[str, Place], first: Mapping[str, str], model_class: str
+) -> dict[str, Place]:
+    """Return the place of each tensor; of tied tensors the first copy, after a check of the others."""
+    copies: dict[str, list[str]] = defaultdict(list)
+    for name, one in first.items():
+        copies[one] += [name] if name in stored else []
+    missing = [name for name, names in copies.items() if not names]
+    unknown = sorted(stored.keys() - first.keys())
+    if missing and unknown:
+        raise FedrotError(
+            f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
+            f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration "
+            "belong together. Some classes (ViT, DeiT) are stored by transformers under other names "
+            "than they have in memory, which this command does not translate: load them with "
+            "from_pretrained, merge with fedrot.align and save the result."
+        )
+    if missing:
+        raise FedrotError(
+            f"'{path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), which a "
+            f"{model_class} has. Check that it and its configuration belong together. {SAVE_AGAIN}"
+        )
+    for one, *others in copies.values():
+        for other in others:
+            if not torch.equal(*read_places({name: stored[name] for name in (one, other)}).values()):
+                raise FedrotError(
+                    f"'{path}' holds different values in '{one}' and '{other}', which its configuration "
+                    "ties. Set its 'tie_word_embeddings' to what the model was trained with."
+                )
+    return {one: stored[names[0]] for one, names in copies.items()}

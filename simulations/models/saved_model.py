@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.mapped_tensors import MappedTensors
 from fedrot.simulations.models.model_files import (
     BESIDE,
     CONFIG,
@@ -25,6 +24,7 @@ from fedrot.simulations.models.model_files import (
     SAVE_AGAIN,
     TOKENIZER,
     WEIGHTS,
+    MappedTensors,
     about,
     instead,
     read_places,
@@ -83,11 +83,7 @@ class SavedModel:
 
     @cached_property
     def model_class(self) -> Any:
-        """The class of transformers that the configuration names, the bare model's if it names none.
-
-        Raises:
-            FedrotError: transformers does not have the class.
-        """
+        """The class of transformers that the configuration names, the bare model's if it names none."""
         import transformers
 
         named = self.config.architectures or []
@@ -110,12 +106,7 @@ class SavedModel:
 
     @cached_property
     def tensors(self) -> MappedTensors:
-        """The tensors under the names of the model's state dict, read from the files on demand.
-
-        Raises:
-            FedrotError: a file is missing or damaged, or the tensors are not those of the class that
-                the configuration names.
-        """
+        """The tensors, read on demand; raises ``FedrotError`` unless they are those of the class."""
         named = self.config.architectures or []
         if len(named) != 1:
             raise FedrotError(
@@ -129,16 +120,11 @@ class SavedModel:
         return self.model_class(self.config).float().eval()
 
     def load(self, model_class: Any) -> tuple[nn.Module, list[str], list[str]]:
-        """Load the model as a class of transformers.
+        """Load the model as a class of transformers; see ``stored_tensors`` for names and errors.
 
-        Names of wrappers are removed from the names of tensors, see ``stored_tensors``. Files are read
-        safely: safetensors, or pickles that contain only tensors. No code of the model is run.
-
-        Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the names
-        that the files lack, which are random; and the stored names that the class does not have.
-
-        Raises:
-            FedrotError: it cannot be loaded, or its tensors are an adapter's or quantised.
+        Files are read safely: safetensors, or pickles that contain only tensors. No code of the model is
+        run. Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the
+        names that the files lack, which are random; and the stored names that the class does not have.
         """
         tensors = self._unwrapped()
         with _loading(self.name):
@@ -153,12 +139,9 @@ class SavedModel:
     def _unwrapped(self) -> dict[str, Tensor] | None:
         """Return all tensors by names without wrappers; None if transformers knows the stored names."""
         there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (self.path / file).is_file()]
-        if there and there[0] in PICKLED:
-            return None
-        stored = stored_tensors(self.path)
-        if all(name == as_stored for name, (_, as_stored) in stored.items()):
-            return None
-        return read_places(stored)
+        stored = {} if there and there[0] in PICKLED else stored_tensors(self.path)
+        wrapped = any(name != as_stored for name, (_, as_stored) in stored.items())
+        return read_places(stored) if wrapped else None
 
 
 def open_saved_model(
@@ -173,8 +156,7 @@ def open_saved_model(
         pickles: whether weights of the hub may be pickles if there are no safetensors files.
 
     Raises:
-        FedrotError: it does not exist, the hub cannot be reached, the configuration is missing or
-            damaged, the family is not supported, or the weights are quantised.
+        FedrotError: it is missing or damaged, of a family that is not supported, or quantised.
     """
     if Path(name).exists():
         return _with_config(Path(name), str(name), config)
@@ -234,11 +216,7 @@ def _read_config(file: Path) -> Any:
 
 
 def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCHITECTURE) -> None:
-    """Check that two models agree in these fields of their configurations and in their vocabulary.
-
-    Raises:
-        FedrotError: they differ; the message says in which field.
-    """
+    """Raise ``FedrotError`` if two models differ in a field of their configurations or in vocabulary."""
     a, b = one.path, other.path
     for name in fields:
         here, there = getattr(one.config, name, None), getattr(other.config, name, None)
@@ -257,7 +235,7 @@ def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCH
 
 def check_bundled(model: SavedModel) -> None:
     """Refuse a model without a tokenizer unless it has the bundled tokenizer's vocabulary."""
-    from fedrot.simulations.data.tokenizer import bundled_tokenizer
+    from fedrot.simulations.data.encoding import bundled_tokenizer
 
     size = bundled_tokenizer().get_vocab_size()
     if model.tokenizer is None and model.config.vocab_size != size:

@@ -13,8 +13,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import IGNORED, Batch, EncodedText, tokenizer_for
-from fedrot.simulations.data.readers import TEXT, Reader
+from fedrot.simulations.data.encoding import (
+    IGNORED,
+    TEXT,
+    Batch,
+    EncodedText,
+    Reader,
+    tokenizer_for,
+)
 from fedrot.simulations.data.texts import TextData
 from fedrot.simulations.tasks.masking import Array, Vocabulary, for_evaluation, for_training
 from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces

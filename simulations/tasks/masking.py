@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedrot.simulations.data.encoding import IGNORED
-from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.sources import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

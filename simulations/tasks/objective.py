@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import Batch, Encoded
-from fedrot.simulations.data.readers import Reader
+from fedrot.simulations.data.encoding import Batch, Encoded, Reader
 
 
 class Objective(ABC):

@@ -10,10 +10,16 @@ import numpy as np
 import torch
 
 from fedrot.simulations.config import SimulationConfig, TaskName
-from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.encoding import IGNORED, Encoded, EncodedTags
-from fedrot.simulations.data.labels import Kind
-from fedrot.simulations.data.readers import IMAGE, TAGGED, TEXT, Reader
+from fedrot.simulations.data.data_set import DataSet, Kind
+from fedrot.simulations.data.encoding import (
+    IGNORED,
+    IMAGE,
+    TAGGED,
+    TEXT,
+    Encoded,
+    EncodedTags,
+    Reader,
+)
 from fedrot.simulations.data.tagged import TagData
 from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.labels import Kind
+from fedrot.simulations.data.data_set import Kind
 
 Array: TypeAlias = npt.NDArray[Any]
 Score: TypeAlias = Callable[[Array, Array], float]

@@ -17,7 +17,7 @@ from fedrot.simulations import config as configuration
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.barrier.barrier_grid import Grid
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.terminal import BAD_INPUT
+from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner, server_app
 from tests.fuzz.cases import EDGES, fuzzed, misspelt

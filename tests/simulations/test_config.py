@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedrot.anchors import ANCHORS
 from fedrot.simulations.arm import AGGREGATIONS, EVIDENCE, JOINED, Arm
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.terminal import BAD_INPUT
+from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import bundled_grids, read_grid
 from fedrot.strategies import DEFAULT_ANCHOR

@@ -15,7 +15,7 @@ from fedrot.simulations.barrier.barrier_methods import BarrierSettings
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import command
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.merge.merge_settings import MergeSettings
+from fedrot.simulations.merge.merge_inputs import MergeSettings
 
 
 class Settings(BaseModel):

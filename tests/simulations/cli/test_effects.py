@@ -13,7 +13,7 @@ import typer
 from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
-from fedrot.simulations.merge import merge_settings
+from fedrot.simulations.merge import merge_inputs
 from tests.simulations.commands import invoke
 
 #: Command lines with an idle option, and what is said of it. Nothing named here exists.
@@ -86,7 +86,7 @@ def test_every_condition_is_about_options_of_its_command_that_are_tried_here() -
             assert name == "model" or any(parameters[name] in line for line in tried)
 
 
-@pytest.mark.parametrize("name", merge_settings.METHODS)
+@pytest.mark.parametrize("name", merge_inputs.METHODS)
 def test_merge_takes_data_just_where_the_method_collects_statistics(name: str) -> None:
     code, output = invoke("merge", "a", "b", "--dry-run", "--method", name, "--data", "sst2")
     assert code == 2

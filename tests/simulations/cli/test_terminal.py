@@ -17,8 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.terminal import Command
-from fedrot.simulations.cli.terminal import examples as examples_of
+from fedrot.simulations.cli.commands import Command
+from fedrot.simulations.cli.commands import examples as examples_of
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import read_grid
 from tests.models import fresh_model

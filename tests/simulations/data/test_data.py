@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedrot.simulations.data import sources
-from fedrot.simulations.data.labels import labels_of
-from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.data_set import labels_of
+from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.data.texts import load_text_data
-from fedrot.simulations.data.tokenizer import SPECIAL_TOKENS, bundled_tokenizer
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
-from tests.simulations.data.wordpiece import train_wordpiece
+from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 
 EMOTIONS = ("anger", "disgust", "fear", "joy", "sadness", "surprise", "neutral")
 

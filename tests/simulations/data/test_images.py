@@ -17,7 +17,7 @@ from PIL import Image
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import sources
 from fedrot.simulations.data.images import load_image_data, resized, side_of
-from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.architectures import patch_of
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training

@@ -17,11 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import sources
-from fedrot.simulations.data.encoding import IGNORED, encode_tags, first_pieces
-from fedrot.simulations.data.sources import Source
-from fedrot.simulations.data.table_files import DataError
+from fedrot.simulations.data.encoding import IGNORED, bundled_tokenizer, encode_tags, first_pieces
+from fedrot.simulations.data.sources import DataError, Source
 from fedrot.simulations.data.tagged import TagSplit, load_tag_data
-from fedrot.simulations.data.tokenizer import bundled_tokenizer
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.scores import entity_scores

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from fedrot.simulations.data.tokenizer import SPECIAL_TOKENS
+#: In the order of their ids, from 0.
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 # Rarer characters would fill a sixth of a small vocabulary, because each is in it as "x" and "##x".
 ALPHABET_SIZE = 200

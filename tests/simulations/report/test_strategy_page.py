@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.terminal import BAD_INPUT
+from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from tests.simulations.report.test_run_page import Outline, write_lines

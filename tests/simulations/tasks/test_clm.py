@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from fedrot.simulations.config import TASKS, SimulationConfig
-from fedrot.simulations.data.encoding import IGNORED
-from fedrot.simulations.data.tokenizer import bundled_tokenizer
+from fedrot.simulations.data.encoding import IGNORED, bundled_tokenizer
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objectives import OBJECTIVES

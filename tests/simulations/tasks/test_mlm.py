@@ -18,15 +18,15 @@ from tokenizers import Tokenizer, models
 
 from fedrot import random_equivalent, symmetry_of
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import IGNORED
-from fedrot.simulations.data.table_files import DataError
-from fedrot.simulations.data.tokenizer import SPECIAL_TOKENS, bundled_tokenizer
+from fedrot.simulations.data.encoding import IGNORED, bundled_tokenizer
+from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.masking import Vocabulary, for_evaluation, for_training
 from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.models import CASES, fresh_model
+from tests.simulations.data.wordpiece import SPECIAL_TOKENS
 
 SMALL: dict[str, Any] = {
     "task": "mlm",

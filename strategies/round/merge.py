@@ -21,8 +21,8 @@ from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
 from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import without_arrays
 
@@ -45,8 +45,7 @@ class Wrapped:
 
     Attributes:
         strategy: the aligned strategy itself.
-        wrapped_class: the class whose ``aggregate_train`` comes next.
-        aggregate: that method.
+        wrapped_class: the class whose ``aggregate_train`` comes next; ``aggregate`` is that method.
         weighted_by: the metric that weights the clients.
         broadcast: the model that was sent.
         align: False if updates reach the strategy as they were received.
@@ -90,10 +89,7 @@ class _Candidate:
 class AggregatorMerge:
     """Adds updates to an aggregator as they come; the one that most updates agree with counts.
 
-    Args:
-        build: returns a new aggregator.
-        this_round: receives what is dropped.
-        mean: the aggregator, if it is a plain mean, which refuses no form of update; None if it is not.
+    ``mean`` is the aggregator if it is a plain mean, which refuses no form of update.
     """
 
     def __init__(
@@ -148,8 +144,14 @@ class AggregatorMerge:
 
     def result(self, wrapped: Wrapped) -> Aggregated:
         """Return the merged model, after a strategy that looks at the mean has had its turn."""
-        this_round = self.this_round
-        merged, contents = self._merged(wrapped)
+        this_round, plain_mean = self.this_round, self.mean
+        aggregator, contents = self.chosen()
+        this_round.accepted = len(contents)
+        merged: dict[str, Tensor] | None = None
+        if this_round.enough(wrapped.min_replies):
+            merged = plain_mean.result("cpu") if plain_mean is not None else aggregator.result()
+            this_round.note(aggregator.notes)
+            merged = merged if this_round.finite(merged) else None
         metrics = _train_metrics(wrapped, contents) if contents else None
         if merged is None:
             return None, metrics
@@ -162,17 +164,6 @@ class AggregatorMerge:
         if arrays is None or not this_round.finite(from_arrays(arrays)):
             return None, metrics
         return restored(arrays, wrapped.broadcast), metrics
-
-    def _merged(self, wrapped: Wrapped) -> tuple[dict[str, Tensor] | None, list[RecordDict]]:
-        """Return the merged tensors, None if the round failed, and the metrics of the clients."""
-        plain_mean = self.mean
-        aggregator, contents = self.chosen()
-        self.this_round.accepted = len(contents)
-        if not self.this_round.enough(wrapped.min_replies):
-            return None, contents
-        merged = plain_mean.result("cpu") if plain_mean is not None else aggregator.result()
-        self.this_round.note(aggregator.notes)
-        return (merged if self.this_round.finite(merged) else None), contents
 
 
 class LayerwiseMerge(AggregatorMerge):
@@ -197,12 +188,7 @@ class LayerwiseMerge(AggregatorMerge):
 
 
 class ListMerge:
-    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers.
-
-    Args:
-        store: where updates wait.
-        this_round: receives what is dropped.
-    """
+    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers."""
 
     def __init__(self, store: Store, this_round: Round) -> None:
         self._store, self.this_round = store, this_round
@@ -219,10 +205,10 @@ class ListMerge:
         this_round = self.this_round
         good, odd = with_common_layout(self._held, _layout)
         for update in odd:
-            reason = (
+            what = (
                 f"Its records and metrics are {_layout(update)}, most clients' are {_layout(good[0])}."
             )
-            this_round.drop(update.client, f"{reason} Send the same metrics from every client.")
+            this_round.drop(update.client, f"{what} Send the same metrics from every client.")
         this_round.accepted = len(good)
         if not this_round.enough(wrapped.min_replies):
             return None, None

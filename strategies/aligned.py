@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from logging import INFO
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -18,15 +18,12 @@ from fedrot.anchors import ANCHORS, check_anchor
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
-from fedrot.strategies.evaluation import readable_evaluations
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.privacy import check_in_front, check_not_behind
-from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog
-from fedrot.strategies.reporting.rows import begin_rows
+from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog, begin_rows
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
-from fedrot.strategies.round.inbox import Asked, Inbox
+from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import (
     OF_THE_MEAN,
     Aggregated,
@@ -36,12 +33,11 @@ from fedrot.strategies.round.merge import (
     Wrapped,
 )
 from fedrot.strategies.round.other_basis import Exchange, OtherBases
-from fedrot.strategies.round.outbox import in_precision, plain, with_arrays
+from fedrot.strategies.round.outbox import plain, to_send
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.run_round import aligned_merge, run_round
-from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Schema, Update
-from fedrot.strategies.round.waiting import Waiting
+from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry
@@ -89,11 +85,14 @@ class Aligned(Strategy):
             same reason.
     """
 
+    #: True if statistics of replies are used.
+    uses_statistics = False
+
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
     not_in_checkpoints = (
         *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting", "metrics_log"),
         *("other_bases", "_checkpoints", "_device", "_broadcast", "_config"),
-        *("_grid", "_timeout", "_asked", "_asked_to_evaluate"),
+        *("_grid", "_timeout", "_sent", "_sent_to_evaluate", "_clients"),
     )
 
     def __init__(
@@ -114,7 +113,7 @@ class Aligned(Strategy):
         super().__init__(*args, **kwargs)
         check_anchor(anchor)
         if align:
-            check_in_front(self, anchor, other_basis is not None)
+            arguments.check_in_front(self, anchor, other_basis is not None)
         self.symmetry = symmetry
         self.anchor = anchor
         self.options = checked_options(options)
@@ -134,8 +133,9 @@ class Aligned(Strategy):
         self._config = ConfigRecord()
         self._grid: Grid | None = None
         self._timeout: float | None = None
-        self._asked = Asked()
-        self._asked_to_evaluate = Asked()
+        self._sent: list[Metadata] = []
+        self._sent_to_evaluate: list[Metadata] = []
+        self._clients: dict[int, int] = {}
 
     def summary(self) -> None:
         """Log what is aligned and how replies are taken, then the summary of the strategy behind."""
@@ -192,7 +192,7 @@ class Aligned(Strategy):
         """Keep the broadcast model and who was asked: ``aggregate_train`` is not given them."""
         self._broadcast, self._config, self._grid = arrays, config, grid
         if self.align:
-            check_not_behind(self)
+            arguments.check_not_behind(self)
             self.symmetry = arguments.symmetry_for(self.symmetry, arrays)
             # What cannot be moved is an error before clients train.
             self.symmetry.select(self.options.parts, self.options.layer_indices(self.symmetry.layers))
@@ -201,8 +201,8 @@ class Aligned(Strategy):
         messages = super().configure_train(  # type: ignore[safe-super]
             server_round, readable, config, grid
         )
-        sent = with_arrays(messages, readable, in_precision(arrays, self.execution.wire))
-        self._asked = Asked([message.metadata for message in sent], self._asked.clients)
+        sent = to_send(messages, readable, arrays, self.execution.wire)
+        self._sent = [message.metadata for message in sent]
         return sent
 
     def configure_evaluate(
@@ -212,18 +212,19 @@ class Aligned(Strategy):
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
-        sent = with_arrays(messages, arrays, in_precision(arrays, self.execution.wire))
-        self._asked_to_evaluate = Asked([message.metadata for message in sent])
+        sent = to_send(messages, arrays, arrays, self.execution.wire)
+        self._sent_to_evaluate = [message.metadata for message in sent]
         return sent
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Align the replies, let the strategy behind aggregate them, and report."""
-        self._asked = self._asked.sent_by(self._grid)
-        if not self._asked.anybody and not replies:
+        sent = sent_by(self._grid, self._sent)
+        if not sent and not replies:
             return None, None
         this_round = Round(server_round)
         with Store(self.execution.spill) as store:
-            merge = self._collected(replies, this_round, store)
+            asked = Asked(sent, self._clients)
+            merge = self._collected(replies, asked, this_round, store)
             arrays, metrics = merge.result(self._wrapped())
         figures = this_round.metrics()
         this_round.log_end(figures, self.align)
@@ -238,8 +239,8 @@ class Aligned(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the strategy behind aggregate the evaluations that it can read."""
-        answers = self._asked_to_evaluate.sent_by(self._grid).answers()
-        readable = readable_evaluations(replies, answers, server_round, self._weighted_by)
+        asked = Asked(sent_by(self._grid, self._sent_to_evaluate))
+        readable = readable_evaluations(replies, asked, server_round, self._weighted_by)
         if not readable:
             return None
         found: MetricRecord | None = super().aggregate_evaluate(  # type: ignore[safe-super]
@@ -266,11 +267,6 @@ class Aligned(Strategy):
         return ()
 
     @property
-    def uses_statistics(self) -> bool:
-        """True if statistics of replies are used."""
-        return False
-
-    @property
     def waits(self) -> bool:
         """True if a round keeps all updates until every reply has arrived."""
         of_all = self.align and (ANCHORS[self.anchor].needs_all or self.other_bases.needs_all)
@@ -293,15 +289,27 @@ class Aligned(Strategy):
         after = mro[mro.index(Aligned) + 1 :]
         return next(cls for cls in after if "aggregate_train" in vars(cls))
 
-    def _collected(self, replies: Iterable[Message], this_round: Round, store: Store) -> Merge:
+    def _collected(
+        self, replies: Iterable[Message], asked: Asked, this_round: Round, store: Store
+    ) -> Merge:
         """Return what has taken the updates of a round; everything else of the round is released."""
         broadcast = from_arrays(self._broadcast, writable=self.execution.deterministic)
         exchange = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
         plan, merge = self.plan if self.align else None, self.merge(this_round, store)
         merge, aligner = aligned_merge(merge, plan, broadcast, this_round, exchange)
+        inbox = Inbox(
+            asked,
+            self.schema(broadcast),
+            this_round,
+            weighted_by=self._weighted_by,
+            needs=self.needs(this_round.number),
+            uses_statistics=self.uses_statistics,
+            copy=self.execution.deterministic,
+            loss_key=getattr(self._weighting, "train_loss_key", None),
+        )
         run_round(
             replies,
-            self._inbox(broadcast, this_round),
+            inbox,
             aligner,
             merge,
             waiting=Waiting(store) if self.waits else None,
@@ -315,18 +323,6 @@ class Aligned(Strategy):
         """What is aligned in every round; known once the first model has been broadcast."""
         assert isinstance(self.symmetry, Symmetry)
         return Plan(self.symmetry, self.options, self.anchor, self.other_bases, self._device)
-
-    def _inbox(self, broadcast: Tensors, this_round: Round) -> Inbox:
-        return Inbox(
-            answers=self._asked.answers(),
-            schema=self.schema(broadcast),
-            this_round=this_round,
-            weighted_by=self._weighted_by,
-            needs=self.needs(this_round.number),
-            uses_statistics=self.uses_statistics,
-            copy=self.execution.deterministic,
-            loss_key=getattr(self._weighting, "train_loss_key", None),
-        )
 
     def _wrapped(self) -> Wrapped:
         return Wrapped(

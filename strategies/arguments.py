@@ -1,4 +1,4 @@
-"""Checks of a strategy's arguments before any client trains."""
+"""Checks of a strategy's arguments, and of privacy wrappers, before any client trains."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    Strategy,
+)
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, SymmetryError
+from fedrot.strategies.flower_compat import callers
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.symmetry.resolve import settings_of
@@ -20,6 +27,15 @@ LEGACY = (
     "Flower's legacy server (ServerAppComponents, ServerApp(server_fn=...)) cannot run {name}: write "
     "app = ServerApp(), and in a function main(grid, context) under @app.main() "
     "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
+)
+
+_CLIENT_SIDE = (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+)
+_SERVER_SIDE = (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
 )
 
 
@@ -127,3 +143,34 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf: nothing can train from it.")
+
+
+def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
+    """Refuse alignment in front of a privacy wrapper if it would break the wrapper's guarantee.
+
+    This is so if clients clip before the server aligns, or if one client's reply moves the updates of
+    others: by its ``anchor``, or with ``other_basis``, where a reply can become the anchor.
+    """
+    if isinstance(strategy, _CLIENT_SIDE):
+        raise FedrotError(
+            "Clients clip their updates before the server could align them. Align at the clients, "
+            "mods=[fixedclipping_mod, align_mod(...)], and give align=False here."
+        )
+    if isinstance(strategy, _SERVER_SIDE) and (anchor != "global" or other_basis):
+        raise FedrotError(
+            "With differential privacy every update must be aligned to the broadcast model alone: "
+            "otherwise one client's reply moves the updates of others, and clipping it does not bound "
+            "its influence. Give anchor='global', and no other_basis."
+        )
+
+
+def check_not_behind(strategy: Strategy) -> None:
+    """Refuse to run inside a privacy wrapper, which clips updates before this strategy aligns them."""
+    for caller in callers():
+        if isinstance(caller, _SERVER_SIDE + _CLIENT_SIDE) and caller.strategy is strategy:
+            name = type(caller).__name__
+            raise FedrotError(
+                f"{name} clips updates before {type(strategy).__name__} aligns them. Put alignment in "
+                f"front of it: class Private(Aligned, {name}), Private(config, FedAvg(), "
+                "anchor='global', ...)."
+            )

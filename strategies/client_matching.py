@@ -138,17 +138,14 @@ def read_answer(
 
 def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:
     groups = {group.name: group for group in symmetry.groups}
+    for group in symmetry.groups:
+        if isinstance(kind := group.kind, HeadRotation):
+            groups[group.name + GENERAL] = replace(group, kind=HeadLinear(kind.heads, kind.dim))
     moves: dict[str, Move] = {}
     for name, element in elements.items():
-        group = groups.get(name.removesuffix(GENERAL))
-        if group is not None and name.endswith(GENERAL):
-            kind = group.kind
-            if isinstance(kind, HeadRotation):
-                group = replace(group, kind=HeadLinear(kind.heads, kind.dim))
-            else:
-                group = None
-        if group is None or group.name in moves or not group.kind.contains(element):
+        found = groups.get(name)
+        if found is None or found.name in moves or not found.kind.contains(element):
             raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
-        moves[group.name] = Move(group, element)
+        moves[found.name] = Move(found, element)
     # Head permutations come before elements inside heads, in whatever order they arrive.
     return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

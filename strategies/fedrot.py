@@ -16,12 +16,12 @@ from fedrot.collect.statistic_kinds import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
+from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.flower_compat import MetricsFunction
-from fedrot.strategies.privacy import check_not_behind
 from fedrot.strategies.round.merge import Aggregated, AggregatorMerge, ListMerge, Merge, Wrapped
 from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
@@ -42,10 +42,9 @@ class FedRot(Aligned, FedAvg):
         fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
         aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
             ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
-            None is FedAvg's weighted mean. Clients are asked for the statistics that it needs in
-            their training configuration
-            (``wanted_statistics``), and send them in a record of their own (``statistics_record``).
-            Replies without them are dropped.
+            None is FedAvg's weighted mean. The training configuration asks clients for the statistics
+            that it needs (``wanted_statistics``); they send them with ``statistics_record``. Replies
+            without them are dropped.
         statistics_every: ask for statistics every so many rounds, from the first on; the rounds between
             are means. Gram matrices of BERT-base are larger than the model.
         anchor: of ``Aligned``, like all that follow.
@@ -54,6 +53,8 @@ class FedRot(Aligned, FedAvg):
         FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, which cannot
             follow the rotations that would be aligned.
     """
+
+    uses_statistics = True
 
     def __init__(
         self,
@@ -117,9 +118,10 @@ class FedRot(Aligned, FedAvg):
         self._check_rotations()
 
     def _check_rotations(self) -> None:
-        aligned = [self.options, self.other_bases.possible_options] if self.align else []
+        aligned = (self.options, self.other_bases.possible_options) if self.align else ()
+        rotates = any(o and "attention" in o.parts and o.within_heads == "rotation" for o in aligned)
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
-        if fixed and any(map(_rotates, aligned)):
+        if fixed and rotates:
             raise FedrotError(
                 f"The statistics '{fixed[0]}' cannot follow rotations of the heads. Let the clients "
                 "align before they compute them (fedrot.strategies.align_mod) and give align=False "
@@ -155,11 +157,6 @@ class FedRot(Aligned, FedAvg):
         return super().aggregator(server_round)
 
     @property
-    def uses_statistics(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def waits(self) -> bool:
         """True as for ``Aligned``, and where FedAvg itself averages updates that are spilled."""
         # FedAvg looks at every update, and whether some are marked is known once all have come.
@@ -186,15 +183,9 @@ class _FedAvgMerge:
 
     def result(self, wrapped: Wrapped) -> Aggregated:
         """Return the new model and metrics."""
-        marked = any(update.statistics.get(TRAINED) for update in self._updates)
         merge: Merge = ListMerge(self._store, self._round)
-        if marked:
+        if any(update.statistics.get(TRAINED) for update in self._updates):
             merge = AggregatorMerge(Mean, self._round, Mean())
         while self._updates:
             merge.add(self._updates.pop(0))
         return merge.result(wrapped)
-
-
-def _rotates(options: AlignmentOptions | None) -> bool:
-    found = options is not None and "attention" in options.parts
-    return found and options is not None and options.within_heads == "rotation"

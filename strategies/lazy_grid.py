@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flwr.app import Message, Metadata
@@ -15,18 +15,22 @@ from fedrot.strategies.flower_compat import UNREADABLE, unavailable
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    """Return a method that calls the wrapped grid's method of this name."""
+
+    def call(self: LazyGrid, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.grid, name)(*args, **kwargs)
+
+    return call
+
+
 class LazyGrid(Grid):
     """Wraps a grid: ``send_and_receive`` sends at once, and fetches each reply when it is asked for.
 
     Flower's own grids fetch all replies before they return. Here replies come in the order of arrival,
     and one is in memory at a time. Replies that have not arrived at the timeout are left out, as in
-    Flower. The wrapped grid's own ``send_and_receive`` is not used.
-
-    Args:
-        grid: the grid that sends and fetches, by ``push_messages`` and ``pull_messages``.
-
-    Attributes:
-        sent: metadata of the messages that were sent last.
+    Flower. Of the wrapped ``grid``, ``push_messages`` and ``pull_messages`` are used, and not its own
+    ``send_and_receive``. ``sent`` is the metadata of the messages that were sent last.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -76,27 +80,13 @@ class LazyGrid(Grid):
         """Wait between two looks for replies."""
         time.sleep(seconds)
 
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the connected nodes."""
-        return self.grid.get_node_ids()
-
-    def set_run(self, run: Any) -> None:
-        """Set the run."""
-        self.grid.set_run(run)
+    get_node_ids = _forwarded("get_node_ids")
+    set_run = _forwarded("set_run")
+    create_message = _forwarded("create_message")
+    push_messages = _forwarded("push_messages")
+    pull_messages = _forwarded("pull_messages")
 
     @property
     def run(self) -> Any:
         """The run."""
         return self.grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Create a message, as Flower did before it had a constructor."""
-        return self.grid.create_message(*args, **kwargs)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and return their ids."""
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to messages that have arrived."""
-        return self.grid.pull_messages(message_ids)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging import INFO
 from pathlib import Path
+from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -20,6 +22,8 @@ from fedrot.strategies.reporting.metrics_log import Evaluate
 from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints
 from fedrot.strategies.resume.state import RunState, restore_random
 from fedrot.strategies.wire.arrays import wire_bytes
+
+T = TypeVar("T")
 
 
 def run(
@@ -130,11 +134,7 @@ class _Run:
     def begin(self, after_round: int | None) -> None:
         """Begin with the initial model."""
         self._tell_strategy(after_round)
-        if self.evaluate_fn is not None:
-            metrics = self.evaluate_fn(0, self.arrays)
-            log(INFO, "Initial global evaluation results: %s", metrics)
-            if metrics is not None:
-                self.result.evaluate_metrics_serverapp[0] = metrics
+        self._evaluate_at_server(0, "Initial global evaluation results: %s")
 
     def go_on(self, found: Checkpoint, state: RunState) -> None:
         """Go on from a checkpoint."""
@@ -152,34 +152,34 @@ class _Run:
 
     def round(self, number: int) -> None:
         """Train at the clients, and evaluate there and at the server."""
-        self._train(number)
-        self._evaluate(number)
+        strategy, result = self.strategy, self.result
+        aggregated, metrics = self._answers(
+            number, strategy.configure_train, self.train_config, strategy.aggregate_train
+        )
+        _note(result.train_metrics_clientapp, number, metrics)
+        if aggregated is not None:
+            self.arrays = result.arrays = aggregated
+        metrics = self._answers(
+            number, strategy.configure_evaluate, self.evaluate_config, strategy.aggregate_evaluate
+        )
+        _note(result.evaluate_metrics_clientapp, number, metrics)
         if self.evaluate_fn is not None:
             log(INFO, "Global evaluation")
+        self._evaluate_at_server(number, "\t└──> MetricRecord: %s")
+
+    def _answers(
+        self, number: int, configure: Callable[..., Any], config: ConfigRecord, read: Callable[..., T]
+    ) -> T:
+        """Return what the strategy makes of the clients' replies to its messages of one stage."""
+        messages = configure(number, self.arrays, config, self.grid)
+        return read(number, self.grid.send_and_receive(messages=messages, timeout=self.timeout))
+
+    def _evaluate_at_server(self, number: int, message: str) -> None:
+        if self.evaluate_fn is not None:
             metrics = self.evaluate_fn(number, self.arrays)
-            log(INFO, "\t└──> MetricRecord: %s", metrics)
+            log(INFO, message, metrics)
             if metrics is not None:
                 self.result.evaluate_metrics_serverapp[number] = metrics
-
-    def _train(self, number: int) -> None:
-        strategy, grid = self.strategy, self.grid
-        messages = strategy.configure_train(number, self.arrays, self.train_config, grid)
-        replies = grid.send_and_receive(messages=messages, timeout=self.timeout)
-        aggregated, metrics = strategy.aggregate_train(number, replies)
-        if metrics is not None:
-            log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
-            self.result.train_metrics_clientapp[number] = metrics
-        if aggregated is not None:
-            self.arrays = self.result.arrays = aggregated
-
-    def _evaluate(self, number: int) -> None:
-        strategy, grid = self.strategy, self.grid
-        messages = strategy.configure_evaluate(number, self.arrays, self.evaluate_config, grid)
-        replies = grid.send_and_receive(messages=messages, timeout=self.timeout)
-        metrics = strategy.aggregate_evaluate(number, replies)
-        if metrics is not None:
-            log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
-            self.result.evaluate_metrics_clientapp[number] = metrics
 
     def log_start(self, num_rounds: int) -> None:
         """Log what ``Strategy.start`` logs at the start."""
@@ -210,3 +210,9 @@ def _check_same_model(found: Checkpoint, initial: ArrayRecord) -> None:
             f"'{found.folder}' is of another model: '{name}' is {saved.get(name, 'missing')} there and "
             f"{ours.get(name, 'missing')} in initial_arrays ({len(different)} tensors differ)."
         )
+
+
+def _note(found: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
+    if metrics is not None:
+        log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
+        found[number] = metrics

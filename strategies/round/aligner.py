@@ -23,20 +23,13 @@ from fedrot.tensors import Tensors
 
 
 class Unaligned:
-    """Leaves every update as it was received. The base of the other aligners.
-
-    Attributes:
-        needs_all: True if updates can only be aligned once every reply has arrived. Then ``prepare``
-            comes first.
-    """
-
-    needs_all = False
+    """Leaves every update as it was received. The base of the other aligners."""
 
     def __init__(self, broadcast: Tensors) -> None:
         self.broadcast = broadcast
 
     def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
-        """Look at all updates of the round, and return their places in the order to align them in."""
+        """Look at all updates of the round; return their places in the order to align them in."""
         return range(len(updates))
 
     def align(self, update: Update, place: int = 0) -> Update | None:
@@ -60,9 +53,8 @@ class Plan:
 
     Attributes:
         symmetry: of the broadcast model.
-        options: what is aligned.
+        options: what is aligned; ``other_bases`` tells it for updates from another basis.
         anchor: name of the anchor, see ``fedrot.align_round``.
-        other_bases: what is done with updates from another basis.
         device: where updates are aligned and averaged.
     """
 
@@ -73,11 +65,6 @@ class Plan:
     device: torch.device
 
     @property
-    def needs_all(self) -> bool:
-        """True if the round's anchor can only be chosen once every reply has arrived."""
-        return ANCHORS[self.anchor].needs_all or self.other_bases.needs_all
-
-    @property
     def by_layer(self) -> bool:
         """True if a GPU can align and average the updates layer by layer."""
         alone = self.other_bases.options is None and self.anchor in ("global", "running")
@@ -86,9 +73,7 @@ class Plan:
     def rule(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
         """Return the anchor of a new round whose coordinates are those of ``base``.
 
-        Args:
-            base: the broadcast model, or the model in its place.
-            shared: the mean that the round's updates are added to, if it is a plain one.
+        ``shared`` is the mean that the round's updates are added to, if it is a plain one.
         """
         others = self.other_bases
         find = finder(base, self.symmetry, self.options, others.options, others.evidence)
@@ -100,12 +85,8 @@ class Plan:
 class Aligner(Unaligned):
     """Aligns each update of one round as a whole.
 
-    Args:
-        plan: of the strategy.
-        broadcast: the broadcast model.
-        this_round: receives reports and dropped updates.
-        shared: the mean that updates are added to before ``accept``; see ``RunningAnchor``.
-        exchange: asks clients to match themselves; None does not.
+    ``shared`` is the mean that updates are added to before ``accept``, see ``RunningAnchor``; with an
+    ``exchange`` clients are asked to match themselves; ``rule`` is the round's anchor.
     """
 
     def __init__(
@@ -119,10 +100,9 @@ class Aligner(Unaligned):
         super().__init__(broadcast)
         self.plan, self.this_round = plan, this_round
         self._shared, self._exchange = shared, exchange
-        self.needs_all = plan.needs_all
         self._matched: dict[int, Alignment] = {}
         self._places: dict[int, int] = {}
-        self._rule = plan.rule(self._there(broadcast), shared)
+        self.rule = plan.rule(self._there(broadcast), shared)
 
     def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
         """Choose the round's coordinates and anchor; updates that their clients matched come first."""
@@ -134,12 +114,12 @@ class Aligner(Unaligned):
             if others.at_clients and places and self._exchange is not None:
                 asked = (updates, base, symmetry, self._exchange, self.this_round)
                 self._matched = others.matched_at_clients(*asked)
-            self._rule = self.plan.rule(self._there(base), self._shared)
+            self.rule = self.plan.rule(self._there(base), self._shared)
         rest = [place for place in range(len(updates)) if place not in self._matched]
         self._places = {place: index for index, place in enumerate(rest)}
-        if self._rule.needs_all:
+        if self.rule.needs_all:
             given = (updates[place] for place in rest)
-            self._rule.prepare([(self._there(update.tensors), update.weight) for update in given])
+            self.rule.prepare([(self._there(update.tensors), update.weight) for update in given])
         return [*sorted(self._matched), *rest]
 
     def align(self, update: Update, place: int = 0) -> Update | None:
@@ -152,7 +132,7 @@ class Aligner(Unaligned):
             if not plan.other_bases.needs_all:
                 self.this_round.other_basis += in_other_basis(update, self.broadcast, plan.symmetry)
             tensors = self._there(tensors)
-            alignment = self._rule.align(tensors, self._places.get(place, place))
+            alignment = self.rule.align(tensors, self._places.get(place, place))
         self.this_round.report(update.client, alignment.report)
         try:
             given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
@@ -165,20 +145,15 @@ class Aligner(Unaligned):
 
     def accept(self, update: Update, place: int = 0) -> None:
         """Let an anchor that follows the round know the update."""
-        note = self._rule.include if place in self._matched else self._rule.accept
+        note = self.rule.include if place in self._matched else self.rule.accept
         note(update.tensors, update.weight)
 
     def distances(self, updates: Iterable[Update]) -> Iterator[float]:
         """Return every update's distance from the broadcast model, after alignment to it."""
-        given = ((self._there(update.tensors), update.weight) for update in updates)
-        base, plan = self._there(self.broadcast), self.plan
-        how = (
-            plan.symmetry,
-            plan.options,
-            "global",
-            plan.other_bases.options,
-            plan.other_bases.evidence,
-        )
+        plan, others = self.plan, self.plan.other_bases
+        base = on_device(self.broadcast, plan.device)
+        given = ((on_device(update.tensors, plan.device), update.weight) for update in updates)
+        how = (plan.symmetry, plan.options, "global", others.options, others.evidence)
         return (model_distance(result.tensors, base) for result in align_round(given, base, *how))
 
     def close(self) -> None:
@@ -186,38 +161,28 @@ class Aligner(Unaligned):
         self.plan.other_bases.warn(self.this_round.other_basis, len(self.this_round.reports))
 
     def _there(self, tensors: Tensors) -> Tensors:
-        """Return tensors on the plan's device; one tensor under several names stays one tensor."""
-        if self.plan.device.type == "cpu":
-            return tensors
-        given = dict(tensors)
-        moved = {id(tensor): tensor.to(self.plan.device) for tensor in given.values()}
-        return {name: moved[id(tensor)] for name, tensor in given.items()}
+        return on_device(tensors, self.plan.device)
 
 
-class LayerwiseAligner(Unaligned):
-    """Prepares updates for ``LayerwiseMerge``, which aligns them on the device.
-
-    Attributes:
-        rule: the anchor, in the host's memory or in the shared mean.
-    """
-
-    def __init__(self, plan: Plan, broadcast: Tensors, this_round: Round, shared: Mean) -> None:
-        super().__init__(broadcast)
-        self.plan, self.this_round = plan, this_round
-        self.rule = plan.rule(broadcast, shared)
+class LayerwiseAligner(Aligner):
+    """Prepares updates for ``LayerwiseMerge``, which aligns them; here they stay in host memory."""
 
     def align(self, update: Update, place: int = 0) -> Update | None:
         """Return the update with the broadcast model's integers."""
         self.this_round.other_basis += in_other_basis(update, self.broadcast, self.plan.symmetry)
         return replace(update, tensors=without_integers(update.tensors, self.broadcast))
 
-    def accept(self, update: Update, place: int = 0) -> None:
-        """Let the running anchor know the update."""
-        self.rule.accept(update.tensors, update.weight)
+    def _there(self, tensors: Tensors) -> Tensors:
+        return tensors
 
-    def close(self) -> None:
-        """Say how many replies came from another basis."""
-        self.plan.other_bases.warn(self.this_round.other_basis, len(self.this_round.reports))
+
+def on_device(tensors: Tensors, device: torch.device) -> Tensors:
+    """Return tensors on a device; one tensor under several names stays one tensor."""
+    if device.type == "cpu":
+        return tensors
+    given = dict(tensors)
+    moved = {id(tensor): tensor.to(device) for tensor in given.values()}
+    return {name: moved[id(tensor)] for name, tensor in given.items()}
 
 
 def without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]:

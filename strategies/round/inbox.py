@@ -16,7 +16,9 @@ from flwr.serverapp import Grid
 from fedrot.collect.statistic_kinds import brings, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.reporting.json_log import log_fields
+from fedrot.strategies.reporting.metrics_log import EVALUATE
+from fedrot.strategies.round.round_report import Round, legible
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.wire.records import model_records, read_statistics, statistics_bytes
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
@@ -34,39 +36,17 @@ T = TypeVar("T")
 
 
 class Asked:
-    """The messages that a round sent. A reply to another message, or a second reply, is dropped.
+    """Who was asked in one round, and who has not answered yet.
 
-    Attributes:
+    Args:
+        messages: metadata of the messages that were sent, which have their ids only then.
         clients: the clients' own ids by node, as far as they have named themselves in this run.
     """
 
     def __init__(self, messages: Iterable[Metadata] = (), clients: dict[int, int] | None = None) -> None:
-        # Grids give messages their ids when they are sent.
-        self._metadata = list(messages)
-        self.clients = {} if clients is None else clients
-
-    @property
-    def anybody(self) -> bool:
-        """True if a message was sent."""
-        return bool(self._metadata)
-
-    def sent_by(self, grid: Grid | None) -> Asked:
-        """Return what a grid has sent: a subclass may have sent other messages than it was given."""
-        sent = grid.sent if isinstance(grid, LazyGrid) else []
-        return Asked(sent, self.clients) if sent else self
-
-    def answers(self) -> Answers:
-        """Return a new account for one round."""
-        return Answers({(m.message_id, m.dst_node_id) for m in self._metadata}, self.clients)
-
-
-class Answers:
-    """The account of one round's replies: who was asked, and who has not answered yet."""
-
-    def __init__(self, asked: set[tuple[str, int]], clients: dict[int, int]) -> None:
-        self._asked = asked
-        self._silent = set(asked)
-        self._clients = clients
+        self._asked = {(message.message_id, message.dst_node_id) for message in messages}
+        self._silent = set(self._asked)
+        self._clients = {} if clients is None else clients
 
     def check(self, message: Message) -> None:
         """Note a reply.
@@ -99,6 +79,11 @@ class Answers:
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids where they have named themselves."""
         return sorted(self._clients.get(node, node) for _, node in self._silent)
+
+
+def sent_by(grid: Grid | None, given: list[Metadata]) -> list[Metadata]:
+    """Return what a grid has sent: a subclass may have sent other messages than it was given."""
+    return (grid.sent if isinstance(grid, LazyGrid) else []) or given
 
 
 def with_common_layout(
@@ -139,7 +124,7 @@ class Inbox:
     """Reads the replies of one round: the only place where a reply is checked.
 
     Attributes:
-        answers: the account of who was asked and has answered.
+        asked: the account of who was asked and has answered.
         schema: the tensors that a reply may hold.
         this_round: receives what is dropped, and why.
         weighted_by: the metric that weights the clients.
@@ -149,7 +134,7 @@ class Inbox:
         loss_key: the metric that the strategy weights updates by, as q-FedAvg does; None if it does not.
     """
 
-    answers: Answers
+    asked: Asked
     schema: Schema
     this_round: Round
     weighted_by: str = "num-examples"
@@ -161,12 +146,12 @@ class Inbox:
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
         if message.has_error():
-            client = self.answers.failed(message)
+            client = self.asked.failed(message)
             if client is not None:
                 self.this_round.fail(client, message.error.reason or "no reason given")
             return None
         try:
-            self.answers.check(message)
+            self.asked.check(message)
             self.this_round.statistics_bytes += statistics_bytes(message)
             update = self.decode(message)
         except UpdateError as error:
@@ -225,7 +210,7 @@ class Inbox:
 
     def close(self) -> None:
         """Note the clients that have not answered."""
-        for client in self.answers.silent:
+        for client in self.asked.silent:
             self.this_round.miss(client)
 
 
@@ -259,3 +244,36 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
         if any(isinstance(number, int) and abs(number) >= _LARGEST_INTEGER for number in numbers):
             raise UpdateError(f"The metric '{key}' holds an integer beyond 64 bits. Send a float.")
     return float(weight)
+
+
+def readable_evaluations(
+    replies: Iterable[Message], asked: Asked, server_round: int, weighted_by: str
+) -> list[Message]:
+    """Return the evaluations to average, then the error replies; log what is dropped.
+
+    The evaluations are left out if they have no examples in all: there is nothing to average.
+    """
+    good: list[Message] = []
+    failed: list[Message] = []
+
+    def drop(message: Message, reason: str) -> None:
+        client = client_id(message)
+        fields = {"round": server_round, "stage": EVALUATE, "client": client, "dropped": reason}
+        log_fields(WARNING, fields, "Evaluation of client %d dropped: %s", client, legible(reason))
+
+    for message in replies:
+        if message.has_error():
+            failed.append(message)
+            continue
+        try:
+            asked.check(message)
+            read_weight(message.content, weighted_by)
+        except UpdateError as error:
+            drop(message, str(error))
+        else:
+            good.append(message)
+    good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
+    for message in odd:
+        drop(message, "Its metrics are not like most.")
+    examples = sum(read_weight(message.content, weighted_by) for message in good)
+    return (good if examples else []) + failed

@@ -21,8 +21,8 @@ from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
 from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import without_arrays
 
@@ -45,8 +45,7 @@ class Wrapped:
 
     Attributes:
         strategy: the aligned strategy itself.
-        wrapped_class: the class whose ``aggregate_train`` comes next.
-        aggregate: that method.
+        wrapped_class: the class whose ``aggregate_train`` comes next; ``aggregate`` is that method.
         weighted_by: the metric that weights the clients.
         broadcast: the model that was sent.
         align: False if updates reach the strategy as they were received.
@@ -90,10 +89,7 @@ class _Candidate:
 class AggregatorMerge:
     """Adds updates to an aggregator as they come; the one that most updates agree with counts.
 
-    Args:
-        build: returns a new aggregator.
-        this_round: receives what is dropped.
-        mean: the aggregator, if it is a plain mean, which refuses no form of update; None if it is not.
+    ``mean`` is the aggregator if it is a plain mean, which refuses no form of update.
     """
 
     def __init__(
@@ -164,7 +160,10 @@ class AggregatorMerge:
         return restored(arrays, wrapped.broadcast), metrics
 
     def _merged(self, wrapped: Wrapped) -> tuple[dict[str, Tensor] | None, list[RecordDict]]:
-        """Return the merged tensors, None if the round failed, and the metrics of the clients."""
+        """Return the merged tensors, None if the round failed, and the metrics of the clients.
+
+        The aggregator, which may be larger than the model, is released when this returns.
+        """
         plain_mean = self.mean
         aggregator, contents = self.chosen()
         self.this_round.accepted = len(contents)
@@ -197,12 +196,7 @@ class LayerwiseMerge(AggregatorMerge):
 
 
 class ListMerge:
-    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers.
-
-    Args:
-        store: where updates wait.
-        this_round: receives what is dropped.
-    """
+    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers."""
 
     def __init__(self, store: Store, this_round: Round) -> None:
         self._store, self.this_round = store, this_round
@@ -219,10 +213,10 @@ class ListMerge:
         this_round = self.this_round
         good, odd = with_common_layout(self._held, _layout)
         for update in odd:
-            reason = (
+            what = (
                 f"Its records and metrics are {_layout(update)}, most clients' are {_layout(good[0])}."
             )
-            this_round.drop(update.client, f"{reason} Send the same metrics from every client.")
+            this_round.drop(update.client, f"{what} Send the same metrics from every client.")
         this_round.accepted = len(good)
         if not this_round.enough(wrapped.min_replies):
             return None, None

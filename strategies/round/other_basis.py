@@ -93,24 +93,14 @@ class OtherBases:
         """Return the model whose coordinates the round takes.
 
         This is the broadcast model. If most updates come from another basis and the residual stream is
-        matched, it is the heaviest of these.
-
-        Args:
-            updates: all of the round's.
-            places: of the updates from another basis.
-            broadcast: the broadcast model.
+        matched, it is the heaviest of these, which are at ``places``.
         """
         matched = self.options is not None and "residual" in self.options.parts
         if not matched or 2 * len(places) <= len(updates):
             return broadcast
         heaviest = max((updates[place] for place in places), key=lambda update: update.weight)
-        log(
-            INFO,
-            "%d of %d replies come from other bases; the anchor is client %d's model.",
-            len(places),
-            len(updates),
-            heaviest.client,
-        )
+        counts, message = (len(places), len(updates)), "%d of %d replies come from other bases; "
+        log(INFO, message + "the anchor is client %d's model.", *counts, heaviest.client)
         return heaviest.tensors
 
     def matched_at_clients(

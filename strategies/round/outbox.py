@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
@@ -12,8 +11,8 @@ from flwr.common import NDArray
 from torch import Tensor
 
 from fedrot.strategies.flower_compat import NUMPY
-from fedrot.strategies.round.spill import Store, Stored
 from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.waiting import Store, Stored
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import STATISTICS, replace_changed
 
@@ -26,14 +25,12 @@ def plain(arrays: ArrayRecord) -> ArrayRecord:
     return replace_changed(arrays, tensors, tensors)
 
 
-def in_precision(arrays: ArrayRecord, wire: torch.dtype | None) -> ArrayRecord:
-    """Return arrays in the precision of the wire; None leaves them as they are."""
-    return arrays if wire is None else to_arrays(from_arrays(arrays), wire)
-
-
-def with_arrays(messages: Iterable[Message], before: ArrayRecord, after: ArrayRecord) -> list[Message]:
-    """Return the messages with the record ``before`` replaced by ``after``."""
+def to_send(
+    messages: Iterable[Message], before: ArrayRecord, arrays: ArrayRecord, wire: torch.dtype | None
+) -> list[Message]:
+    """Return messages with ``arrays`` in the precision of the wire in place of the record ``before``."""
     changed, contents = list(messages), dict[int, RecordDict]()
+    after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
         content = message.content
         if id(content) not in contents:
@@ -76,7 +73,13 @@ def with_tensors(update: Update, store: Store) -> Message:
     if STATISTICS in content.array_records:
         del content[STATISTICS]
     if store.folder is not None:
-        content[update.record] = _stored(store.put(tensors), tensors)
+        stored, record = store.put(tensors), ArrayRecord()
+        for (
+            name,
+            tensor,
+        ) in tensors.items():  # ArrayRecord's constructor would copy arrays.
+            record[name] = StoredArray(name, stored, tensor)
+        content[update.record] = record
     else:
         arrays = content.array_records.get(update.record, ArrayRecord())
         content[update.record] = replace_changed(arrays, update.received, tensors)
@@ -97,24 +100,13 @@ class StoredArray(Array):
     def __init__(self, name: str, stored: Stored, like: Tensor) -> None:
         dtype = str(like.dtype).removeprefix("torch.").replace("bfloat16", "float32")
         super().__init__(dtype, tuple(like.shape), NUMPY, b"")
-        self.__dict__["_read"] = partial(_read, name, stored)
+        self.__dict__["_read"] = lambda: stored()[name]
 
     def numpy(self) -> NDArray:
         """Return the values, mapped from the file."""
-        values: NDArray = self.__dict__["_read"]().numpy()
+        tensor = self.__dict__["_read"]()
+        values: NDArray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return values
-
-
-def _read(name: str, stored: Stored) -> Tensor:
-    tensor = stored()[name]
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _stored(stored: Stored, tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    record = ArrayRecord()  # Its constructor would copy the arrays, without their subclass.
-    for name, tensor in tensors.items():
-        record[name] = StoredArray(name, stored, tensor)
-    return record
 
 
 def _floating(array: Array) -> bool:

@@ -12,14 +12,12 @@ from typing import Any, TypeVar
 from flwr.common import log
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.report import AlignmentReport
-from fedrot.strategies.reporting.figures import FIGURES
+from fedrot.report import AlignmentReport, moved_units
 from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.round.update import Update
 from fedrot.tensors import Tensors, check_finite
 
 T = TypeVar("T")
-
 
 #: Characters of a reason in logs and reports; names in it may be a client's.
 LONGEST_REASON = 500
@@ -27,7 +25,7 @@ LONGEST_REASON = 500
 
 @dataclass
 class Round:
-    """What happened in one round: reports and set-aside reasons, each with its client."""
+    """What happened in one round; reports, and reasons of lost replies, come with their clients."""
 
     number: int
     failed: list[tuple[int, str]] = field(default_factory=list)
@@ -45,48 +43,40 @@ class Round:
         """Note a reply that is not averaged, and why."""
         reason = legible(reason)
         self.dropped.append((client, reason))
-        fields = {"round": self.number, "client": client, "dropped": reason}
-        log_fields(WARNING, fields, "Reply of client %d dropped: %s", client, reason)
+        fields = {"client": client, "dropped": reason}
+        self._log(WARNING, fields, "Reply of client %d dropped: %s", client, reason)
 
-    def fail(self, client: int, reason: str) -> None:
+    def fail(self, client: int, reason: str, who: str = "Received error in reply from node") -> None:
         """Note a client that answered with an error."""
-        self._failed(client, reason, "\t> Received error in reply from node %d: %s")
+        reason = legible(reason)
+        self.failed.append((client, reason))
+        self._log(INFO, {"client": client, "failed": reason}, f"\t> {who} %d: %s", client, reason)
 
     def miss(self, client: int) -> None:
         """Note a client that did not answer."""
-        self._failed(client, "No answer came in time.", "\t> Client %d: %s")
-
-    def _failed(self, client: int, reason: str, message: str) -> None:
-        reason = legible(reason)
-        self.failed.append((client, reason))
-        fields = {"round": self.number, "client": client, "failed": reason}
-        log_fields(INFO, fields, message, client, reason)
+        self.fail(client, "No answer came in time.", who="Client")
 
     def take(self, update: Update) -> None:
         """Log a good reply, on the level of details."""
-        fields = {"round": self.number, "client": update.client, "weight": update.weight}
-        log_fields(DEBUG, fields, "Reply of client %d: weight %g", update.client, update.weight)
+        fields = {"client": update.client, "weight": update.weight}
+        self._log(DEBUG, fields, "Reply of client %d: weight %g", update.client, update.weight)
 
     def report(self, client: int, report: AlignmentReport) -> None:
         """Keep what the alignment of a reply did, and log it on the level of details."""
         self.reports.append((client, report))
         before, after = report.before, report.after
-        fields = {
-            "round": self.number,
-            "client": client,
-            "before": before,
-            "after": after,
-            "seconds": report.seconds,
-        }
+        fields = {"client": client, "before": before, "after": after, "seconds": report.seconds}
         message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
-        log_fields(DEBUG, fields, message, client, before, after)
+        self._log(DEBUG, fields, message, client, before, after)
 
     def lose(self, reason: str) -> None:
         """Note that the round gives no model."""
         self.lost = reason
-        fields = {"round": self.number, "lost": reason}
         message = "Round %d failed, the model stays as it was: %s"
-        log_fields(WARNING, fields, message, self.number, reason)
+        self._log(WARNING, {"lost": reason}, message, self.number, reason)
+
+    def _log(self, level: int, fields: Mapping[str, Any], message: str, *args: object) -> None:
+        log_fields(level, {"round": self.number, **fields}, message, *args)
 
     def note(self, notes: Mapping[str, str]) -> None:
         """Keep what the aggregation found out of the ordinary, by tensor, and log the first."""
@@ -114,29 +104,20 @@ class Round:
             return False
         return True
 
-    @property
-    def seconds(self) -> float:
-        """How long the round has taken so far."""
-        return time.perf_counter() - self.start
-
-    def losses(self) -> dict[str, float | int]:
-        """Return the figures that count without alignment, too, as far as they are not 0."""
-        found = {figure.name: figure.of(self) for figure in FIGURES if figure.always}
-        return {name: value for name, value in found.items() if value}
-
     def metrics(self) -> dict[str, float | int]:
         """Return the round's figures, over all clients."""
-        return {figure.name: figure.of(self) for figure in FIGURES}
+        return {name: of(self) for name, of in FIGURES.items()}
+
+    def losses(self) -> dict[str, float | int]:
+        """Return the figures that are reported without alignment, too: those of ``LOSSES`` but 0."""
+        return {name: value for name in LOSSES if (value := FIGURES[name](self))}
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End a run in whose first round every reply was dropped for the same reason.
 
         Such a reason is the program's, not a client's, and holds in every round. Where a client has
         failed or has not answered, or reasons differ, the next round may go better; so it may where a
-        single client was asked and there are others.
-
-        Args:
-            nodes: returns the ids of all connected nodes.
+        single client was asked and there are others. ``nodes`` returns the ids of all connected nodes.
 
         Raises:
             FedrotError: with the reason.
@@ -165,8 +146,8 @@ class Round:
             "{fedrot-replies-failed} failed, {fedrot-seconds-waiting:.2f} s of waiting, "
             "{fedrot-seconds-aligning:.2f} s of alignment"
         )
-        fields = {"round": self.number, "metrics": dict(figures)}
-        log_fields(INFO, fields, "Alignment: %s, %s", moved.format(**figures), counts.format(**figures))
+        parts = (moved.format(**figures), counts.format(**figures))
+        self._log(INFO, {"metrics": dict(figures)}, "Alignment: %s, %s", *parts)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per reply lost, per note."""
@@ -195,3 +176,50 @@ class _Timed(Iterator[T]):
             return next(self._items)
         finally:
             self._round.waiting += time.perf_counter() - start
+
+
+def _mean(name: str) -> Callable[[Round], float]:
+    return lambda r: sum(getattr(report, name) for _, report in r.reports) / max(len(r.reports), 1)
+
+
+def _share(*parts: str) -> Callable[[Round], float]:
+    def share(this_round: Round) -> float:
+        removed = sum(report.share(*parts) * report.before for _, report in this_round.reports)
+        before = sum(report.before for _, report in this_round.reports)
+        return removed / before if before > 0 else 0.0
+
+    return share
+
+
+def _moved(part: str) -> Callable[[Round], int]:
+    return lambda r: moved_units((report for _, report in r.reports), part)
+
+
+#: The metrics of a round, in the order in which they are reported; docs/metrics.md explains them.
+FIGURES: dict[str, Callable[[Round], float | int]] = {
+    "fedrot-distance-before": _mean("before"),
+    "fedrot-distance-after": _mean("after"),
+    "fedrot-share-rotation": _share("attention"),
+    "fedrot-share-permutation": _share("residual", "output", "heads", "ffn"),
+    "fedrot-share-rescale": _share("rescale"),
+    "fedrot-heads-rotated": _moved("attention"),
+    "fedrot-heads-moved": _moved("heads"),
+    "fedrot-neurons-moved": _moved("ffn"),
+    "fedrot-stream-moved": _moved("residual"),
+    "fedrot-groups-skipped": lambda r: sum(g.skipped for _, report in r.reports for g in report.groups),
+    "fedrot-replies-other-basis": lambda r: r.other_basis,
+    "fedrot-replies-accepted": lambda r: r.accepted,
+    "fedrot-replies-dropped": lambda r: len(r.dropped),
+    "fedrot-replies-failed": lambda r: len(r.failed),
+    "fedrot-round-failed": lambda r: int(bool(r.lost)),
+    "fedrot-statistics-bytes": lambda r: r.statistics_bytes,
+    "fedrot-seconds-waiting": lambda r: r.waiting,
+    "fedrot-seconds-aligning": lambda r: sum(report.seconds for _, report in r.reports),
+    "fedrot-seconds-round": lambda r: time.perf_counter() - r.start,
+}
+
+#: The metrics that are reported with ``align=False``, too, unless they are 0.
+LOSSES = (
+    *("fedrot-replies-dropped", "fedrot-replies-failed", "fedrot-round-failed"),
+    "fedrot-statistics-bytes",
+)

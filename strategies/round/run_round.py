@@ -70,12 +70,7 @@ def aligned_merge(
 ) -> tuple[Merge, Unaligned]:
     """Return a round's merge with the aligner in front of it; a GPU does both at once, layer by layer.
 
-    Args:
-        merge: of the strategy.
-        plan: what is aligned; None aligns nothing.
-        broadcast: the broadcast model.
-        this_round: receives reports and dropped updates.
-        exchange: see ``Aligner``.
+    Without a plan nothing is aligned.
     """
     if plan is None:
         return merge, Unaligned(broadcast)

@@ -1,22 +1,99 @@
-"""Updates that wait until every reply has arrived, sorted by client."""
+"""Updates that wait until every reply has arrived; ``Store`` keeps tensors in memory or in files."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import overload
+from pathlib import Path
+from types import TracebackType
 
 from torch import Tensor
 
-from fedrot.strategies.round.spill import Store, Stored
+from fedrot.errors import FedrotError
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.records import without_arrays
 
 #: Between kind and name of what is stored, and the kind of the update itself.
 _SLASH, _UPDATE = "/", "update"
+
+#: Returns tensors that were stored.
+Stored = Callable[[], dict[str, Tensor]]
+
+
+class Store:
+    """Keeps tensors until the ``with`` block ends.
+
+    Args:
+        folder: receives a temporary folder of safetensors files; None keeps the tensors in memory.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = Path(folder) if folder is not None else None
+        self._open = ExitStack()
+        self._own: Path | None = None
+        self._count = 0
+
+    def __enter__(self) -> Store:
+        """Make the folder.
+
+        Raises:
+            FedrotError: it cannot be made or written to.
+        """
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                temporary = tempfile.TemporaryDirectory(prefix="fedrot-", dir=self.folder)
+            except OSError as error:
+                raise FedrotError(f"The folder '{self.folder}' cannot be written to: {error}") from error
+            self._own = Path(self._open.enter_context(temporary))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def put(self, tensors: Mapping[str, Tensor]) -> Stored:
+        """Store tensors, and return a function that returns them, or memory maps of their file.
+
+        Raises:
+            FedrotError: the file cannot be written.
+        """
+        if self._own is None:
+            kept = dict(tensors)
+            return lambda: kept
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        # safetensors refuses views and tensors that share memory, as equal arrays do in Flower.
+        keys = {id(tensor): str(index) for index, tensor in enumerate(tensors.values())}
+        unique, taken = dict[str, Tensor](), set[int]()
+        for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+            value = tensor.cpu().contiguous()
+            memory = value.untyped_storage().data_ptr()
+            unique[keys[id(tensor)]] = value.clone() if memory in taken else value
+            taken.add(memory)
+        path = self._own / f"{self._count}.safetensors"
+        self._count += 1
+        try:
+            save_file(unique, path)
+        except (OSError, SafetensorError) as error:
+            raise FedrotError(f"Updates cannot be kept in '{self._own.parent}': {error}") from error
+        names = {name: keys[id(tensor)] for name, tensor in tensors.items()}
+        return lambda: _mapped(path, names)
+
+
+def _mapped(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in dict.fromkeys(names.values())}
+    return {name: tensors[key] for name, key in names.items()}
 
 
 class Waiting(Sequence[Update]):
@@ -38,15 +115,7 @@ class Waiting(Sequence[Update]):
     def __len__(self) -> int:
         return len(self._updates)
 
-    @overload
-    def __getitem__(self, index: int) -> Update: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Update]: ...
-
-    def __getitem__(self, index: int | slice) -> Update | Sequence[Update]:
-        if isinstance(index, slice):
-            return [read() for _, read in self._updates[index]]
+    def __getitem__(self, index: int) -> Update:  # type: ignore[override]
         return self._updates[index][1]()
 
     def remove(self, places: Collection[int]) -> None:

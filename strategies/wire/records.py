@@ -29,20 +29,17 @@ def replace_changed(
     An array of Flower's own keeps its bytes if its tensor was neither replaced nor cast. bfloat16, which
     NumPy lacks, becomes float32.
     """
-
-    def same(name: str, array: Array) -> bool:
-        as_sent = array.stype == NUMPY and f"torch.{array.dtype}" == str(after[name].dtype)
-        return as_sent and after[name] is before[name]
-
-    def plain(name: str, tensor: Tensor) -> Array:
-        return encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
-
-    return ArrayRecord(
-        {
-            name: arrays[name] if name in arrays and same(name, arrays[name]) else plain(name, tensor)
-            for name, tensor in after.items()
-        }
-    )
+    found: dict[str, Array] = {}
+    for name, tensor in after.items():
+        array = arrays.get(name)
+        as_sent = array is not None and (array.stype, f"torch.{array.dtype}") == (
+            NUMPY,
+            str(tensor.dtype),
+        )
+        if array is None or not as_sent or tensor is not before[name]:
+            array = encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+        found[name] = array
+    return ArrayRecord(found)
 
 
 def wanted_statistics(message: Message) -> tuple[str, ...]:

@@ -25,8 +25,9 @@ LAYERS = (
     ("symmetry",),
     ("options", "report", "transport"),
     ("collect",),
-    ("aggregation", "check", "matching"),
+    ("check", "matching"),
     ("alignment",),
+    ("aggregation",),
     ("anchors", "research"),
 )
 

@@ -64,7 +64,7 @@ SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
 
 def inbox(needs: tuple[str, ...]) -> Inbox:
     """Return the inbox of a round that needs these statistics."""
-    return Inbox(Asked().answers(), Schema(MODEL), Round(1), needs=needs)
+    return Inbox(Asked(), Schema(MODEL), Round(1), needs=needs)
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")

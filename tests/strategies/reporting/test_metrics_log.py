@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import fedrot
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot, JsonLines, MetricsLog
+from fedrot.strategies.reporting.metrics_log import cut_rows
 from fedrot.strategies.settings import Checkpointing, Reporting, Robustness
 from tests.models import State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -304,3 +305,16 @@ def test_an_exception_is_kept_in_its_line() -> None:
     row = json.loads(JsonLines().format(record))
     assert row["exception"].startswith("Traceback")
     assert row["exception"].endswith("ValueError: boom")
+
+
+ROWS = ['{"round": 1, "a": "é"}', '{"round": 2}', '{"other": 3}', '{"round": 3}']
+
+
+@pytest.mark.parametrize("unfinished", ["", '{"round": 1', '{"round": 1}', '{"round": "é'])
+def test_later_rows_are_cut(tmp_path: Path, unfinished: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    for after, expected in ((0, [2]), (1, [0, 2]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])):
+        path.write_bytes("".join(row + "\n" for row in ROWS).encode() + unfinished.encode())
+        cut_rows(path, after)
+        assert path.read_text(encoding="utf-8").splitlines() == [ROWS[i] for i in expected]
+    assert list(tmp_path.iterdir()) == [path]

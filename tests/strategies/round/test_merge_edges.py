@@ -385,7 +385,7 @@ def test_a_privacy_wrapper_around_an_aggregation_is_refused(wrapper: Any, given:
 @pytest.mark.parametrize("aggregator", [RegMean(), Mean(), Fisher()], ids=["RegMean", "Mean", "Fisher"])
 @ALIGN
 def test_an_aggregator_in_the_place_of_its_class_is_refused(align: bool, aggregator: Any) -> None:
-    with pytest.raises(fedrot.FedrotError, match="give a class, aggregation=fedrot"):
+    with pytest.raises(fedrot.FedrotError, match="or a class, aggregation=fedrot"):
         FedRot(CONFIG, align=align, aggregation=aggregator)
 
 

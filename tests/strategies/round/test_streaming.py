@@ -38,9 +38,8 @@ from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.merge import AggregatorMerge
 from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.spill import Store
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.round.waiting import Waiting
+from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Execution, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
 from tests.models import State, config_of, near, squared_distance

@@ -45,10 +45,7 @@ class Mean:
 
     @property
     def current(self) -> Tensors:
-        """The mean over all clients, empty before the first update.
-
-        It is not a copy: do not write to it, and expect the next ``add`` to change it.
-        """
+        """The mean over all clients, empty before the first update; not a copy: do not write to it."""
         return self._mean
 
     def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
@@ -115,10 +112,7 @@ class Mean:
         self._trained[name] = mean + share * (value - mean), total
 
     def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Return the mean so far; more updates may be added afterwards.
-
-        Args:
-            device: of the result; None: the device of the updates.
+        """Return the mean so far, on ``device``; more updates may be added afterwards.
 
         Raises:
             UpdateError: nothing was added.

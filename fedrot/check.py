@@ -47,20 +47,19 @@ def output_change(
     seed: int = 0,
     batch: Mapping[str, Tensor] | None = None,
 ) -> Callable[[Selection], float]:
-    """Draw one element per group, and return a function that applies some of them.
+    """Draw one element per group, and return a function that applies those of selected groups.
 
-    Compared are the tensors that the model itself returns. Nested outputs (each tower of CLIP returns
-    one), caches, encoder states that a decoder reads, and the hidden states beside CLIP's projected
-    embeddings are left out: the model computes with them further, in coordinates that may move.
+    It returns the largest change of an output relative to that output's largest entry, NaN if an output
+    is NaN; the elements are the same every time. Compared are the tensors that the model itself returns.
+    Nested outputs (each tower of CLIP returns one), caches, encoder states that a decoder reads, and the
+    hidden states beside CLIP's projected embeddings are left out: the model computes with them further,
+    in coordinates that may move.
 
     Args: those of ``check_function``.
 
-    Returns a function of a selection of groups. It returns the largest change of an output relative to
-    that output's largest entry, NaN if an output is NaN. The same elements are applied every time.
-
     Raises:
-        SymmetryError: a part cannot be moved; or the model does not run on random inputs, or returns
-            no tensor.
+        SymmetryError: a part cannot be moved; or the model does not run on random inputs, or returns no
+            tensor.
     """
     settings = settings_of(config)
     model = copy.deepcopy(model).double().eval()
@@ -95,10 +94,10 @@ def check_function(
     seed: int = 0,
     batch: Mapping[str, Tensor] | None = None,
 ) -> float:
-    """Move a model by random elements of its groups and compare its outputs.
+    """Move a model by random elements of its groups; return the largest change of an output.
 
-    The description of a family goes by the names of tensors. Only a run shows whether the model uses
-    them as described.
+    Changes are relative to the largest entry of that output. A family is described by the names of
+    tensors: only a run shows whether the model uses them as described.
 
     Args:
         model: a copy of it is run in evaluation mode and float64, with noise on its parameters.
@@ -108,12 +107,9 @@ def check_function(
         seed: of noise, elements and inputs.
         batch: keyword arguments of the model's forward; ``random_inputs`` if None.
 
-    Returns the largest change of an output relative to the largest entry of that output.
-
     Raises:
-        SymmetryError: the change exceeds ``TOLERANCE``. The message names the parts, and of each the
-            first group that changes the outputs, with its tensors. Or the model does not run on
-            random inputs.
+        SymmetryError: the model does not run on its inputs, or the change exceeds ``TOLERANCE``. The
+            message names of each part the first group that changes the outputs, with its tensors.
     """
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
@@ -129,10 +125,7 @@ def check_function(
 def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]) -> str:
     """Return a message about a broken contract: of each part the first group that breaks it.
 
-    Args:
-        symmetry: of the model.
-        change: from ``output_change``.
-        parts: the parts that change the outputs.
+    ``parts`` are those that change the outputs, ``change`` is from ``output_change``.
     """
     named = []
     for part in parts:

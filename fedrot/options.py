@@ -29,18 +29,16 @@ class AlignmentOptions:
             head's cross matrix; 0 is plain Procrustes.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.
-        threshold: a move that removes less than this share of its group's squared distance is skipped,
-            and reported as skipped.
+        threshold: a move that removes less than this share of its group's squared distance is skipped.
         sweeps: largest number of passes over all stages if ``parts`` has ``residual`` or ``output``; the
             other parts need one pass.
         tolerance: passes stop when one lowers the objective by less than this share.
-        restarts: number of further starts from random permutations of the residual stream; the best
-            result is kept.
+        restarts: further starts from random permutations of the residual stream; the best result is
+            kept.
         activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
             only where activations are given.
         canonical_biases: set redundant attention biases to 0 in anchor and update before matching, and
-            in the result of ``Alignment.apply`` (see ``fedrot.canonical_biases``). They change
-            distances, but not the function.
+            in the result of ``Alignment.apply`` (see ``fedrot.canonical_biases``); the function stays.
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS

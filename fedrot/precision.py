@@ -15,8 +15,7 @@ def full_float32() -> Iterator[None]:
     """Multiply float32 matrices without rounding to TF32 or bfloat16, inside the context or decorator.
 
     Users may allow the rounding for training (``torch.set_float32_matmul_precision``); a rotation would
-    then be orthogonal to 1e-3 only. The user's setting is restored. Like torch's own switches, it holds
-    for all threads of the process.
+    then be orthogonal to 1e-3 only. The user's setting, which holds for all threads, is restored.
     """
     try:
         chosen = torch.get_float32_matmul_precision()

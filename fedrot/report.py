@@ -23,10 +23,9 @@ class GroupReport:
         units: the heads or neurons that were moved, unit ``i`` as bit ``i``.
         of: number of heads or neurons in the group.
         angle: mean rotation of the moved heads, in degrees.
-        certified: True if the order of the neurons was proved to be optimal without an assignment.
+        certified: True if the order of the neurons was proved optimal without an assignment.
         skipped: True if a move was found, but gained less than ``AlignmentOptions.threshold``.
-        within: name of the head permutation that moves this group's heads as a whole, if any. Groups of
-            one layer with the same name act on the same heads.
+        within: name of the head permutation that moves this group's heads as a whole, if any.
     """
 
     group: str
@@ -66,12 +65,10 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class AlignmentReport:
-    """The rows of all groups, and the totals over the tensors they act on.
+    """One ``GroupReport`` per group, and the totals over the tensors that the groups act on.
 
-    Attributes:
-        groups: one ``GroupReport`` per group.
-        before, after: squared distance to the anchor; ``after`` is at most ``before``, up to rounding.
-        seconds: wall time of the matching.
+    ``before`` and ``after`` are squared distances to the anchor, ``seconds`` is the wall time of the
+    matching.
     """
 
     groups: tuple[GroupReport, ...] = field(repr=False)

@@ -53,8 +53,7 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
     """Check names and shapes of an update.
 
     Raises:
-        UpdateError: the update is no mapping; or a tensor is missing, extra or has another shape; the
-            message names the first such tensor.
+        UpdateError: the update is no mapping; or a tensor is missing, extra or has another shape.
     """
     if not isinstance(update, Mapping):
         raise UpdateError(

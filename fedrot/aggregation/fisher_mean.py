@@ -85,11 +85,7 @@ class Fisher:
         self._size += weight * total / entries
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; more updates may be added afterwards.
-
-        Raises:
-            UpdateError: nothing was added.
-        """
+        """Return the merged tensors so far; raises ``UpdateError`` if nothing was added."""
         merged, floor = self._mean.result(), self.floor * self._size
         for name, reference in self._reference.items():
             total = self._totals[name] + floor

@@ -40,7 +40,7 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
 
     A part holds the tensors that the chosen groups of a layer act on, and all parts connected to it by a
     tensor: the whole model if the residual stream is matched. Tensors without a chosen group come in
-    packets without groups. A packet is no larger than the largest layer, unless one tensor is.
+    packets without groups, no larger than the largest layer, unless one tensor is.
     """
     options = options or AlignmentOptions()
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
@@ -130,7 +130,7 @@ def _matched_part(
 
 
 def merged_report(parts: Iterable[AlignmentReport], symmetry: Symmetry) -> AlignmentReport:
-    """Return the report of a whole model from those of its parts, with groups in the model's order."""
+    """Return the report of a whole model from those of its parts, groups in the model's order."""
     given = list(parts)
     rows = {row.group: row for report in given for row in report.groups}
     return AlignmentReport(
@@ -184,11 +184,7 @@ def fold_by_layer(
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Return the device.
-
-    Raises:
-        FedrotError: tensors cannot be put on it.
-    """
+    """Return the device; raise ``FedrotError`` if tensors cannot be put on it."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
@@ -233,8 +229,8 @@ class _Gathered:
 class _Pipeline:
     """Copies parts from the host's memory to a GPU in two steps, both in the background.
 
-    First a thread gathers the part in pinned memory; then a CUDA stream sends it in one packet. There
-    are two pinned buffers, which grow to the largest part: one is filled while the other one is sent.
+    A thread gathers the part in pinned memory; then a CUDA stream sends it in one packet. Of two pinned
+    buffers, which grow to the largest part, one is filled while the other one is sent.
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:

@@ -45,10 +45,7 @@ class Mean:
 
     @property
     def current(self) -> Tensors:
-        """The mean over all clients, empty before the first update.
-
-        It is not a copy: do not write to it, and expect the next ``add`` to change it.
-        """
+        """The mean over all clients, empty before the first update; not a copy: do not write to it."""
         return self._mean
 
     def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:

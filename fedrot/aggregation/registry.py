@@ -1,7 +1,4 @@
-"""The registry of aggregations: what they share, and how they are found by their name.
-
-Strategies, the arms of comparisons, ``fedrot merge`` and the documentation read it.
-"""
+"""The registry of aggregations, which strategies, arms, ``fedrot merge`` and the documentation read."""
 
 from __future__ import annotations
 
@@ -18,11 +15,7 @@ from fedrot.tensors import Tensors
 
 
 class Aggregator(Protocol):
-    """An object that averages updates which are in the same coordinates.
-
-    Attributes:
-        needs: statistic kinds that every update must bring.
-    """
+    """An object that averages updates in the same coordinates; ``needs`` names their statistic kinds."""
 
     needs: tuple[str, ...]
 
@@ -42,11 +35,10 @@ Built = TypeVar("Built", bound=Aggregator)
 
 @dataclass(frozen=True)
 class AggregationEntry:
-    """One registered aggregation.
+    """One registered aggregation, the class ``build``.
 
     Attributes:
         name: in ``FedRot(aggregation=NAME)``, in arms and in ``fedrot merge --method NAME``.
-        build: the class.
         needs: statistic kinds that every update must bring.
         meaning: one line for the documentation.
         by_tensor: whether every tensor can be merged without the others.
@@ -111,8 +103,7 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
 
     Args:
         name: of a registered aggregation.
-        **given: by argument of its constructor, a function that returns the value. Arguments that the
-            constructor does not have are ignored.
+        **given: by argument of its constructor, a function that returns the value; others are ignored.
 
     Raises:
         FedrotError: the name is unknown, or an argument without a default is not given.

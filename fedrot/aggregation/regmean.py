@@ -20,9 +20,9 @@ class RegMean:
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 
     ``W = (sum_i w_i W_i G_i) (sum_i w_i G_i)^-1`` for every weight ``W`` ``[out, in]`` with Gram
-    matrices ``G_i`` ``[in, in]``, the weighted mean for all other tensors. Gram matrices are *per
-    token*, as ``collect_gram`` returns them. Off-diagonal entries are first multiplied by ``alpha``
-    (section 3.3, Appendix A Eq. 8-9), and ``beta`` is added to the diagonal (Table 8).
+    matrices ``G_i`` ``[in, in]`` per token (``collect_gram``), the weighted mean for all other tensors.
+    Off-diagonal entries are first multiplied by ``alpha`` (section 3.3, Appendix A Eq. 8-9), and
+    ``beta`` is added to the diagonal (Table 8).
 
     Sums and solutions are float64. If no client has seen inputs in some direction, the equations are
     singular: in this direction the result is the weighted mean, and ``notes`` names the layer. This is
@@ -110,11 +110,7 @@ class RegMean:
         return self.alpha * blocks + (1 - self.alpha) * diagonal + self.beta * eye
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; more updates may be added afterwards.
-
-        Raises:
-            UpdateError: nothing was added.
-        """
+        """Return the merged tensors so far; raises ``UpdateError`` if nothing was added."""
         merged, notes = self._mean.result(), dict[str, str]()
         shared = {id(layer.total): layer for layer in self._layers.values()}
         inverses = {key: _Inverse(layer.total, layer.rounding) for key, layer in shared.items()}
@@ -140,15 +136,12 @@ _ZERO = torch.zeros((), dtype=torch.float64)
 
 @dataclass
 class _Layer:
-    """The sums of one layer.
+    """The sums of one layer, whose Gram matrices have one ``kind``.
 
-    Attributes:
-        kind: of its Gram matrices.
-        reference: the first update's weight ``[out, in]``; other weights are taken relative to it, so
-            that sums of similar models lose fewer digits.
-        product: sum of relative weights times Gram matrices ``[out, in]``.
-        total: sum of Gram matrices ``[blocks, n, n]``; layers with the same inputs hold one tensor.
-        rounding: relative error of the entries of ``total``.
+    Weights are taken relative to the first update's, ``reference`` ``[out, in]``: sums of similar models
+    lose fewer digits. ``product`` is the sum of relative weights times Gram matrices ``[out, in]``,
+    ``total`` that of Gram matrices ``[blocks, n, n]``, one tensor for layers with the same inputs;
+    ``rounding`` is the relative error of its entries.
     """
 
     kind: str
@@ -176,13 +169,10 @@ def _times(matrix: Tensor, blocks: Tensor) -> Tensor:
 
 
 class _Inverse:
-    """The pseudo-inverse of a block-diagonal positive semi-definite matrix.
+    """The pseudo-inverse of a positive semi-definite matrix of float64 blocks ``[blocks, n, n]``.
 
-    ``unseen`` is the number of directions that the matrix maps to zero.
-
-    Args:
-        blocks: float64 ``[blocks, n, n]``.
-        rounding: relative error of the entries; eigenvalues within this error count as zero.
+    ``rounding`` is the relative error of the entries; eigenvalues within it count as zero. ``unseen`` is
+    the number of directions that the matrix maps to zero.
     """
 
     def __init__(self, blocks: Tensor, rounding: float) -> None:

@@ -1,8 +1,8 @@
 """Second moments of two models' activations on the same data (Verma & Elbayad 2024, section 3.1).
 
-A group's slots say where its units are recorded: at the inputs of the linear layers that read them
-(FFN units after their activation, heads before the output projection, the residual stream before each
-block), or, if no layer reads them, at the outputs of the layers that write them (queries and keys).
+A group's units are recorded at the inputs of the linear layers that read them (FFN units after their
+activation, heads before the output projection, the residual stream before each block), or, if no layer
+reads them, at the outputs of the layers that write them (queries and keys).
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ MOMENTS = ("correlation", "covariance", "whitened")
 class Activations:
     """Cross moments of anchor and client units, scaled so that traces are at most 1.
 
-    Attributes:
-        matrices: by group name, float64 ``[n (anchor), n (client)]``.
-        within: by group name, the head permutation that the group lies within, or an empty string.
+    ``matrices``, by group name, are float64 ``[n (anchor), n (client)]``; ``within`` names the head
+    permutation that the group lies within, or is an empty string.
     """
 
     matrices: Tensors
@@ -165,9 +164,8 @@ def collect_activations(
     """Run both models on the same batches and return the moments of every group.
 
     Args:
-        anchor: a ``torch`` model with the symmetry's tensor names; it is run in evaluation mode and
-            without gradients, and left in its own mode.
-        client: the other model, of the same architecture.
+        anchor, client: ``torch`` models with the symmetry's tensor names; they are run in evaluation
+            mode and without gradients, and left in their own mode.
         batches: keyword arguments of the models' forward. ``attention_mask`` ``[rows, tokens]``, if
             present, says which tokens count.
         symmetry: from ``symmetry_of``.
@@ -181,21 +179,16 @@ def collect_activations(
         UpdateError: a model's tensors are not the symmetry's.
     """
     check_symmetry(symmetry)
+    known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS[:2]}
+    for (name, choices), choice in zip(known.items(), (residual, heads, units), strict=True):
+        if choice not in choices:
+            raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(choices)}.")
     for model in (anchor, client):
         if not isinstance(model, nn.Module):
             raise FedrotError(
                 f"Activations come from running models, not from a {type(model).__name__}; pass the two "
                 "models themselves."
             )
-    known = (
-        ("residual", residual, RESIDUAL_SITES),
-        ("heads", heads, MOMENTS),
-        ("units", units, MOMENTS[:2]),
-    )
-    for name, choice, choices in known:
-        if choice not in choices:
-            raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(choices)}.")
-    for model in (anchor, client):
         check_update(model.state_dict(), symmetry.shapes)
     parts = {"output", "attention", "ffn"} | ({"residual"} if residual != "identity" else set())
     groups = [group for group in symmetry.groups if group.part in parts]
@@ -222,11 +215,6 @@ def collect_activations(
     return Activations(matrices, {name: by_name[name].within for name in matrices})
 
 
-def _check_choice(name: str, choice: str, known: Sequence[str]) -> None:
-    if choice not in known:
-        raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(known)}.")
-
-
 def probing(
     build: Callable[[], nn.Module],
     config: Mapping[str, Any],
@@ -242,9 +230,8 @@ def probing(
     Args:
         build: returns a model whose ``state_dict`` has the symmetry's tensors. It is called twice; the
             models that it returns are copied, and random numbers are as before.
-        config: of the model, see ``random_inputs``.
+        config, rows, seed, batch_size: of ``random_inputs``.
         symmetry: from ``symmetry_of``.
-        rows, seed, batch_size: of the random inputs, see ``random_inputs``.
         batches: inputs to use instead of random ones.
     """
 

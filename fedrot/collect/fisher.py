@@ -30,8 +30,8 @@ def collect_fisher(
     """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
 
     ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows (Jin et al. 2023, section 3.1;
-    Matena & Raffel 2021). ``F`` has the parameter's shape and is float64 for float64 models, else
-    float32. Tied parameters share one tensor.
+    Matena & Raffel 2021), in the parameter's shape, float64 for float64 models, else float32. Tied
+    parameters share one tensor.
 
     The configuration's ``problem_type`` and ``num_labels`` say whether ``y`` is one label, several
     labels, or a score with unit variance. The expectation over ``y`` is exact for up to ``EXACT_LABELS``

@@ -56,10 +56,8 @@ def collect_gram(
         model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
             without gradients, and left in its own mode.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
-        max_batches: largest number of batches, None for all; Jin et al., Table 6, find no gain beyond
-            100.
-        form: see ``compressed``.
-        symmetry: needed for the form ``heads``.
+        max_batches: None for all; Jin et al., Table 6, find no gain beyond 100.
+        form, symmetry: see ``compressed``.
 
     Raises:
         FedrotError: no batch, no such layer, or an unknown form.

@@ -23,10 +23,11 @@ def random_inputs(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches of random tokens, random images or both, as the model takes.
 
+    A model takes text if the configuration or its ``text_config`` has a ``vocab_size``; images if its
+    ``vision_config``, or a configuration without ``vocab_size``, has an ``image_size``.
+
     Args:
-        config: dictionary of a transformers configuration. A model takes text if the configuration or
-            its ``text_config`` has a ``vocab_size``; images if its ``vision_config``, or a configuration
-            without ``vocab_size``, has an ``image_size``.
+        config: dictionary of a transformers configuration.
         rows: number of texts or images; None for 2048 texts, or for images with as many patches in all
             as 2048 texts have tokens.
         length: tokens per text; at most the model's number of positions.
@@ -35,9 +36,10 @@ def random_inputs(
 
     Yields:
         ``input_ids`` and ``attention_mask`` (ones), int64 ``[batch, length]``, ids uniform;
-        ``decoder_input_ids`` of the same shape; ``pixel_values``, float32 ``[batch, channels, height,
-        width]``, standard normal. If the configuration names an end-of-text token, every text ends in
-        it and has neither it nor padding elsewhere.
+        ``decoder_input_ids`` of the same shape; ``pixel_values``, float32
+            ``[batch, channels, height, width]``,
+        standard normal. If the configuration names an end-of-text token, every text ends in it and has
+        neither it nor padding elsewhere.
 
     Raises:
         SymmetryError: the configuration has neither a ``vocab_size`` nor an ``image_size``.
@@ -80,10 +82,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def reads_text(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration's model reads tokens, so that random inputs show what its units do.
-
-    Activations of image models on noise say little about their activations on images.
-    """
+    """Whether a model reads tokens; activations of image models on noise say little about images."""
     return bool(_described(config, "text_config", "vocab_size"))
 
 

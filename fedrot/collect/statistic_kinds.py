@@ -1,7 +1,6 @@
 """The registry of statistic kinds: how each is checked, moved with the weights, and collected.
 
 Statistics belong to an update: by kind, then by tensor name, as in ``{"gram": {"fc.weight": G}}``.
-The kinds of fedrot are registered in ``fedrot.collect.known_kinds``.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ _LARGEST = 1e30
 
 @dataclass(frozen=True)
 class StatisticKind:
-    """One kind of statistics.
+    """One kind of statistics, under its name in ``Statistics``.
 
     Attributes:
-        name: the key in ``Statistics``.
         check: from a value and the shape of its tensor to a problem ("are negative"), None if it fits.
         move: from a value, a slot of its tensor and the move that acts on the slot to the moved value;
             raises ``FedrotError`` where the value cannot follow the move.

@@ -25,8 +25,7 @@ def completed(
         rows: by tensor, the rows that the client trained, such as the labels it has seen for the weight
             and bias of a classifier. The other rows become the received ones.
 
-    Returns:
-        The complete update, and its statistics ``{"trained": masks}`` for ``fedrot.aggregation``.
+    Returns the complete update, and its statistics ``{"trained": masks}`` for ``fedrot.aggregation``.
 
     Raises:
         UpdateError: a tensor was not received or has another shape, or ``rows`` names a tensor or row

@@ -28,27 +28,19 @@ def interpolate(a: Tensors, b: Tensors, t: float) -> dict[str, Tensor]:
         UpdateError: a tensor of ``b`` is missing, extra or of another shape than ``a``'s.
     """
     check_update(b, {name: tuple(tensor.shape) for name, tensor in a.items()})
-    return {
-        name: _between(tensor.detach(), b[name].detach(), t)
-        if tensor.is_floating_point()
-        else tensor.clone()
-        for name, tensor in a.items()
-    }
-
-
-def _between(a: Tensor, b: Tensor, t: float) -> Tensor:
-    dtype = compute_dtype(a)
-    return torch.lerp(a.to(dtype), b.to(dtype), t).to(a.dtype)
+    found = {name: tensor.detach().clone() for name, tensor in a.items()}
+    for name, start in found.items():
+        if start.is_floating_point():
+            ends = (tensor.detach().to(compute_dtype(start)) for tensor in (start, b[name]))
+            found[name] = torch.lerp(*ends, t).to(start.dtype)
+    return found
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """Metrics of the models on the line between two models.
+    """Metrics of the models on the line between two models: ``rows``, by ``positions`` from 0 to 1.
 
-    Attributes:
-        positions: ascending from 0 (the first model) to 1 (the second).
-        rows: every metric, for each position.
-        metric: the loss among the metrics; lower is better.
+    ``metric`` is the loss among the metrics; lower is better.
     """
 
     positions: tuple[float, ...]
@@ -65,10 +57,7 @@ class Barrier:
 
     @property
     def above_ends(self) -> float:
-        """The largest loss on the line minus the loss of the worse end.
-
-        A better match can lower it to 0, and ``barrier`` only if both ends have the same loss.
-        """
+        """The largest loss on the line minus the loss of the worse end."""
         heights = self._heights()
         return float(heights.max() - torch.maximum(heights[0], heights[-1]))
 

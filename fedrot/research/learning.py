@@ -1,9 +1,8 @@
 """Learned matching: gradient descent over group elements on the loss of the average itself.
 
-The descent starts from an alignment. Every head gets a matrix ``exp(X)`` near the identity, with ``X``
-skew for rotations and unconstrained for ``GL(d_h)``. Every permutation gets a matrix of scores: the best
-assignment is applied, and the gradient is that of Sinkhorn iterations (a straight-through estimator).
-The cost is ``steps`` training steps of the model.
+Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``;
+every permutation gets a matrix of scores. The best assignment is applied, and the gradient is that of
+Sinkhorn iterations (a straight-through estimator). The cost is ``steps`` training steps of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import HeadLinear, HeadRotation, SignedPermutation
+from fedrot.symmetry.actions import HeadLinear, HeadRotation, Kind, SignedPermutation
 from fedrot.symmetry.groups import Group, Slot, Symmetry
 from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
@@ -41,12 +40,11 @@ class LearningOptions:
 
     Attributes:
         parts: any of ``attention``, ``ffn``, ``residual``; other parts keep their elements.
-        general: learn ``GL(d_h)`` instead of rotations of the heads. The function is preserved, but the
-            distance to the anchor may grow. This lowers the loss of the average of two models and
-            raises that of more, because each model is matched to the anchor only.
+        general: learn ``GL(d_h)`` in place of rotations of the heads. The distance to the anchor may
+            grow. The loss of the average falls for two models and rises for more.
         steps: gradient steps; 0 returns the start.
-        lr: Adam's learning rate for the heads' matrices; both rates decay linearly to 0.
-        permutation_lr: Adam's learning rate for the permutations' scores.
+        lr, permutation_lr: Adam's learning rates for the heads' matrices and for the permutations'
+            scores; both decay linearly to 0.
         temperature: of the Sinkhorn iterations.
     """
 
@@ -108,8 +106,7 @@ def learn_alignment(
     Args:
         loss: a differentiable loss, such as ``loss_of(model)``.
         batches: labelled batches, repeated if there are fewer than ``steps``.
-        update: the client's tensors.
-        anchor: the tensors it is averaged with.
+        update, anchor: the client's tensors, and those that they are averaged with.
         symmetry: from ``symmetry_of``.
         start: the alignment to start from; ``align`` with its defaults if None.
         options: the defaults if None.
@@ -126,7 +123,7 @@ def learn_alignment(
     # Signs have no gradient, and the neurons of experts no matrix: they stay as they were found.
     kept = (RotarySigns, ExpertNeurons)
     groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, kept)]
-    learned = [(group, _initial(group)) for group in groups]
+    learned = [(group, _initial(group.kind)) for group in groups]
     heads = [parameter for group, parameter in learned if _acts_in_heads(group)]
     orders = [parameter for group, parameter in learned if not _acts_in_heads(group)]
     optimizer = torch.optim.Adam(
@@ -179,25 +176,26 @@ def _learnable(group: Group, options: LearningOptions) -> Group:
     return group
 
 
-def _initial(group: Group) -> Tensor:
-    if isinstance(group.kind, HeadRotation):
-        return torch.zeros(group.kind.heads, group.kind.dim, group.kind.dim, requires_grad=True)
+def _initial(kind: Kind) -> Tensor:
+    if isinstance(kind, HeadRotation):
+        return torch.zeros(kind.heads, kind.dim, kind.dim, requires_grad=True)
+    if isinstance(kind, RotaryPhases):
+        return torch.zeros(kind.heads, kind.dim // 2, requires_grad=True)
+    return torch.eye(kind.units, requires_grad=True)
+
+
+def _in_heads(group: Group, parameter: Tensor) -> Tensor:
     if isinstance(group.kind, RotaryPhases):
-        return torch.zeros(group.kind.heads, group.kind.dim // 2, requires_grad=True)
-    return torch.eye(group.kind.units, requires_grad=True)
-
-
-def _head_matrix(group: Group, parameter: Tensor) -> Tensor:
-    skew = parameter if isinstance(group.kind, HeadLinear) else parameter - parameter.mT
-    return torch.matrix_exp(skew)
+        return parameter
+    return torch.matrix_exp(
+        parameter if isinstance(group.kind, HeadLinear) else parameter - parameter.mT
+    )
 
 
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
     """Return the element in a form that has a gradient: a permutation as a matrix."""
-    if isinstance(group.kind, HeadRotation):
-        return _head_matrix(group, parameter)
-    if isinstance(group.kind, RotaryPhases):
-        return parameter
+    if _acts_in_heads(group):
+        return _in_heads(group, parameter)
     # A straight-through estimator: the value is the best assignment, the gradient is Sinkhorn's.
     soft = parameter / options.temperature
     for _ in range(_SINKHORN_STEPS):
@@ -221,9 +219,7 @@ def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Ten
 
 
 def _element(group: Group, parameter: Tensor) -> Tensor:
-    if isinstance(group.kind, HeadRotation):
-        return _head_matrix(group, parameter.double())
-    if isinstance(group.kind, RotaryPhases):
-        return parameter.detach().double()
+    if _acts_in_heads(group):
+        return _in_heads(group, parameter.detach().double())
     order = best_columns(parameter.detach())
     return order + 1 if isinstance(group.kind, SignedPermutation) else order

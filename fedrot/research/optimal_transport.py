@@ -26,18 +26,16 @@ _ITERATIONS, _TOLERANCE = 2000, 1e-7
 
 
 @register_aggregation("ot", "the mean after a transport of neurons and heads to the anchor's")
-class OptimalTransport:
-    """Optimal-transport fusion (Singh & Jaggi 2020, OTFusion).
+class OptimalTransport(Mean):
+    """Optimal-transport fusion (Singh & Jaggi 2020, OTFusion); needs the POT library.
 
-    Units are FFN neurons and heads. A transport plan ``T`` ``[n, n]``, whose rows and columns sum to
-    1, replaces the update's units by mixtures ``u_i = sum_j T_ij u_j``, in the tensors that write the
-    units and in those that read them; the mean follows. The plan minimises the squared distance to the
+    Units are FFN neurons and heads. A transport plan ``T`` ``[n, n]``, whose rows and columns sum to 1,
+    replaces the update's units by mixtures ``u_i = sum_j T_ij u_j``, in the tensors that write the units
+    and in those that read them; the mean follows. The plan minimises the squared distance to the
     anchor's units, divided by the largest, plus ``regularisation`` times the plan's negative entropy.
     Without regularisation it is a permutation, which preserves the update's function; a soft plan does
     not. A unit that may change its sign gets the sign that is nearer to the anchor. Align rotations
     first.
-
-    Needs the POT library.
 
     Args:
         symmetry: from ``symmetry_of``.
@@ -48,8 +46,6 @@ class OptimalTransport:
     Raises:
         FedrotError: a part cannot be mixed, regularisation is negative, or POT is not installed.
     """
-
-    needs: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -64,13 +60,13 @@ class OptimalTransport:
         if not 0 <= regularisation < float("inf"):
             raise FedrotError(f"regularisation is {regularisation}; it must not be negative.")
         _pot()
+        super().__init__()
         self.regularisation = regularisation
         # Query heads are mixed with their key heads, not among themselves.
         found = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
         experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
         self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
-        self._mean = Mean()
         in_place = "experts are averaged in place: the neurons of two experts have no common order"
         #: The groups that are not mixed, and those whose plan had not converged in any update.
         self.notes: dict[str, str] = dict.fromkeys((group.name for group in experts), in_place)
@@ -82,7 +78,7 @@ class OptimalTransport:
             UpdateError: as ``Mean.add``, or some rows of units that are mixed are marked as trained.
                 Nothing has been added then.
         """
-        self._mean.check(update, weight, statistics)
+        self.check(update, weight, statistics)
         moved = {slot.tensor for group in self._groups for slot in group.slots if slot.axis == 0}
         for name, mask in (statistics or {}).get(TRAINED, {}).items():
             if name in moved and bool(mask.any()) and not bool(mask.all()):
@@ -92,7 +88,7 @@ class OptimalTransport:
                 )
         if self._anchor is None:
             self._anchor = dict(update)
-        self._mean.fold(self.transported(update), weight, statistics)
+        self.fold(self.transported(update), weight, statistics)
 
     @full_float32()
     def transported(self, update: Tensors) -> dict[str, Tensor]:
@@ -106,14 +102,6 @@ class OptimalTransport:
                 slot.slice.write(tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis))
                 moved[slot.tensor] = tensor
         return moved
-
-    def result(self) -> dict[str, Tensor]:
-        """Return the mean so far; more updates may be added afterwards.
-
-        Raises:
-            UpdateError: nothing was added.
-        """
-        return self._mean.result()
 
     def _plan(self, group: Group, update: Tensors) -> tuple[Tensor, Tensor]:
         """Return the plan ``[n (anchor), n (update)]``, its rows sum to 1, and its signs; float64."""
@@ -134,17 +122,9 @@ class OptimalTransport:
         if self.regularisation == 0:
             plan = pot.emd(even, even, cost.numpy())
         else:
-            plan, log = pot.sinkhorn(
-                even,
-                even,
-                cost.numpy(),
-                self.regularisation,
-                method="sinkhorn_log",
-                numItermax=_ITERATIONS,
-                stopThr=_TOLERANCE,
-                log=True,
-                warn=False,
-            )
+            limits = {"numItermax": _ITERATIONS, "stopThr": _TOLERANCE}
+            given = (even, even, cost.numpy(), self.regularisation)
+            plan, log = pot.sinkhorn(*given, method="sinkhorn_log", log=True, warn=False, **limits)
             if log["err"][-1] > _TOLERANCE:
                 self.notes[group.name] = (
                     f"the transport plan missed its sums by {log['err'][-1]:.1g} after {_ITERATIONS} "

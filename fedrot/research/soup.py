@@ -18,8 +18,8 @@ class GreedySoup:
     """Greedy soup (Wortsman et al. 2022, recipe 1): the mean of a subset of the updates.
 
     Updates are sorted by their own score, highest first. Each one is added to the average if the
-    average's score does not fall. All updates are held until ``result``, which calls ``score`` for
-    each update alone and for each average that one more update makes.
+    average's score does not fall. All updates are held until ``result``, which scores each alone and
+    each average.
 
     Args:
         score: from tensors to their score on held-out data, higher is better. NaN counts as the lowest
@@ -38,22 +38,14 @@ class GreedySoup:
         self.notes: Mapping[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Store one update.
-
-        Raises:
-            UpdateError: as ``Mean.add``. Nothing has been added then.
-        """
+        """Store one update; raises ``UpdateError`` as ``Mean.add``."""
         self._check.check(update, weight, statistics)
         if not self._updates:
             self._check.add(update, weight, statistics)
         self._updates.append((dict(update), weight, statistics))
 
     def result(self) -> dict[str, Tensor]:
-        """Return the average of the chosen updates.
-
-        Raises:
-            UpdateError: nothing was added.
-        """
+        """Return the average of the chosen updates; raises ``UpdateError`` if nothing was added."""
         if not self._updates:
             raise UpdateError("Nothing was added; a soup needs at least one update.")
         scores = [self._scored(update) for update, _, _ in self._updates]

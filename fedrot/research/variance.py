@@ -63,10 +63,7 @@ def average_statistics(
 def unit_statistics(model: nn.Module, batches: Iterable[Tensors], symmetry: Symmetry) -> UnitStatistics:
     """Return the statistics of a model's units on batches of keyword arguments of its forward.
 
-    Tokens that ``attention_mask`` hides are left out.
-
-    Raises:
-        FedrotError: no batches.
+    Tokens that ``attention_mask`` hides are left out. Raises ``FedrotError`` if there are no batches.
     """
     return _measured(model, batches, _sites(model, symmetry))
 

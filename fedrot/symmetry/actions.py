@@ -6,6 +6,7 @@ rotations act alike on both sides, because ``R^{-T} = R``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -61,15 +62,70 @@ class Kind(Protocol):
         """Whether a received tensor is an element of this group, up to the rounding of float32."""
 
 
+class Orders(Kind):
+    """Orders of the last axis of an element, int64 of ``shape``; other axes are batches."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of an element."""
+        raise NotImplementedError
+
+    @property
+    def units(self) -> int:
+        return math.prod(self.shape)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return torch.argsort(element)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        *batches, n = self.shape
+        orders = [torch.randperm(n, generator=generator) for _ in range(math.prod(batches))]
+        return torch.stack(orders).reshape(self.shape)
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return first.gather(-1, second)
+
+    def moved(self, element: Tensor) -> Tensor:
+        return (element.cpu() != torch.arange(self.shape[-1])).flatten()
+
+    def contains(self, element: Tensor) -> bool:
+        right = element.dtype == torch.int64 and tuple(element.shape) == self.shape
+        return right and bool((element.sort().values.cpu() == torch.arange(self.shape[-1])).all())
+
+
+class SignedOrders(Orders):
+    """Orders and signs: unit ``i`` was ``sign(e[i])`` times unit ``|e[i]| - 1``, an index from 1."""
+
+    def inverse(self, element: Tensor) -> Tensor:
+        order = torch.argsort(element.abs())
+        return (order + 1) * element.sign().gather(-1, order)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        signs = 2 * torch.randint(2, self.shape, generator=generator) - 1
+        return (super().random(generator) + 1) * signs
+
+    def compose(self, second: Tensor, first: Tensor) -> Tensor:
+        return first.gather(-1, second.abs() - 1) * second.sign()
+
+    def on_fisher(self, element: Tensor) -> Tensor:
+        return element.abs()
+
+    def moved(self, element: Tensor) -> Tensor:
+        return super().moved(element - 1)
+
+    def contains(self, element: Tensor) -> bool:
+        return element.dtype == torch.int64 and super().contains(element.abs() - 1)
+
+
 @dataclass(frozen=True)
-class Permutation(Kind):
+class Permutation(Orders):
     """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i`` was ``e[i]``."""
 
     n: int
 
     @property
-    def units(self) -> int:
-        return self.n
+    def shape(self) -> tuple[int, ...]:
+        return (self.n,)
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         index = element.to(x.device)
@@ -77,54 +133,15 @@ class Permutation(Kind):
             return x.index_select(axis, index)
         return x.unflatten(axis, (self.n, -1)).index_select(axis, index).flatten(axis, axis + 1)
 
-    def inverse(self, element: Tensor) -> Tensor:
-        return torch.argsort(element)
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        return torch.randperm(self.n, generator=generator)
-
-    def compose(self, second: Tensor, first: Tensor) -> Tensor:
-        return first[second]
-
-    def moved(self, element: Tensor) -> Tensor:
-        return element.cpu() != torch.arange(self.n)
-
-    def contains(self, element: Tensor) -> bool:
-        return is_order(element, self.n)
-
 
 @dataclass(frozen=True)
-class SignedPermutation(Permutation):
-    """All orders and signs of ``n`` units of an odd activation (or of an RMSNorm's stream).
-
-    Element ``e`` is an index from 1 with signs, ``[n]``: unit ``i`` was ``sign(e[i])`` times unit
-    ``|e[i]| - 1``.
-    """
+class SignedPermutation(SignedOrders, Permutation):
+    """All orders and signs of ``n`` units of an odd activation (or of an RMSNorm's stream)."""
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         moved = super().act(element.abs() - 1, x, axis)
         signs = element.sign().to(moved)
         return moved * signs.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
-
-    def inverse(self, element: Tensor) -> Tensor:
-        order = torch.argsort(element.abs())
-        return (order + 1) * element.sign()[order]
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        signs = 2 * torch.randint(2, (self.n,), generator=generator) - 1
-        return (super().random(generator) + 1) * signs
-
-    def compose(self, second: Tensor, first: Tensor) -> Tensor:
-        return first[second.abs() - 1] * second.sign()
-
-    def on_fisher(self, element: Tensor) -> Tensor:
-        return element.abs()
-
-    def moved(self, element: Tensor) -> Tensor:
-        return element.cpu() != torch.arange(1, self.n + 1)
-
-    def contains(self, element: Tensor) -> bool:
-        return element.dtype == torch.int64 and is_order(element.abs() - 1, self.n)
 
 
 @dataclass(frozen=True)
@@ -135,7 +152,7 @@ class HeadPermutation(Permutation):
 
 
 @dataclass(frozen=True)
-class QueryPermutation(Kind):
+class QueryPermutation(Orders):
     """The orders of the ``n`` query heads that share a key head, in each of ``groups`` groups.
 
     Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g, i]``.
@@ -147,27 +164,12 @@ class QueryPermutation(Kind):
     n: int
 
     @property
-    def units(self) -> int:
-        return self.groups * self.n
+    def shape(self) -> tuple[int, ...]:
+        return (self.groups, self.n)
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         first = self.n * torch.arange(self.groups, device=element.device)
         return Permutation(self.units).act((first[:, None] + element).flatten(), x, axis)
-
-    def inverse(self, element: Tensor) -> Tensor:
-        return torch.argsort(element, dim=1)
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        return torch.stack([torch.randperm(self.n, generator=generator) for _ in range(self.groups)])
-
-    def compose(self, second: Tensor, first: Tensor) -> Tensor:
-        return first.gather(1, second)
-
-    def moved(self, element: Tensor) -> Tensor:
-        return (element.cpu() != torch.arange(self.n)).flatten()
-
-    def contains(self, element: Tensor) -> bool:
-        return element.shape[:1] == (self.groups,) and all(is_order(row, self.n) for row in element)
 
 
 @dataclass(frozen=True)
@@ -300,12 +302,6 @@ class Rescale(Kind):
 
     def contains(self, element: Tensor) -> bool:
         return is_real(element, (self.heads,)) and _is_moderate(element.abs())
-
-
-def is_order(element: Tensor, n: int) -> bool:
-    """Whether a tensor is an order of ``n`` entries, int64."""
-    right = element.dtype == torch.int64 and tuple(element.shape) == (n,)
-    return right and bool((element.sort().values.cpu() == torch.arange(n)).all())
 
 
 def is_real(element: Tensor, shape: tuple[int, ...]) -> bool:

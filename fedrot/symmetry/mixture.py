@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedrot.symmetry.actions import Kind, Permutation
+from fedrot.symmetry.actions import Permutation, SignedOrders
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.layers import Block
 from fedrot.symmetry.spaces import RESIDUAL
@@ -22,7 +22,7 @@ class ExpertPermutation(Permutation):
 
 
 @dataclass(frozen=True)
-class ExpertNeurons(Kind):
+class ExpertNeurons(SignedOrders):
     """The orders and signs of the ``n`` gated neurons inside each of ``experts`` experts.
 
     An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for expert ``i``.
@@ -35,36 +35,13 @@ class ExpertNeurons(Kind):
     n: int
 
     @property
-    def units(self) -> int:
-        return self.experts * self.n
+    def shape(self) -> tuple[int, ...]:
+        return (self.experts, self.n)
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         shape = [{0: self.experts, axis: self.n}.get(d, 1) for d in range(x.ndim)]
         index, signs = (element.abs() - 1).to(x.device), element.sign().to(x)
         return torch.take_along_dim(x, index.reshape(shape), axis) * signs.reshape(shape)
-
-    def inverse(self, element: Tensor) -> Tensor:
-        order = torch.argsort(element.abs(), dim=1)
-        return (order + 1) * element.sign().gather(1, order)
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        signs = 2 * torch.randint(2, (self.experts, self.n), generator=generator) - 1
-        orders = [torch.randperm(self.n, generator=generator) for _ in range(self.experts)]
-        return (torch.stack(orders) + 1) * signs
-
-    def compose(self, second: Tensor, first: Tensor) -> Tensor:
-        return first.gather(1, second.abs() - 1) * second.sign()
-
-    def on_fisher(self, element: Tensor) -> Tensor:
-        return element.abs()
-
-    def moved(self, element: Tensor) -> Tensor:
-        return (element.cpu() != torch.arange(1, self.n + 1)).flatten()
-
-    def contains(self, element: Tensor) -> bool:
-        right = element.dtype == torch.int64 and tuple(element.shape) == (self.experts, self.n)
-        ordered = element.abs().sort(dim=1).values.cpu() if right else element
-        return right and bool((ordered == torch.arange(1, self.n + 1)).all())
 
 
 def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, down: str) -> Block:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.research import Learned, learn_alignment, loss_of
-from fedrot.research.learning import LearningOptions, _head_matrix, _initial, _matrix, _multiplied
+from fedrot.research.learning import LearningOptions, _in_heads, _initial, _matrix, _multiplied
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from fedrot.transport import Move
@@ -395,16 +395,16 @@ def test_gradients_of_a_moved_slot_are_finite_differences(case: str) -> None:
 @pytest.mark.parametrize("kind", [HeadRotation(2, 3), HeadLinear(2, 3)], ids=["rotation", "linear"])
 def test_the_heads_matrix_is_in_its_group_and_its_gradient_true(kind: HeadRotation) -> None:
     group = Group("g", 0, "attention", kind, ())
-    assert (_head_matrix(group, _initial(group)) - torch.eye(3)).abs().max() == 0
+    assert (_in_heads(group, _initial(group.kind)) - torch.eye(3)).abs().max() == 0
     parameter = torch.randn(2, 3, 3, generator=seeded(1), dtype=torch.float64, requires_grad=True)
-    assert kind.contains(_head_matrix(group, parameter).detach())
-    assert torch.autograd.gradcheck(lambda p: _head_matrix(group, p), parameter)
+    assert kind.contains(_in_heads(group, parameter).detach())
+    assert torch.autograd.gradcheck(lambda p: _in_heads(group, p), parameter)
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:
     group = Group("g", 0, "ffn", Permutation(6), ())
     options = LearningOptions()
-    parameter = _initial(group)
+    parameter = _initial(group.kind)
     assert (_matrix(group, parameter, options) - torch.eye(6)).abs().max() <= 1e-6
     scores = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64).requires_grad_()
     hard = _matrix(group, scores, options)

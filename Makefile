@@ -13,7 +13,7 @@ demo: .venv/installed
 	rm -rf runs/demo
 	$(BIN)/fedrot simulate --out runs/demo --start same,scrambled --seeds 3 --rounds 3 --local-epochs 2
 
-# One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/core -k rotation
+# One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
 test: lint types
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 

@@ -135,8 +135,9 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
             named.append(f"group '{group.name}' ({part}), which acts on {_tensors_of(group)}")
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look at "
-        f"{'; and '.join(named) or 'its groups'}. Describe the model as a family of its own "
-        "(docs/own-model.md), or align it without these parts."
+        f"{'; and '.join(named) or 'its groups'}. Correct the description, or describe the "
+        "model as a family of its own (docs/own-model.md: what forward adds to the stream without a "
+        "tensor has to be refused), or align it without these parts."
     )
 
 

@@ -46,7 +46,8 @@ class Float64(TorchFunctionMode):
     """Replace ``float32`` by ``float64`` in all calls of torch functions inside the context.
 
     Norms and softmaxes of many models compute in float32 whatever the model's dtype. Sums in another
-    order then differ by 1e-7, which would hide small mistakes.
+    order then differ by 1e-7, which would hide small mistakes. ``torch.full`` without a dtype makes
+    float64, too: XGLM asks it for the smallest number of its own dtype.
     """
 
     def __torch_function__(
@@ -59,7 +60,11 @@ class Float64(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = [_doubled(value) for value in args]
-        return func(*args, **{name: _doubled(value) for name, value in (kwargs or {}).items()})
+        named = {name: _doubled(value) for name, value in (kwargs or {}).items()}
+        filled = func is torch.full and named.get("dtype") is None
+        if filled and isinstance(named.get("fill_value", args[-1] if args else None), float):
+            named["dtype"] = torch.float64
+        return func(*args, **named)
 
 
 def _doubled(value: Any) -> Any:

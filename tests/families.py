@@ -96,6 +96,14 @@ _BLOOM = {
 _MIXTRAL = {**_DECODER, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _OPT = {k: v for k, v in _ENCODER.items() if k != "intermediate_size"}
 _OPT |= {"ffn_dim": 20, "word_embed_proj_dim": 12}
+_XGLM = {
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "num_layers": 2,
+    "attention_heads": 3,
+    "ffn_dim": 20,
+    "max_position_embeddings": 24,
+}
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ class Member:
         config: class name of the configuration if it is not ``model`` + ``Config``.
         attention: the implementations of attention that it has on a CPU.
         bare: whether its outputs are in coordinates of the residual stream.
+        default_dtype: whether it makes tensors of the default dtype, which float64 numbers overflow.
     """
 
     model: str
@@ -119,6 +128,7 @@ class Member:
     config: str = ""
     attention: tuple[str, ...] = ("eager", "sdpa")
     bare: bool = False
+    default_dtype: bool = False
 
     def build(self, attention: str) -> Any:
         """Return the model as transformers initialises it, float32."""
@@ -262,6 +272,7 @@ MEMBERS: dict[str, Member] = {
         "OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True}
     ),
     "opt-projected": Member("OPT", _CLASSIFIER, {**_OPT, "do_layer_norm_before": False}),
+    "xglm": Member("XGLM", _CAUSAL, _XGLM, attention=_EAGER, default_dtype=True),
     "llama": Member("Llama", _CAUSAL, _DECODER),
     "llama-biased": Member(
         "Llama",
@@ -303,11 +314,25 @@ MEMBERS: dict[str, Member] = {
 
 #: Members whose heads have slopes of their own.
 ALIBI = ("falcon-rw", "bloom")
+#: Members with positions that are no parameters, which hold the residual stream where it is.
+FIXED = ("xglm",)
+
+
+def _float64_by_default(*_: object) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def _float32_by_default(*_: object) -> None:
+    torch.set_default_dtype(torch.float32)
 
 
 @cache
 def _model(name: str, attention: str) -> Any:
-    return randomise(MEMBERS[name].build(attention).double()).eval()
+    model = randomise(MEMBERS[name].build(attention).double()).eval()
+    if MEMBERS[name].default_dtype:
+        model.register_forward_pre_hook(_float64_by_default)
+        model.register_forward_hook(_float32_by_default, always_call=True)
+    return model
 
 
 def config_of(name: str) -> Any:

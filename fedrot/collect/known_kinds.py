@@ -102,7 +102,7 @@ def _move_gradient(value: Tensor, slot: Slot, move: Move) -> Tensor:
 
 
 def _move_squares(value: Tensor, slot: Slot, move: Move, what: str, instead: str) -> Tensor:
-    """Move squares of single coordinates, which follow permutations and signs only."""
+    """Move squares of a gradient's coordinates: they follow permutations, signs and scales."""
     element = move.group.kind.on_fisher(move.element)
     if element is None:
         raise FedrotError(

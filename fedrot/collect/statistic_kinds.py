@@ -43,7 +43,8 @@ class StatisticKind:
         move: from a value, a slot of its tensor and the move that acts on the slot to the moved value;
             raises ``FedrotError`` where the value cannot follow the move.
         meaning: one line for the documentation.
-        collect: from a model and batches to statistics; None if they are not computed from batches.
+        collect: from a model and batches to statistics; None if they are not computed from
+            batches: then whoever trains sends them.
         limit: the argument of ``collect`` that limits the data; None has to mean no limit.
         rows: rows of data that ``fedrot merge`` collects from by default.
         follows_rotations: whether ``move`` accepts rotations of heads.
@@ -67,7 +68,10 @@ class StatisticKind:
     ) -> Statistics:
         """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
         if self.collect is None:
-            raise FedrotError(f"Statistics '{self.name}' are not computed from batches of data.")
+            raise FedrotError(
+                f"Statistics '{self.name}' are not computed from batches of data: they come from training, "
+                "and the client sends them itself."
+            )
         return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
 
 

@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification
 
 import fedrot
 from fedrot.check import output_change
+from fedrot.precision import Float64
 from tests.models import (
     BARE,
     CASES,
@@ -329,3 +330,10 @@ def test_the_change_is_that_of_the_check(seed: int) -> None:
     found = change(lambda group: True)
     assert found == change(lambda group: True)
     assert found == _check(name, model, parts=EVERYTHING, seed=seed)
+
+
+def test_numbers_beyond_float32_can_be_made_in_float64() -> None:
+    smallest = torch.finfo(torch.float64).min
+    with Float64():
+        assert torch.full((), smallest).item() == torch.full((), fill_value=smallest).item() == smallest
+        assert torch.full((), 1).dtype is torch.int64

@@ -33,6 +33,7 @@ SMALLER = 6  # width of embeddings that are projected to the stream
 PROJECTED = 5  # width of what CLIP's towers are projected to
 SIDE, PATCHES = 3, 4  # of a patch, and of an image
 PARTS = 10  # of a batch
+FAR = 7000  # positions of XGLM
 
 Counts = Mapping[str, int]
 
@@ -71,6 +72,14 @@ def _ended() -> dict[str, Tensor]:
 def _image(rows: int = 300) -> dict[str, Tensor]:
     size = 2 * SIDE
     return {"pixel_values": torch.randn(rows, 1, size, size, generator=seeded(2), dtype=torch.float64)}
+
+
+def _spread() -> dict[str, Tensor]:
+    """Sinusoids of neighbouring positions are all but linear: the stream could all but turn."""
+    ids = _ids(30)
+    positions = (FAR // LENGTH * torch.arange(LENGTH)).expand_as(ids)
+    # Without a mask, positions that jump are those of several texts.
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
 
 
 # Settings
@@ -125,6 +134,8 @@ _GPT2 = {"vocab_size": TOKENS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEA
 _GPT2 |= {"n_inner": NEURONS, "n_positions": LENGTH, "num_labels": LABELS}
 _OPT = {k: v for k, v in _DECODER.items() if k != "intermediate_size"}
 _OPT |= {"ffn_dim": NEURONS, "word_embed_proj_dim": WIDTH, "tie_word_embeddings": False}
+_XGLM = {"vocab_size": TOKENS, "d_model": WIDTH, "num_layers": LAYERS, "attention_heads": HEADS}
+_XGLM |= {"ffn_dim": NEURONS, "max_position_embeddings": FAR, "pad_token_id": None}
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 _FALCON = {**_DECODER, "ffn_hidden_size": NEURONS}
 _VISION = {
@@ -488,6 +499,19 @@ CASES: dict[str, Case] = {
             ROWS: LAYERS * (_QKV + 4 * WIDTH) + LABELS,
             MEAN: TOKENS + LAYERS * (_OUT + 4 * WIDTH + 1),
             "gain and bias of the embeddings' norm, for which the table makes up": 2 * WIDTH,
+        },
+    ),
+    "xglm": Case(
+        "XGLM",
+        _CAUSAL,
+        {**_XGLM, "tie_word_embeddings": False},
+        _spread,
+        {
+            # The output has no bias; its rows serve as one for the last norm's.
+            **{**_PRENORM, ROWS: _PRENORM[ROWS] - LABELS},
+            # Positions are fixed: nothing writes them, and the stream does not turn.
+            MEAN: TOKENS + LAYERS * (_OUT + _DOWN),
+            ROTATED: 0,
         },
     ),
     "mixtral": Case(

@@ -10,7 +10,7 @@ from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.transport import Move, apply_moves
-from tests.families import ALIBI, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
+from tests.families import ALIBI, FIXED, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance
 
 BOTH = [(name, attention) for name, member in MEMBERS.items() for attention in member.attention]
@@ -43,8 +43,9 @@ def test_a_random_element_of_the_full_group_preserves_the_function(name: str, at
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_only_bare_models_and_those_with_alibi_refuse_anything(name: str) -> None:
-    refused = {"residual"} if MEMBERS[name].bare else {"heads"} if name in ALIBI else set()
+def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -> None:
+    stays = MEMBERS[name].bare or name in FIXED
+    refused = {"residual"} if stays else {"heads"} if name in ALIBI else set()
     assert set(symmetry_for(name).refused) == refused
 
 
@@ -54,6 +55,12 @@ def test_heads_with_slopes_of_their_own_keep_their_order_and_say_so(name: str) -
     assert not [group for group in symmetry.groups if group.part == "heads"]
     with pytest.raises(fedrot.SymmetryError, match=r"heads.* order, .* slope per head"):
         fedrot.random_equivalent(state_of(name), symmetry, 3, fedrot.WHOLE_MODEL)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_streams_with_fixed_positions_stay_and_say_so(name: str) -> None:
+    with pytest.raises(fedrot.SymmetryError, match=r"'residual' cannot be moved: .* positions"):
+        fedrot.random_equivalent(state_of(name), symmetry_for(name), 3, fedrot.WHOLE_MODEL)
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -19,11 +19,13 @@ from fedrot.symmetry.actions import (
     QueryPermutation,
     SignedPermutation,
 )
-from fedrot.symmetry.groups import NO_LAYER, Group, Slot
+from fedrot.symmetry.families import FAMILIES
+from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.symmetry.resolve import family_of
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.transport import Move, apply_moves
-from tests.families import ALIBI, MEMBERS, model_of, outputs, state_of, symmetry_for
+from tests.families import ALIBI, FIXED, MEMBERS, answers, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State
 
@@ -58,13 +60,14 @@ BARE = ["t5-encoder", "clip-text-bare"]
 SEPARATE = ["deberta", "deberta-c2p", "deberta-embedding", "deberta-v2", "deberta-v2-conv"]
 #: Layers that share a bias per head.
 SHARED = ["mpnet", "mpnet-mlm", "t5", "t5-gated", "t5-classifier", "t5-encoder", "mt5"]
-LAYERNORM = [name for name in MEMBERS if name not in (*RMS, *BARE)]
+LAYERNORM = [name for name in MEMBERS if name not in (*RMS, *BARE, *FIXED)]
 
 #: For which units of a head the bias of the key adds the same to all scores of a query.
 _HIDDEN = ["bert", "roberta", "camembert", "electra", "mpnet", "mpnet-mlm", "albert", "albert-groups"]
 _HIDDEN += ["bart", "bart-classifier", "vit", "deit", "gpt2", "gpt2-classifier"]
 _HIDDEN += [
     *ALIBI,
+    *FIXED,
     "opt",
     "opt-open",
     "opt-projected",
@@ -422,13 +425,37 @@ def test_signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> None:
         assert _change(name, Move(_with(group, group.kind, everywhere), sign)) > VISIBLE
 
 
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_positions_are_all_that_holds_their_stream(name: str) -> None:
+    model, state = model_of(name), state_of(name)
+    family = family_of(model.config.to_dict(), FAMILIES)
+    names = {key.removeprefix("model."): key for key in state}
+    body, heads = family.describe(model.config.to_dict(), names)
+    slots = [
+        Slot(names[key], axis, Slice(0, state[names[key]].shape[axis]))
+        for key, entries in {**body.axes, **heads}.items()
+        for axis, entry in enumerate(entries)
+        if entry and key in names
+    ]
+    kind = Permutation(slots[0].slice.stop)
+    move = Move(Group("stream", NO_LAYER, "residual", kind, tuple(slots)), _moving(kind, 9))
+    for positions in (True, False):
+        if not positions:
+            model.model.embed_positions.weights.zero_()
+        model.load_state_dict(state)
+        before = answers(name, model)
+        model.load_state_dict(apply_moves(state, [move]))
+        change = (answers(name, model) - before).abs().max() / before.abs().max()
+        assert change > VISIBLE if positions else change <= ROUNDING
+
+
 def _turned(group: Group) -> Move:
     """Return one rotation of the whole stream, which leaves gains where they are."""
     kind = HeadRotation(1, group.kind.units)
     return Move(_with(group, kind, (s for s in group.slots if not s.unsigned)), kind.random(seeded(8)))
 
 
-@pytest.mark.parametrize("name", [name for name in MEMBERS if name not in BARE])
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name not in (*BARE, *FIXED)])
 def test_gains_allow_no_rotation_of_the_stream(name: str) -> None:
     for group in _normed_streams(name):
         assert _change(name, _turned(group)) > VISIBLE

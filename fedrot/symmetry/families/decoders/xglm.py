@@ -1,0 +1,32 @@
+"""XGLM: a pre-norm decoder with fixed sinusoidal positions, which hold the residual stream."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import embedding, norm
+
+#: Why the residual stream is not moved.
+_FIXED = (
+    "the model adds sinusoidal positions to it, which are no tensor of the state dict and cannot move. "
+    "Leave 'residual' out of the parts."
+)
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    heads = Heads.of(config, "attention_heads", "d_model")
+    modules = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return together(
+        norm(f"{p}self_attn_layer_norm"),
+        attention(p, heads, Projections.separate(f"{p}self_attn.", modules)),
+        norm(f"{p}final_layer_norm"),
+        feed_forward(p, config["ffn_dim"], Units(f"{p}fc1"), Units(f"{p}fc2")),
+        Block(refused={"residual": _FIXED}),
+    )
+
+
+FAMILY = Family(
+    name="xglm",
+    model_types=("xglm",),
+    body=(embedding("embed_tokens"), Stack("layers", "num_layers", _layer), norm("layer_norm")),
+)

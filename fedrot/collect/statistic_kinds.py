@@ -69,8 +69,8 @@ class StatisticKind:
         """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
         if self.collect is None:
             raise FedrotError(
-                f"Statistics '{self.name}' are not computed from batches of data: they come from training, "
-                "and the client sends them itself."
+                f"Statistics '{self.name}' are not computed from batches of data: they come from "
+                "training, and the client sends them itself."
             )
         return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
 

@@ -1,4 +1,4 @@
-"""The supported families of models, one module per lineage, and the symmetries that none of them uses.
+"""The supported families of models, one module each, and the symmetries that none of them uses.
 
 Transformers have further continuous symmetries. They are left unused: most of them scale weights, which
 would change what weight decay and Adam see. The test of dimensions counts them all.
@@ -25,14 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 from fedrot.symmetry.family import Family
 
 
 def _declared() -> Iterator[Family]:
     """Yield the families that the modules of this package declare."""
-    for found in iter_modules(__path__, f"{__name__}."):
+    for found in walk_packages(__path__, f"{__name__}."):
         values = vars(import_module(found.name)).values()
         yield from (value for value in values if isinstance(value, Family))
 

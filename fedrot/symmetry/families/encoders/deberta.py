@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.families.bert import neurons
+from fedrot.symmetry.families.encoders.bert import neurons
 from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
 from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, together
 from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm

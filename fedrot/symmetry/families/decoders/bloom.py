@@ -1,0 +1,33 @@
+"""BLOOM: ALiBi, one module for query, key and value head by head, and a norm of the embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import embedding, norm
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    heads = replace(Heads.of(config, "n_head"), ordered=True)
+    fused, output = f"{p}self_attention.query_key_value", Units(f"{p}self_attention.dense")
+    up, down = Units(f"{p}mlp.dense_h_to_4h"), Units(f"{p}mlp.dense_4h_to_h")
+    return together(
+        norm(f"{p}input_layernorm"),
+        attention(p, heads, Projections.fused(fused, heads, output, by_head=True)),
+        norm(f"{p}post_attention_layernorm"),
+        feed_forward(p, 4 * config["hidden_size"], up, down),
+    )
+
+
+FAMILY = Family(
+    name="bloom",
+    model_types=("bloom",),
+    body=(
+        embedding("word_embeddings"),
+        norm("word_embeddings_layernorm"),
+        Stack("h", "n_layer", _layer),
+        norm("ln_f"),
+    ),
+)

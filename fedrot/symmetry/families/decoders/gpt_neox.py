@@ -1,0 +1,37 @@
+"""GPT-NeoX and Pythia: one module holds query, key and value head by head; partial rotary positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack, rotary_units
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.task_heads import PLAIN, read_out
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    whole, bias = Heads.of(config), config.get("attention_bias", True)
+    heads = replace(whole, rotary=rotary_units(config, whole.dim, default=0.25))
+    output = Units(f"{p}attention.dense", bias)
+    fused = f"{p}attention.query_key_value"
+    up, down = Units(f"{p}mlp.dense_h_to_4h"), Units(f"{p}mlp.dense_4h_to_h")
+    return together(
+        norm(f"{p}input_layernorm"),
+        attention(p, heads, Projections.fused(fused, heads, output, bias, by_head=True)),
+        norm(f"{p}post_attention_layernorm"),
+        feed_forward(p, config["intermediate_size"], up, down),
+    )
+
+
+FAMILY = Family(
+    name="gpt-neox",
+    model_types=("gpt_neox",),
+    body=(
+        embedding("embed_in"),
+        Stack("layers", "num_hidden_layers", _layer),
+        norm("final_layer_norm"),
+    ),
+    task_heads=(PLAIN, read_out(modules="embed_out")),
+    buffers={**BUFFERS, "attention.bias": 4, "attention.masked_bias": 0},
+)

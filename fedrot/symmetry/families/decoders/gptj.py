@@ -1,0 +1,28 @@
+"""GPT-J: rotary positions that turn neighbouring units; attention and feed-forward read one norm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import embedding, norm
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    whole, modules = Heads.of(config, "n_head", "n_embd"), ("q_proj", "k_proj", "v_proj", "out_proj")
+    heads = replace(whole, rotary=config.get("rotary_dim") or whole.dim, interleaved=True)
+    neurons = config.get("n_inner") or 4 * config["n_embd"]
+    return together(
+        norm(f"{p}ln_1"),
+        attention(p, heads, Projections.separate(f"{p}attn.", modules, bias=False)),
+        feed_forward(p, neurons, Units(f"{p}mlp.fc_in"), Units(f"{p}mlp.fc_out")),
+    )
+
+
+FAMILY = Family(
+    name="gptj",
+    model_types=("gptj",),
+    body=(embedding("wte"), Stack("h", "n_layer", _layer), norm("ln_f")),
+    buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
+)

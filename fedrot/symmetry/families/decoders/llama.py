@@ -1,0 +1,53 @@
+"""LLaMA, Mistral and Qwen2: rotary positions, grouped queries, gated feed-forward, RMSNorm.
+
+The helpers serve the families that differ from these in little.
+"""
+
+from __future__ import annotations
+
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.family import Config, Family, Layer, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def heads_of(config: Config, normed: bool = False) -> Heads:
+    """Return the heads of a decoder's attention, which rotary positions turn as a whole."""
+    count = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // count
+    return Heads(count, dim, config.get("num_key_value_heads") or count, dim, normed)
+
+
+def gated(config: Config, p: str) -> Block:
+    """Return a gated feed-forward block of three modules."""
+    bias = config.get("mlp_bias", False)
+    gate, up, down = (Units(f"{p}mlp.{name}_proj", bias) for name in ("gate", "up", "down"))
+    return feed_forward(p, config["intermediate_size"], up, down, gate)
+
+
+def projections(p: str, bias: bool, output_bias: bool) -> Projections:
+    """Return the projections of four modules."""
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
+
+
+def decoder(name: str, model_types: tuple[str, ...], layer: Layer) -> Family:
+    """Return a family with LLaMA's modules around the layers."""
+    body = (embedding("embed_tokens"), Stack("layers", "num_hidden_layers", layer), norm("norm"))
+    spaces = {RESIDUAL: Space(SignedPermutation)}
+    return Family(name, model_types, body, spaces=spaces, inside=("rotary_emb",))
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    bias = config.get("attention_bias", False)
+    qkv_bias = bias or config["model_type"] == "qwen2"
+    return together(
+        attention(p, heads_of(config), projections(p, qkv_bias, bias)),
+        gated(config, p),
+        *(norm(f"{p}{name}") for name in NORMS),
+    )
+
+
+FAMILY = decoder("llama", ("llama", "mistral", "qwen2"), _layer)

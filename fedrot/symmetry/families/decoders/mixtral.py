@@ -1,0 +1,36 @@
+"""Mixtral: LLaMA with a mixture of experts, which change their order with the router's rows.
+
+Before version 5, transformers stored each expert as three modules. There the experts keep their order.
+"""
+
+from __future__ import annotations
+
+from fedrot.symmetry.families.decoders.llama import NORMS, decoder, heads_of, projections
+from fedrot.symmetry.family import Config, Names
+from fedrot.symmetry.layers import Block, Units, attention, feed_forward, together
+from fedrot.symmetry.mixture import mixture
+from fedrot.symmetry.spaces import RESIDUAL, norm
+
+
+def _experts(config: Config, names: Names, p: str) -> Block:
+    count, neurons = config["num_local_experts"], config["intermediate_size"]
+    old = f"{p}block_sparse_moe."
+    if f"{old}gate.weight" not in names:
+        tensors = (f"{p}mlp.{n}" for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"))
+        return mixture(p, count, neurons, *tensors)
+    found = []
+    for i in range(count):
+        up, down, gate = (Units(f"{old}experts.{i}.w{n}", False) for n in (3, 2, 1))
+        found.append(feed_forward(f"{p}{i}.", neurons, up, down, gate))
+    return together({f"{old}gate.weight": (None, RESIDUAL)}, *found)
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    return together(
+        attention(p, heads_of(config), projections(p, False, False)),
+        _experts(config, names, p),
+        *(norm(f"{p}{name}") for name in NORMS),
+    )
+
+
+FAMILY = decoder("mixtral", ("mixtral",), _layer)

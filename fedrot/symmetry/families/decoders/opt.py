@@ -1,0 +1,45 @@
+"""OPT: a pre-norm decoder; 350m is post-norm, with embeddings of fewer dimensions."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
+from fedrot.symmetry.task_heads import read_out
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    bias = config.get("enable_bias", True)
+    modules = ("q_proj", "k_proj", "v_proj", "out_proj")
+    up, down = Units(f"{p}fc1", bias), Units(f"{p}fc2", bias)
+    return together(
+        norm(f"{p}self_attn_layer_norm"),
+        attention(p, Heads.of(config), Projections.separate(f"{p}self_attn.", modules, bias)),
+        norm(f"{p}final_layer_norm"),
+        feed_forward(p, config["ffn_dim"], up, down),
+    )
+
+
+def _has_last_norm(config: Config, names: Names) -> bool:
+    removed = config.get("_remove_final_layer_norm", False)
+    return config.get("do_layer_norm_before", True) and not removed
+
+
+FAMILY = Family(
+    name="opt",
+    model_types=("opt",),
+    body=(
+        embedding("decoder.embed_tokens", "embedding"),
+        embedding("decoder.embed_positions"),
+        *optional(
+            {
+                "decoder.project_in.weight": (RESIDUAL, "embedding"),
+                "decoder.project_out.weight": ("embedding", RESIDUAL),
+            }
+        ),
+        Stack("decoder.layers", "num_hidden_layers", _layer),
+        When(_has_last_norm, (norm("decoder.final_layer_norm"),)),
+    ),
+    task_heads=(read_out("embedding"),),
+    spaces={"embedding": Space(present="decoder.project_in.weight")},
+)

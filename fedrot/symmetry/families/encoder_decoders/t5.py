@@ -1,0 +1,66 @@
+"""T5 1.0, T5 1.1, Flan-T5 and mT5: encoder, decoder, cross attention, no biases, RMSNorm.
+
+Encoder and decoder share the embeddings' table and so one residual stream. The self attention of all
+layers of a stack adds one relative-position bias; cross attention has none. T5 1.1's feed-forward is
+gated.
+"""
+
+from __future__ import annotations
+
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Axes, Space, embedding, norm
+from fedrot.symmetry.task_heads import PLAIN, two_layers
+
+
+def _attention(config: Config, module: str, order: str = "") -> Block:
+    heads = Heads(config["num_heads"], config["d_kv"])
+    projections = Projections.separate(f"{module}.", "qkvo", bias=False)
+    return attention(f"{module}.", heads, projections, order=order)
+
+
+def _feed_forward(config: Config, names: Names, p: str) -> Block:
+    q = f"{p}DenseReluDense."
+    gated = f"{q}wi_0.weight" in names
+    up, down, gate = (
+        Units(f"{q}{name}", bias=False) for name in ("wi_1" if gated else "wi", "wo", "wi_0")
+    )
+    return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
+
+
+def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
+    side = p.partition(".")[0]
+    cross = side == "decoder"
+    return (
+        _attention(config, f"{p}layer.0.SelfAttention", f"{side}.heads"),
+        *([_attention(config, f"{p}layer.1.EncDecAttention")] if cross else []),
+        _feed_forward(config, names, f"{p}layer.{1 + cross}."),
+        together(*(norm(f"{p}layer.{i}.layer_norm") for i in range(2 + cross))),
+    )
+
+
+def _side(side: str, *count: str) -> tuple[Axes | Stack, ...]:
+    p = f"{side}.block"
+    bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return (
+        embedding(f"{side}.embed_tokens"),
+        Stack(p, count, _layer, order=f"{side}.heads", head_bias=bias),
+        norm(f"{side}.final_layer_norm"),
+    )
+
+
+FAMILY = Family(
+    name="t5",
+    model_types=("t5", "mt5"),
+    body=(
+        embedding("shared"),
+        *_side("encoder", "num_layers"),
+        When(
+            lambda config, names: config.get("is_encoder_decoder", True),
+            _side("decoder", "num_decoder_layers", "num_layers"),
+        ),
+    ),
+    task_heads=(PLAIN, two_layers("classification_head", "classifier")),
+    spaces={RESIDUAL: Space(SignedPermutation), "classifier": Space(SignedPermutation)},
+)

@@ -1,0 +1,45 @@
+"""ALBERT: layers that share parameters are described once; embeddings have fewer dimensions."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear, norm
+from fedrot.symmetry.task_heads import masked_lm
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    projections = Projections.separate(f"{p}attention.", ("query", "key", "value", "dense"))
+    up, down = Units(f"{p}ffn"), Units(f"{p}ffn_output")
+    return together(
+        attention(p, Heads.of(config), projections),
+        norm(f"{p}attention.LayerNorm"),
+        feed_forward(p, config["intermediate_size"], up, down),
+        norm(f"{p}full_layer_layer_norm"),
+    )
+
+
+FAMILY = Family(
+    name="albert",
+    model_types=("albert",),
+    body=(
+        embeddings(KINDS, "embedding"),
+        linear("encoder.embedding_hidden_mapping_in", RESIDUAL, "embedding"),
+        Stack(
+            "encoder.albert_layer_groups",
+            "num_hidden_groups",
+            Stack("albert_layers", "inner_group_num", _layer),
+        ),
+    ),
+    task_heads=(
+        linear("pooler", "pooler", RESIDUAL),
+        linear("classifier", None, "pooler"),
+        linear("sop_classifier.classifier", None, "pooler"),
+        linear("qa_outputs", None, RESIDUAL),
+        masked_lm("predictions", "LayerNorm", "predictions.decoder", "embedding"),
+    ),
+    spaces={"pooler": Space(SignedPermutation, present="pooler.weight")},
+    inside=("pooler",),
+)

@@ -1,0 +1,56 @@
+"""BERT, and RoBERTa, XLM-R and CamemBERT, which share its module names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Axes, Space, embedding, linear, merged, norm
+from fedrot.symmetry.task_heads import POOLED, POOLER, ROBERTA, masked_lm
+
+
+def embeddings(kinds: Sequence[str], space: str = RESIDUAL) -> Axes:
+    """Return tables of embeddings, and the norm after them."""
+    tables = (embedding(f"embeddings.{kind}_embeddings", space) for kind in kinds)
+    return merged(*tables, norm("embeddings.LayerNorm", space))
+
+
+#: The tables of BERT's embeddings.
+KINDS = ("word", "position", "token_type")
+
+
+def neurons(config: Config, p: str) -> Block:
+    """Return the feed-forward block of a layer, and the norm after it."""
+    up, down = Units(f"{p}intermediate.dense"), Units(f"{p}output.dense")
+    return together(feed_forward(p, config["intermediate_size"], up, down), norm(f"{p}output.LayerNorm"))
+
+
+def layer(config: Config, names: Names, p: str) -> Block:
+    """Return one layer."""
+    modules = ("self.query", "self.key", "self.value", "output.dense")
+    projections = Projections.separate(f"{p}attention.", modules)
+    return together(
+        attention(p, Heads.of(config), projections),
+        norm(f"{p}attention.output.LayerNorm"),
+        neurons(config, p),
+    )
+
+
+FAMILY = Family(
+    name="bert",
+    model_types=("bert", "roberta", "xlm-roberta", "camembert"),
+    body=(
+        embeddings(KINDS),
+        Stack("encoder.layer", "num_hidden_layers", layer),
+    ),
+    task_heads=(
+        POOLED,
+        ROBERTA,
+        linear("cls.seq_relationship", None, "pooler"),
+        masked_lm("cls.predictions.transform", "LayerNorm", "cls.predictions.decoder"),
+    ),
+    spaces={"pooler": Space(SignedPermutation, present=POOLER), "classifier": Space(SignedPermutation)},
+    inside=("pooler",),
+)

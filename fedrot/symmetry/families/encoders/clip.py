@@ -1,0 +1,75 @@
+"""CLIP: two pre-norm towers, for texts and for images, each with a residual stream of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fedrot.symmetry.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import Axes, embedding, linear, norm
+from fedrot.symmetry.task_heads import read_out
+
+_TEXT, _IMAGE = "text", "image"
+
+
+def _layer(config: Config, names: Names, p: str, space: str) -> Block:
+    projections = Projections.separate(f"{p}self_attn.", ("q_proj", "k_proj", "v_proj", "out_proj"))
+    up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
+    return together(
+        norm(f"{p}layer_norm1", space),
+        attention(p, Heads.of(config), projections, space=space),
+        norm(f"{p}layer_norm2", space),
+        feed_forward(p, config["intermediate_size"], up, down, space=space),
+    )
+
+
+def _stack(p: str, section: str, space: str) -> Stack:
+    return Stack(f"{p}encoder.layers", "num_hidden_layers", partial(_layer, space=space), section)
+
+
+def _text(p: str = "", section: str = "") -> tuple[Axes | Stack, ...]:
+    return (
+        embedding(f"{p}embeddings.token_embedding", _TEXT),
+        embedding(f"{p}embeddings.position_embedding", _TEXT),
+        _stack(p, section, _TEXT),
+        norm(f"{p}final_layer_norm", _TEXT),
+    )
+
+
+def _image(p: str = "", section: str = "") -> tuple[Axes | Stack, ...]:
+    return (
+        {
+            f"{p}embeddings.class_embedding": (_IMAGE,),
+            f"{p}embeddings.patch_embedding.weight": (_IMAGE, None, None, None),
+        },
+        embedding(f"{p}embeddings.position_embedding", _IMAGE),
+        norm(f"{p}pre_layrnorm", _IMAGE),
+        _stack(p, section, _IMAGE),
+        norm(f"{p}post_layernorm", _IMAGE),
+    )
+
+
+def _has_text(config: Config, names: Names) -> bool:
+    return any(name.startswith("text_model.") for name in names)
+
+
+_TEXT_HEADS: Axes = linear("text_projection", None, _TEXT)
+_IMAGE_HEADS = read_out(_IMAGE, "visual_projection classifier")
+
+FAMILY = Family(
+    name="clip",
+    model_types=("clip",),
+    body=(
+        When(_has_text, _text("text_model.", "text_config")),
+        *_image("vision_model.", "vision_config"),
+    ),
+    task_heads=(_TEXT_HEADS, _IMAGE_HEADS, {"logit_scale": ()}),
+)
+
+TEXT_FAMILY = Family(
+    name="clip-text", model_types=("clip_text_model",), body=_text(), task_heads=(_TEXT_HEADS,)
+)
+
+IMAGE_FAMILY = Family(
+    name="clip-image", model_types=("clip_vision_model",), body=_image(), task_heads=(_IMAGE_HEADS,)
+)

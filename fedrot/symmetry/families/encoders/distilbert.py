@@ -1,0 +1,39 @@
+"""DistilBERT: a smaller BERT under module names of its own."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear, norm
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    projections = Projections.separate(f"{p}attention.", ("q_lin", "k_lin", "v_lin", "out_lin"))
+    up, down = Units(f"{p}ffn.lin1"), Units(f"{p}ffn.lin2")
+    return together(
+        attention(p, Heads.of(config, "n_heads", "dim"), projections),
+        norm(f"{p}sa_layer_norm"),
+        feed_forward(p, config["hidden_dim"], up, down),
+        norm(f"{p}output_layer_norm"),
+    )
+
+
+FAMILY = Family(
+    name="distilbert",
+    model_types=("distilbert",),
+    body=(
+        embeddings(KINDS[:2]),
+        Stack("transformer.layer", "n_layers", _layer),
+    ),
+    task_heads=(
+        linear("pre_classifier", "pre_classifier", RESIDUAL),
+        linear("classifier", None, "pre_classifier"),
+        linear("qa_outputs", None, RESIDUAL),
+        # The language model's head leads back to the residual stream: it shares the embeddings' table.
+        linear("vocab_transform", RESIDUAL, RESIDUAL),
+        norm("vocab_layer_norm"),
+        linear("vocab_projector", None, RESIDUAL),
+    ),
+    spaces={"pre_classifier": Space(present="pre_classifier.weight")},
+)

@@ -1,0 +1,25 @@
+"""ELECTRA: BERT's layers, behind embeddings that may have fewer dimensions."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
+from fedrot.symmetry.family import Family, Stack, optional
+from fedrot.symmetry.spaces import RESIDUAL, Space, linear
+from fedrot.symmetry.task_heads import masked_lm, read_out, two_layers
+
+FAMILY = Family(
+    name="electra",
+    model_types=("electra",),
+    body=(
+        embeddings(KINDS, "embedding"),
+        *optional(linear("embeddings_project", RESIDUAL, "embedding")),
+        Stack("encoder.layer", "num_hidden_layers", layer),
+    ),
+    task_heads=(
+        read_out(modules="classifier qa_outputs"),
+        two_layers("classifier", "classifier"),
+        masked_lm("generator_predictions", "LayerNorm", "generator_lm_head", "embedding"),
+        two_layers("discriminator_predictions", "discriminator", last="dense_prediction"),
+    ),
+    spaces={"embedding": Space(present="embeddings_project.weight")},
+)

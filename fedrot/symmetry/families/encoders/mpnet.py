@@ -1,0 +1,39 @@
+"""MPNet: BERT with one relative-position bias per head, which all layers share."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, neurons
+from fedrot.symmetry.family import Config, Family, Names, Stack
+from fedrot.symmetry.layers import Block, Heads, Projections, attention, together
+from fedrot.symmetry.spaces import Space, norm
+from fedrot.symmetry.task_heads import POOLED, POOLER, ROBERTA
+
+_ORDER = "encoder.heads"
+
+
+def _layer(config: Config, names: Names, p: str) -> tuple[Block, Block]:
+    projections = Projections.separate(f"{p}attention.attn.", "qkvo")
+    return (
+        attention(p, Heads.of(config), projections, order=_ORDER),
+        together(norm(f"{p}attention.LayerNorm"), neurons(config, p)),
+    )
+
+
+FAMILY = Family(
+    name="mpnet",
+    model_types=("mpnet",),
+    body=(
+        embeddings(KINDS[:2]),
+        Stack(
+            "encoder.layer",
+            "num_hidden_layers",
+            _layer,
+            order=_ORDER,
+            head_bias="encoder.relative_attention_bias.weight",
+        ),
+    ),
+    task_heads=(POOLED, ROBERTA),
+    spaces={"pooler": Space(SignedPermutation, present=POOLER), "classifier": Space(SignedPermutation)},
+    inside=("pooler",),
+)

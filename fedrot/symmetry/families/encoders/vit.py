@@ -1,0 +1,46 @@
+"""ViT and DeiT: pre-norm encoders of image patches."""
+
+from __future__ import annotations
+
+from fedrot.symmetry.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.spaces import RESIDUAL, linear, norm
+from fedrot.symmetry.task_heads import read_out
+
+_TOKEN = (None, None, RESIDUAL)
+_PATCHES = "embeddings.patch_embeddings.projection"
+
+
+def _layer(config: Config, names: Names, p: str) -> Block:
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    bias = config.get("qkv_bias", True)
+    projections = Projections.separate(f"{p}attention.", modules, bias, output_bias=True)
+    up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
+    return together(
+        norm(f"{p}layernorm_before"),
+        attention(p, Heads.of(config), projections),
+        norm(f"{p}layernorm_after"),
+        feed_forward(p, config["intermediate_size"], up, down),
+    )
+
+
+FAMILY = Family(
+    name="vit",
+    model_types=("vit", "deit"),
+    body=(
+        {"embeddings.cls_token": _TOKEN, "embeddings.position_embeddings": _TOKEN},
+        When(
+            lambda config, names: config["model_type"] == "deit",
+            ({"embeddings.distillation_token": _TOKEN},),
+        ),
+        {f"{_PATCHES}.weight": (RESIDUAL, None, None, None), f"{_PATCHES}.bias": (RESIDUAL,)},
+        Stack("layers", "num_hidden_layers", _layer),
+        norm("layernorm"),
+    ),
+    task_heads=(
+        linear("pooler.dense", "pooler", RESIDUAL),
+        read_out(modules="classifier cls_classifier distillation_classifier"),
+        {"embeddings.mask_token": _TOKEN},
+    ),
+    inside=("pooler",),
+)

@@ -60,13 +60,9 @@ class Objective(ABC):
         return dict.fromkeys((*self.metrics, "loss"), float("nan"))
 
 
-def by_length(encoded: Encoded, rows: np.ndarray) -> np.ndarray:
-    """Return the places in ``rows``, shortest first, so that batches are padded little."""
-    return np.argsort(encoded.lengths(rows), kind="stable")
-
-
-def pieces(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Cut an array into pieces of a size."""
+def shortest_first(encoded: Encoded, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yield batches of places in ``rows``, shortest rows first, so that they are padded little."""
+    order = np.argsort(encoded.lengths(rows), kind="stable")
     return (order[start : start + size] for start in range(0, len(order), size))
 
 

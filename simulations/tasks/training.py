@@ -63,17 +63,13 @@ def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
     def back(_: Any, __: Any, output: Any) -> Any:
         return type(output)(**{name: _moved(value, "cpu") for name, value in output.items()})
 
-    hooks = (
-        model.register_forward_pre_hook(there, with_kwargs=True),
-        model.register_forward_hook(back),
-    )
-    model.to(device)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.to("cpu")
+    before = model.register_forward_pre_hook(there, with_kwargs=True)
+    with before, model.register_forward_hook(back):
+        model.to(device)
+        try:
+            yield
+        finally:
+            model.to("cpu")
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

@@ -17,10 +17,8 @@ from fedrot.simulations.data.readers import Reader
 class Objective(ABC):
     """How to build, train and evaluate a model for one purpose.
 
-    Attributes:
-        auto_model: name of the class of ``transformers`` that builds the model.
-        reader: the kind of data that it reads.
-        metrics: names in the result of ``evaluate`` beside ``loss``, the headline metric first.
+    ``auto_model`` is the class of ``transformers`` that builds the model; ``metrics`` are the names in
+    the result of ``evaluate`` beside ``loss``, the headline metric first.
     """
 
     auto_model: ClassVar[str]

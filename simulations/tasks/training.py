@@ -116,11 +116,8 @@ def _train(
 def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
     """Return the task's metrics, the headline first, and the ``loss`` on rows of one of its splits.
 
-    Every value is NaN where no row has anything to predict, and where the loss is not finite.
-
-    Args:
-        split: ``task.train`` or ``task.test``.
-        rows: int64 ``[n]``, rows of that split.
+    Every value is NaN where no row has anything to predict, and where the loss is not finite. ``split``
+    is ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):

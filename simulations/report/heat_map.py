@@ -51,7 +51,7 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
         start = f"start: {row['start']}" if "start" in row else ""
         panels.setdefault(", ".join(filter(None, (arm, start))), []).append(row)
     lines = _lines(rows)
-    columns = rounds if several else list(dict.fromkeys(map(column_of, rows)))
+    columns: list[Any] = rounds if several else list(dict.fromkeys(map(column_of, rows)))
     tables = {title: _table(own, lines, columns, column_of) for title, own in panels.items()}
     largest = max((float(np.nanmax(t)) for t in tables.values() if not np.isnan(t).all()), default=0.0)
 

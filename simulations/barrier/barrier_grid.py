@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedrot._io import replacing, write_json, write_text
+from fedrot._io import json_line, replacing, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import (
     BarrierLine,
@@ -101,9 +101,7 @@ class Grid(BaseModel):
 
         A task has the fields of ``SimulationConfig``, ``points``, ``rows`` and ``pairs``, a table from
         sharing to pairs of seeds. ``base`` has the fields that tasks share, and ``methods``.
-
-        Raises:
-            ValueError: the file is no TOML, or describes no task or an impossible one.
+        ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
         """
         base, tasks = read_grid(path, "task")
         methods = base.pop("methods", [*METHODS])
@@ -240,18 +238,12 @@ def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, fol
         return model.eval()
     start = time.perf_counter()
     loss = training.train(model, task, rows, seed)
-    about = {
-        "cell": cell.name,
-        "pair": _pair_name(seeds),
-        "seed": seed,
-        "rows": len(rows),
-        "training_loss": loss if np.isfinite(loss) else None,
-        "seconds": time.perf_counter() - start,
-    }
+    about = {"cell": cell.name, "pair": _pair_name(seeds), "seed": seed, "rows": len(rows)}
+    about |= {"training_loss": loss, "seconds": time.perf_counter() - start}
     # A safetensors file cannot contain tensors that share memory, as tied tensors do.
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, {"training": json.dumps(about)})
+        save_file(tensors, temporary, {"training": json_line(about).rstrip()})
     return model.eval()
 
 

@@ -68,7 +68,7 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
         own = sorted(own, key=lambda row: row["position"])
         metrics = [{k: v for k, v in row.items() if k not in (*_LINE, "position")} for row in own]
         barrier = Barrier(tuple(row["position"] for row in own), tuple(metrics))
-        lines.append(BarrierLine(*about, barrier=barrier))
+        lines.append(BarrierLine(**dict(zip(_LINE, about, strict=True)), barrier=barrier))
     return lines
 
 

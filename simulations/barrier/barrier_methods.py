@@ -41,8 +41,7 @@ class MatchingMethod:
         evidence: the activations that count beside the weights: none, those of ``probe`` (random
             tokens), or those of ``data`` (training rows).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
-        refine: a change of the aligned client.
-        repair: a change of the models on the line.
+        refine, repair: a change of the aligned client, and of the models on the line.
     """
 
     options: AlignmentOptions | None = None

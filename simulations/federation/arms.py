@@ -20,12 +20,10 @@ from fedrot.tensors import Tensors
 
 
 class Ensemble(nn.Module):
-    """The average prediction of several classifiers (Jin et al. 2023, section 4.2).
+    """The average prediction of ``transformers`` classifiers (Jin et al. 2023, section 4.2).
 
-    Args:
-        models: ``transformers`` models with the same task head.
-        probabilities: average probabilities instead of logits; ``logits`` of the output are then their
-            logarithms (log odds of several labels). Regressions always average their outputs.
+    With ``probabilities``, these are averaged instead of logits; ``logits`` of the output are then their
+    logarithms (log odds of several labels). Regressions always average their outputs.
     """
 
     def __init__(self, models: Sequence[Any], probabilities: bool = False) -> None:
@@ -68,12 +66,10 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
     """Return a function that builds the arm's aggregator, None for FedAvg's mean."""
 
     def score() -> Callable[[Tensors], float]:
-        rows = np.concatenate([task.client_rows(seed, c)[1] for c in range(task.config.clients)])
-
-        def held_out(tensors: Tensors) -> float:
-            return -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
-
-        return held_out
+        rows = _rows_of_all(task, seed, held_out=True)
+        return lambda tensors: (
+            -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
+        )
 
     def symmetry() -> Symmetry:
         config: Any = shell.config
@@ -84,8 +80,12 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
     return aggregation_named(arm.aggregation, score=score, symmetry=symmetry)
 
 
+def _rows_of_all(task: Task, seed: int, held_out: bool) -> np.ndarray:
+    return np.concatenate([task.client_rows(seed, c)[held_out] for c in range(task.config.clients)])
+
+
 def train_joined(task: Task, seed: int, model: nn.Module, server_round: int) -> None:
     """Train one model for a round's epochs on the training rows of all clients."""
-    rows = np.concatenate([task.client_rows(seed, c)[0] for c in range(task.config.clients)])
+    rows = _rows_of_all(task, seed, held_out=False)
     stream = seed * 1_000 + server_round
     training.train(model, task, np.sort(rows), stream, task.config.epochs(server_round))

@@ -49,24 +49,17 @@ app = ClientApp()
 
 @dataclass(frozen=True)
 class Job:
-    """One message of the server to one client.
-
-    Attributes:
-        cache: folder of results that arms share; empty for none.
-        learn: whether matching is refined by gradient descent.
-        align: parts that the client itself aligns; empty for none.
-        client: partition id of the node.
-    """
+    """One message of the server to one client."""
 
     config_json: str
     seed: int
     start: str
     round: int
     last_round: int
-    cache: str
-    learn: bool
-    align: tuple[str, ...]
-    client: int
+    cache: str  # Folder of results that arms share; empty for none.
+    learn: bool  # Matching is refined by gradient descent.
+    align: tuple[str, ...]  # Parts that the client itself aligns.
+    client: int  # Partition id of the node.
 
     @classmethod
     def read(cls, message: Message, context: Context) -> Job:

@@ -47,11 +47,9 @@ PAUSE = 0.02
 
 @dataclass(frozen=True)
 class ArmRun:
-    """A cell of a configuration: one arm from one start with one seed.
+    """A cell of a configuration: one arm from one start with one seed; its rows go to ``folder``.
 
-    Attributes:
-        folder: receives the rows.
-        initial: metrics of the seed's initial model, shared by its cells; empty until one has them.
+    ``initial`` has the metrics of the seed's initial model, shared by its cells; empty until known.
     """
 
     task: Task

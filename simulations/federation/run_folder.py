@@ -25,8 +25,7 @@ ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "va
 class RunFolder:
     """Writes ``config.json``, ``versions.json``, ``partition.json``, ``rows.jsonl`` and ``rows.csv``.
 
-    Raises:
-        FileExistsError: the folder already holds rows of another run; nothing is written then.
+    ``FileExistsError`` if the folder already holds rows of another run; nothing is written then.
     """
 
     def __init__(self, path: Path, settings: Sequence[Mapping[str, Any]], command: str) -> None:

@@ -1,8 +1,7 @@
 """Compact copies of run folders: the form in which ``docs/results`` keeps published runs.
 
-``python -m fedrot.simulations.report.compact runs/one-shot docs/results/one-shot`` writes one. The rows
-become Parquet files, which ``read_rows`` and ``fedrot report`` read as they read JSON lines. Plots and
-page are left out: ``fedrot report`` draws them again.
+``python -m fedrot.simulations.report.compact runs/one-shot docs/results/one-shot`` writes one. Rows
+become Parquet files. Plots and page are left out: ``fedrot report`` draws them again.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ SMALL = ("config.json", "versions.json", "status.json", "partition.json", "model
 
 
 def compact(run: Path, out: Path) -> Path:
-    """Write a compact copy of the run folder ``run`` into the folder ``out``; returns ``out``.
-
-    Raises:
-        FileNotFoundError: ``run`` holds no rows.
-    """
+    """Write a compact copy of a run folder; ``FileNotFoundError`` if it holds no rows."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ROWS:
         if name == ROWS[0] or (run / name).exists():

@@ -35,10 +35,8 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     There is one panel per arm and start; with a single round, one per start with a column per arm.
     Distances are summed over clients, seeds and groups before they are divided. The colours, for
     colour-blind readers too, go from 0 to the largest share of the picture (at least 1 %).
-
-    Args:
-        rows: of one setting, with ``round``, ``part``, ``layer``, ``before`` and ``after``; ``arm`` and
-            ``start`` where there are any.
+    The rows of one setting have ``round``, ``part``, ``layer``, ``before``, ``after``, and perhaps
+    ``arm`` and ``start``.
     """
     rows = list(rows)
     rounds = sorted({int(row["round"]) for row in rows})
@@ -53,7 +51,7 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
         start = f"start: {row['start']}" if "start" in row else ""
         panels.setdefault(", ".join(filter(None, (arm, start))), []).append(row)
     lines = _lines(rows)
-    columns = rounds if several else list(dict.fromkeys(map(column_of, rows)))
+    columns: list[Any] = rounds if several else list(dict.fromkeys(map(column_of, rows)))
     tables = {title: _table(own, lines, columns, column_of) for title, own in panels.items()}
     largest = max((float(np.nanmax(t)) for t in tables.values() if not np.isnan(t).all()), default=0.0)
 
@@ -119,10 +117,8 @@ def _label(ax: Axes, lines: list[tuple[str, int]], columns: list[Any], name: str
         if parts[place] != parts[place - 1]:
             ax.axhline(place - 0.5, color="white", lw=2)
     every = math.ceil(len(columns) / 20)
-    ax.set_xticks(range(0, len(columns), every), columns[::every], fontsize="small")
-    if not name:
-        for label in ax.get_xticklabels():
-            label.set(rotation=35, ha="right", rotation_mode="anchor")
+    slanted: dict[str, Any] = {} if name else {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
+    ax.set_xticks(range(0, len(columns), every), columns[::every], fontsize="small", **slanted)
     ax.set_xlabel(name)
     ax.tick_params(length=0)
     ax.grid(visible=False)

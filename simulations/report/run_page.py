@@ -64,11 +64,8 @@ class RunResults:
 def write_report(run_dir: Path) -> Path:
     """Draw the plots of a run folder and write its ``report.html``; returns the page's path.
 
-    Files that are missing and unfinished lines are left out, and the page says that the run is
-    incomplete and why. The page embeds its plots. Page and plots are replaced whole.
-
-    Raises:
-        FileNotFoundError: if ``run_dir`` is not a folder.
+    Missing files and unfinished lines are left out, and the page says why the run is incomplete. The
+    page embeds its plots; page and plots are replaced whole. ``FileNotFoundError`` without a folder.
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
@@ -179,12 +176,9 @@ def settings(run: RunResults) -> Values:
 @PAGE.section
 def repeat(run: RunResults) -> Values:
     """The command, the configurations and the versions."""
-    config, versions = run.objects["config.json"], run.objects["versions.json"]
-    return {
-        "command": config.get("command"),
-        "settings": config.get("settings", []),
-        "versions": versions,
-    }
+    config = run.objects["config.json"]
+    shown = {"command": config.get("command"), "settings": config.get("settings", [])}
+    return {**shown, "versions": run.objects["versions.json"]}
 
 
 def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -> dict[str, Path]:

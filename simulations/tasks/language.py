@@ -1,13 +1,14 @@
-"""Language modelling: the prediction of hidden tokens, or of each token from those before it."""
+"""Language modelling: the prediction of hidden tokens, with their choice, or of each next token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
@@ -21,9 +22,49 @@ from fedrot.simulations.data.encoding import (
     Reader,
     tokenizer_for,
 )
+from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.data.texts import TextData
-from fedrot.simulations.tasks.masking import Array, Vocabulary, for_evaluation, for_training
-from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
+from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+#: Share of a row's ordinary tokens that is predicted, at least one of them.
+SHARE = 0.15
+#: Shares of the predicted tokens that training shows as the mask, and as a random token.
+MASKED, RANDOM = 0.8, 0.1
+MASK_TOKENS = ("[MASK]", "<mask>")
+_EVALUATION_SEED = 15
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids of a tokenizer: the mask, the special and the ordinary ones."""
+
+    mask: int
+    special: Array
+    ordinary: Array
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        """Read a tokenizer; raises ``DataError`` if it has no mask token."""
+        vocabulary = tokenizer.get_vocab()
+        mask = next((vocabulary[token] for token in MASK_TOKENS if token in vocabulary), None)
+        if mask is None:
+            raise DataError(
+                f"the model's tokenizer has no mask token ({' or '.join(MASK_TOKENS)}), which task "
+                "'mlm' needs; choose another model, or task 'classification'"
+            )
+        added = tokenizer.get_added_tokens_decoder()
+        special = np.array(sorted({mask, *(id_ for id_, token in added.items() if token.special)}))
+        return cls(mask, special, np.setdiff1d(list(vocabulary.values()), special))
+
+    def maskable(self, ids: Array) -> npt.NDArray[np.bool_]:
+        """Return where ``ids`` are ordinary tokens; padding is a special one."""
+        return ~np.isin(ids, self.special)
 
 
 @dataclass(frozen=True)
@@ -64,7 +105,7 @@ class MaskedLanguageModelling(Objective):
     ) -> dict[str, float]:
         surprise = torch.zeros((), dtype=torch.float64)
         hits = tokens = 0
-        for places in pieces(by_length(encoded, rows), 64):
+        for places in shortest_first(encoded, rows, 64):
             logits, labels = _predictions(model, self.fixed_batch(encoded, rows[places]))
             surprise += cross_entropy(logits.double(), labels, reduction="sum")
             hits += int((logits.argmax(dim=1) == labels).sum())
@@ -108,7 +149,7 @@ class CausalLanguageModelling(Objective):
         surprise = torch.zeros((), dtype=torch.float64)
         tokens, unused = 0, np.random.default_rng(0)
         # Every token has logits over the whole vocabulary: 16 rows of a pretrained model fill 200 MB.
-        for places in pieces(by_length(encoded, rows), 16):
+        for places in shortest_first(encoded, rows, 16):
             batch = _shifted(self.batch(encoded, rows[places], unused))
             logits, labels = _predictions(model, batch)
             surprise += cross_entropy(logits.float(), labels, reduction="none").double().sum()
@@ -154,3 +195,43 @@ def _output_at(model: Any, chosen: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def for_training(
+    ids: Array, attended: Array, vocabulary: Vocabulary, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """Hide tokens as BERT does: 80 % become the mask, 10 % a random ordinary token, 10 % stay.
+
+    ``ids`` are ``[rows, tokens]``; ``attended`` is 1 where they are text and 0 at padding. Returns the
+    shown ids, and the labels: ``IGNORED`` at tokens that are not predicted.
+    """
+    chosen = _chosen(vocabulary.maskable(ids) & (attended == 1), rng.random(ids.shape))
+    fate = rng.random(ids.shape)
+    shown = np.select(
+        [chosen & (fate < MASKED), chosen & (fate < MASKED + RANDOM)],
+        [vocabulary.mask, rng.choice(vocabulary.ordinary, ids.shape)],
+        ids,
+    )
+    return shown, np.where(chosen, ids, IGNORED)
+
+
+def for_evaluation(
+    ids: Array, attended: Array, vocabulary: Vocabulary, rows: Array
+) -> tuple[Array, Array]:
+    """Replace tokens by the mask, the same ones of a row of the data set at every call.
+
+    ``rows`` are the places of the rows of ``ids`` in the data set; the rest is as in ``for_training``.
+    """
+    scores = np.stack(
+        [np.random.default_rng([_EVALUATION_SEED, int(row)]).random(ids.shape[1]) for row in rows]
+    )
+    chosen = _chosen(vocabulary.maskable(ids) & (attended == 1), scores)
+    return np.where(chosen, vocabulary.mask, ids), np.where(chosen, ids, IGNORED)
+
+
+def _chosen(maskable: Array, scores: Array) -> Array:
+    """The ``SHARE`` of every row's maskable tokens with the lowest scores, at least one if any."""
+    counts = maskable.sum(axis=1)
+    wanted = np.minimum(counts, np.maximum(1, np.rint(SHARE * counts)))
+    ranks = np.where(maskable, scores, np.inf).argsort(axis=1, kind="stable").argsort(axis=1)
+    return ranks < wanted[:, None]

@@ -16,10 +16,8 @@ from fedrot.simulations.data.encoding import Batch, Encoded, Reader
 class Objective(ABC):
     """How to build, train and evaluate a model for one purpose.
 
-    Attributes:
-        auto_model: name of the class of ``transformers`` that builds the model.
-        reader: the kind of data that it reads.
-        metrics: names in the result of ``evaluate`` beside ``loss``, the headline metric first.
+    ``auto_model`` is the class of ``transformers`` that builds the model; ``metrics`` are the names in
+    the result of ``evaluate`` beside ``loss``, the headline metric first.
     """
 
     auto_model: ClassVar[str]
@@ -59,13 +57,9 @@ class Objective(ABC):
         return dict.fromkeys((*self.metrics, "loss"), float("nan"))
 
 
-def by_length(encoded: Encoded, rows: np.ndarray) -> np.ndarray:
-    """Return the places in ``rows``, shortest first, so that batches are padded little."""
-    return np.argsort(encoded.lengths(rows), kind="stable")
-
-
-def pieces(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Cut an array into pieces of a size."""
+def shortest_first(encoded: Encoded, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yield batches of places in ``rows``, shortest rows first, so that they are padded little."""
+    order = np.argsort(encoded.lengths(rows), kind="stable")
     return (order[start : start + size] for start in range(0, len(order), size))
 
 

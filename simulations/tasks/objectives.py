@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.data.data_set import DataSet, Kind
@@ -23,7 +24,7 @@ from fedrot.simulations.data.encoding import (
 from fedrot.simulations.data.tagged import TagData
 from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
-from fedrot.simulations.tasks.objective import Objective, by_length, model_inputs, pieces
+from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
 
 
@@ -54,12 +55,12 @@ class Classification(Objective):
             settings.pad_token_id = pad_id_of(settings)
 
     def evaluate(self, model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> dict[str, float]:
-        order = by_length(encoded, rows)
+        order = list(shortest_first(encoded, rows, 128))
         outputs = [
             model(**model_inputs(model, encoded.batch(rows[places]))).logits.float().numpy()
-            for places in pieces(order, 128)
+            for places in order
         ]
-        logits = np.concatenate(outputs)[np.argsort(order)]
+        logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
         return evaluate_predictions(self.kind, self.metrics, logits, encoded.labels[rows])
 
 
@@ -75,9 +76,8 @@ class ImageClassification(Classification):
 class TokenClassification(Objective):
     """Prediction of the tag of every word at its first piece.
 
-    The headline metric is the F1 of whole entities, micro-averaged: an entity counts if its type, its
-    first and its last word are right. Words beyond the maximum length count as tagged outside. The loss
-    is the mean over the words that the model sees.
+    The headline metric is the F1 of ``entity_scores``. Words beyond the maximum length count as tagged
+    outside. The loss is the mean over the words that the model sees.
     """
 
     auto_model: ClassVar[str] = "AutoModelForTokenClassification"
@@ -105,13 +105,11 @@ class TokenClassification(Objective):
         surprise = torch.zeros((), dtype=torch.float64)
         words = 0
         guesses = [np.zeros_like(encoded.words[row]) for row in rows]
-        for places in pieces(by_length(encoded, rows), 64):
+        for places in shortest_first(encoded, rows, 64):
             inputs, targets = encoded.batch(rows[places]), encoded.targets(rows[places])
             logits = model(**model_inputs(model, inputs)).logits.double()
             tagged = targets != IGNORED
-            surprise += torch.nn.functional.cross_entropy(
-                logits[tagged], targets[tagged], reduction="sum"
-            )
+            surprise += cross_entropy(logits[tagged], targets[tagged], reduction="sum")
             words += int(tagged.sum())
             for place, seen, found in zip(places, tagged, logits.argmax(dim=-1), strict=True):
                 guesses[place][encoded.places[rows[place]]] = found[seen].numpy()

@@ -70,10 +70,8 @@ def entity_scores(
     An entity is right if its type, its first and its last word are right. As in CoNLL's evaluation, an
     ``I-`` that does not continue an entity of its type begins one. Without any entity a score is 0.
 
-    Args:
-        truth: of each row int64 ``[words]``, numbers of ``tags``.
-        predicted: the same.
-        tags: BIO, such as ``O``, ``B-PER``, ``I-PER``.
+    ``truth`` and ``predicted`` have int64 ``[words]`` per row: numbers of ``tags``, which are BIO, such
+    as ``O``, ``B-PER``, ``I-PER``.
 
     Raises:
         ValueError: rows of different lengths.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,6 @@ from fedrot.simulations.data.encoding import Encoded
 from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
 from fedrot.simulations.tasks.objective import Objective
 from fedrot.simulations.tasks.objectives import OBJECTIVES
-
-
-class RowCounts(NamedTuple):
-    """Rows by client: names of the classes, ``sizes`` [clients] and ``counts`` [clients][classes]."""
-
-    names: Sequence[str]
-    sizes: list[int]
-    counts: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -39,12 +31,12 @@ class Task:
         """Return each client's rows of the training split."""
         return _clients(self.config.to_json(), seed)
 
-    def partition(self, seed: int) -> RowCounts:
-        """Return how many rows of each class every client holds."""
+    def partition(self, seed: int) -> tuple[Sequence[str], list[int], list[list[int]]]:
+        """Return names of the classes, rows by client, and rows by client and class."""
         labels, parts = self.data.train.labels, self.clients(seed)
         names = key_names(labels, self.data.label_names)
         counts = histogram(labels, parts, len(names)).tolist()
-        return RowCounts(names, [len(part) for part in parts], counts)
+        return names, [len(part) for part in parts], counts
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a client's training rows and its own held-out rows."""
@@ -70,10 +62,6 @@ def task_of(config_json: str) -> Task:
 @lru_cache(maxsize=16)
 def _clients(config_json: str, seed: int) -> list[np.ndarray]:
     task = task_of(config_json)
-    return split_clients(
-        task.data.train.labels,
-        task.data.train.columns,
-        parse_partition(task.config.partition),
-        task.config.clients,
-        seed,
-    )
+    config, train = task.config, task.data.train
+    how = parse_partition(config.partition)
+    return split_clients(train.labels, train.columns, how, config.clients, seed)

@@ -63,17 +63,13 @@ def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
     def back(_: Any, __: Any, output: Any) -> Any:
         return type(output)(**{name: _moved(value, "cpu") for name, value in output.items()})
 
-    hooks = (
-        model.register_forward_pre_hook(there, with_kwargs=True),
-        model.register_forward_hook(back),
-    )
-    model.to(device)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.to("cpu")
+    before = model.register_forward_pre_hook(there, with_kwargs=True)
+    with before, model.register_forward_hook(back):
+        model.to(device)
+        try:
+            yield
+        finally:
+            model.to("cpu")
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
@@ -120,11 +116,8 @@ def _train(
 def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
     """Return the task's metrics, the headline first, and the ``loss`` on rows of one of its splits.
 
-    Every value is NaN where no row has anything to predict, and where the loss is not finite.
-
-    Args:
-        split: ``task.train`` or ``task.test``.
-        rows: int64 ``[n]``, rows of that split.
+    Every value is NaN where no row has anything to predict, and where the loss is not finite. ``split``
+    is ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):

@@ -99,7 +99,7 @@ def _spoil(folder: Path, kind: str) -> None:
         ("classification0", "classification1", None, ["--points", "4"], "points is 4"),
         ("classification0", "classification1", None, ["--points", "1"], "points is 1"),
         ("classification0", "classification1", None, ["--rows", "0"], "rows is 0"),
-        ("classification0", "classification1", None, ["--test-limit", "0"], "test_limit"),
+        ("classification0", "classification1", None, ["--test-limit", "0"], "test-limit"),
     ],
 )
 def test_models_that_cannot_be_compared(

@@ -22,7 +22,7 @@ from fedrot.simulations.data.encoding import IGNORED, bundled_tokenizer
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.masking import Vocabulary, for_evaluation, for_training
+from fedrot.simulations.tasks.language import Vocabulary, for_evaluation, for_training
 from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.models import CASES, fresh_model

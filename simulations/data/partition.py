@@ -1,7 +1,4 @@
-"""Partitions: divisions of training rows among clients.
-
-Heavy imports stay inside functions, because every client message may start a fresh process.
-"""
+"""Partitions: divisions of training rows among clients."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from fedrot.aggregation import RegMean, Statistics, aggregation_named
@@ -31,9 +32,6 @@ from fedrot.simulations.models.model_files import about, refuse_filled, write_mo
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import WHOLE_MODEL
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -254,8 +252,6 @@ def _remarks(
 
 def table(report: MergeReport) -> Table:
     """Return a line per model and part, and one over all tensors of each model."""
-    from rich.text import Text
-
     columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
     found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
     names = [Path(given.name).resolve().name for given in report.inputs]

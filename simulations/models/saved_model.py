@@ -31,6 +31,7 @@ from fedrot.simulations.models.model_files import (
     refuse_quantised,
     stored_tensors,
 )
+from fedrot.symmetry import check_family
 
 #: Fields of a configuration in which models to be compared or merged must agree.
 ARCHITECTURE = (
@@ -202,8 +203,6 @@ def _downloaded(name: str, *files: str) -> Path:
 
 def _read_config(file: Path) -> Any:
     from transformers import AutoConfig
-
-    from fedrot.symmetry import check_family
 
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))

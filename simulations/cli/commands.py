@@ -166,12 +166,10 @@ def say(message: str) -> None:
 
 
 def complain_in_red(message: str) -> None:
-    """Print an error."""
     console.print(message, style="red", highlight=False)
 
 
 def complain_in_json(message: str) -> None:
-    """Print an error as JSON."""
     typer.echo(json.dumps({"error": message}))
 
 
@@ -181,5 +179,4 @@ def command_line() -> str:
 
 
 def names(text: str | None) -> list[str]:
-    """Split a text at commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -238,16 +238,11 @@ def divided(task: str, table: pa.Table, where: object, label: str = "label") -> 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:
     """Return the class of each row; 0 for all if the column holds no classes."""
-    none = np.zeros(table.num_rows, dtype=int)
-    if label not in table.column_names:
-        return none
-    kind = table.schema.field(label).type
-    if pa.types.is_floating(kind) or pa.types.is_nested(kind):
-        return none
-    labels = table[label].to_pylist()
+    kind = table.schema.field(label).type if label in table.column_names else pa.float64()
+    labels = [] if pa.types.is_floating(kind) or pa.types.is_nested(kind) else table[label].to_pylist()
     found = sorted(set(labels), key=lambda value: (value is None, value))
-    if len(found) == table.num_rows:
-        return none
+    if len(found) in (0, table.num_rows):
+        return np.zeros(table.num_rows, dtype=int)
     places = {value: place for place, value in enumerate(found)}
     return np.array([places[value] for value in labels])
 
@@ -308,10 +303,9 @@ def _offline() -> bool:
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
         return False  # the cache may answer, or a proxy resolves the name
     try:
-        socket.getaddrinfo(urllib.parse.urlparse(constants.ENDPOINT).hostname, 443)
+        return not socket.getaddrinfo(urllib.parse.urlparse(constants.ENDPOINT).hostname, 443)
     except OSError:
         return True
-    return False
 
 
 def _available(data_dir: Path | None, catalogue: Catalogue) -> str:

@@ -73,8 +73,7 @@ def load_text_data(
     of a file. Without a column ``split``, one row in five of each class is held out, always the same.
 
     Raises:
-        DataError: unknown data set (the message lists the available ones), unreadable file, missing
-            column (the message lists the columns), empty split, or missing values.
+        DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
     label = selection.get("label_column")
     source = find(name, data_dir, label=label).limited(name, selection)
@@ -138,12 +137,8 @@ class TagData(DataSet[TagSplit]):
 def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[Selection]) -> TagData:
     """Load tagged words by name, as ``load_text_data``; ``data_dir`` may have a folder ``ner``.
 
-    Tags are BIO strings, or numbers that the hub has names for. Partitions by class divide the rows by
-    the entity types that occur in them (multi-label).
-
-    Raises:
-        DataError: as for texts; or a row has unequal numbers of words and tags, a tag is not BIO, or
-            there is no entity.
+    Tags are BIO strings, or numbers that the hub has names for. Labels are the entity types that occur
+    in a row (multi-label). Raises ``DataError`` also if the tags are not BIO or do not fit the words.
     """
     source = find(name, data_dir, NER).limited(name, selection)
     words, labels = selection.get("text_column"), selection.get("label_column")
@@ -190,12 +185,7 @@ def _named(table: pa.Table, column: str, names: tuple[str, ...] | None, where: s
 
 
 def _tag_split(
-    table: pa.Table,
-    where: str,
-    tokens: str,
-    column: str,
-    named: list[list[str]],
-    tags: tuple[str, ...],
+    table: pa.Table, where: str, tokens: str, column: str, named: list[list[str]], tags: tuple[str, ...]
 ) -> TagSplit:
     number = {tag: index for index, tag in enumerate(tags)}
     words = [tuple(map(str, row)) for row in table[tokens].to_pylist()]

@@ -92,7 +92,6 @@ def merge(
             on the hub; of one architecture, and of one tokenizer where they have one.
         out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which gets
             the anchor's configuration and tokenizer too. It appears whole or not at all.
-        settings: how they are merged; the defaults if None.
         dry_run: do everything but write, whatever there is at ``out``.
 
     Raises:
@@ -134,7 +133,6 @@ def _weights_of(text: str) -> list[float]:
 
 
 def _method(settings: MergeSettings) -> AggregationEntry:
-    """Return the method of the settings, which are checked before anything is read."""
     if settings.method not in METHODS:
         raise FedrotError(f"Unknown method '{settings.method}'; choose from {', '.join(METHODS)}.")
     method = METHODS[settings.method]
@@ -168,14 +166,14 @@ def _anchor_first(
             f"The anchor '{anchor}' is none of the models; choose from {', '.join(models)}."
         )
     place = resolved.index(wanted)
-    order = [place, *(i for i in range(len(models)) if i != place)]
+    order = sorted(range(len(models)), key=lambda i: i != place)
     return [models[i] for i in order], [weights[i] for i in order]
 
 
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Merge the inputs, tensor by tensor if the method allows it; return the result and notes."""
+    """Return the merged tensors and notes; tensor by tensor if the method allows it."""
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)

@@ -87,8 +87,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
     """Raise ``FedrotError`` if a configuration describes a quantised model."""
-    described = settings.get("quantization_config")
-    if described:
+    if described := settings.get("quantization_config"):
         method = described.get("quant_method") if isinstance(described, Mapping) else None
         raise FedrotError(
             f"'{where}' is quantised{f' ({method})' if method else ''}: its weights cannot be moved. "

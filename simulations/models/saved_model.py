@@ -35,13 +35,8 @@ from fedrot.symmetry import check_family
 
 #: Fields of a configuration in which models to be compared or merged must agree.
 ARCHITECTURE = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "image_size",
-    "patch_size",
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "image_size", "patch_size"),
 )
 
 #: ``name`` or ``owner/name`` of a model on the hub.
@@ -55,8 +50,7 @@ class SavedModel:
     Attributes:
         path: a folder written by ``save_pretrained``, or a bare ``.safetensors`` file.
         name: the path or hub name that the user gave.
-        config_file: the file of the configuration.
-        config: the configuration as an object of transformers.
+        config: as an object of transformers.
         beside: the folder of the tokenizer and generation configuration, if there is one.
     """
 

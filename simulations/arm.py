@@ -54,15 +54,14 @@ class Arm(BaseModel):
         move, slash, aggregation = full.partition("/")
         rest, _, evidence = move.partition("~")
         what, _, anchor = rest.partition("@")
-        anchor, evidence = anchor or DEFAULT_ANCHOR, evidence or EVIDENCE[0]
         aggregation = aggregation if slash else AGGREGATIONS[0]
-        for name, value, known in (
-            ("anchor", anchor, ANCHORS),
-            ("evidence", evidence, EVIDENCE),
-            ("aggregation", aggregation, AGGREGATIONS),
-        ):
-            if value not in known:
-                raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {', '.join(known)}")
+        chosen = {"anchor": anchor or DEFAULT_ANCHOR, "evidence": evidence or EVIDENCE[0]}
+        chosen["aggregation"] = aggregation
+        known = {"anchor": ANCHORS, "evidence": EVIDENCE, "aggregation": AGGREGATIONS}
+        for name, value in chosen.items():
+            if value not in known[name]:
+                listed = ", ".join(known[name])
+                raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {listed}")
         if move == "plain":
             return cls(name=text, align=False, aggregation=aggregation)
         if aggregation in ENSEMBLES:
@@ -81,15 +80,7 @@ class Arm(BaseModel):
             AlignmentOptions(parts=parts)
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
-        return cls(
-            name=text,
-            align=True,
-            parts=parts,
-            anchor=anchor,
-            evidence=evidence,
-            aggregation=aggregation,
-            other_basis=other_basis,
-        )
+        return cls(name=text, align=True, parts=parts, other_basis=other_basis, **chosen)
 
     @property
     def ensemble(self) -> bool:

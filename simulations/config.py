@@ -91,8 +91,7 @@ class SimulationConfig(BaseModel):
 
     clients: int = Field(4, gt=0, description="Number of clients.")
     partition: str = Field(
-        "iid",
-        description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME.",
+        "iid", description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME."
     )
     holdout: float = Field(0.1, ge=0, lt=1, description="Share of its data a client tests on.")
     fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
@@ -208,10 +207,7 @@ class SimulationConfig(BaseModel):
 
         ``starts`` and ``arms`` may be separated by commas, ``seeds`` may be their number, counted from
         ``first_seed``. An empty string, and 0 for limits and ``first_epochs``, mean the default. Names
-        may have dashes.
-
-        Raises:
-            ValueError: a setting is unknown, of another type or out of range.
+        may have dashes. Raises ``ValueError`` if a setting is unknown or wrong.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
         for name in ("train_limit", "test_limit", "first_epochs"):
@@ -242,7 +238,7 @@ class SimulationConfig(BaseModel):
     @property
     def moves(self) -> bool:
         """Whether weights are moved, which needs a model of a supported family."""
-        arms = [Arm.parse(arm) for arm in self.arms]
+        arms = map(Arm.parse, self.arms)
         return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 
     def to_json(self) -> str:

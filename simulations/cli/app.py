@@ -30,9 +30,7 @@ from fedrot.simulations.grids import bundled_grids, read_grid
 from fedrot.simulations.merge.merge_inputs import MergeSettings
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    epilog=examples("fedrot simulate --out runs/first"),
+    no_args_is_help=True, add_completion=False, epilog=examples("fedrot simulate --out runs/first")
 )
 
 

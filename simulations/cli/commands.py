@@ -84,7 +84,7 @@ def _options(
     for name, field in model.model_fields.items():
         if name in leave_out:
             continue
-        leaves = set(_leaves(field.annotation))
+        leaves = _leaves(field.annotation)
         kind: Any = next((kind for kind in (int, float, Path) if kind in leaves), str)
         default = field.default
         if isinstance(default, tuple):
@@ -96,13 +96,10 @@ def _options(
         yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _leaves(annotation: Any) -> Iterator[Any]:
-    """Yield the types that a type is made of, as ``int`` and ``None`` in ``tuple[int, ...] | None``."""
-    found = get_args(annotation)
-    for part in found:
-        yield from _leaves(part)
-    if not found:
-        yield annotation
+def _leaves(annotation: Any) -> set[Any]:
+    """Return the types that a type is made of, as ``int`` and ``None`` of ``tuple[int, ...] | None``."""
+    parts = get_args(annotation)
+    return set().union(*map(_leaves, parts)) if parts else {annotation}
 
 
 class Command(TyperCommand):
@@ -169,12 +166,10 @@ def say(message: str) -> None:
 
 
 def complain_in_red(message: str) -> None:
-    """Print an error."""
     console.print(message, style="red", highlight=False)
 
 
 def complain_in_json(message: str) -> None:
-    """Print an error as JSON."""
     typer.echo(json.dumps({"error": message}))
 
 
@@ -184,5 +179,4 @@ def command_line() -> str:
 
 
 def names(text: str | None) -> list[str]:
-    """Split a text at commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]

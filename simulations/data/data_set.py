@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from fedrot.simulations.data.sources import DataError, Source
 
@@ -82,11 +83,9 @@ class Labels:
 
 def label_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     """Return the label column, or the boolean columns that are the labels together."""
-    import pyarrow.types as types
-
     if wanted is None and not set(LABEL_COLUMNS) & set(source.columns):
         schema = source.train.schema
-        booleans = tuple(c for c in source.columns if types.is_boolean(schema.field(c).type))
+        booleans = tuple(c for c in source.columns if pa.types.is_boolean(schema.field(c).type))
         if len(booleans) >= 2:
             return booleans
     return (source.column("label", wanted, LABEL_COLUMNS, "--label-column"),)
@@ -94,8 +93,6 @@ def label_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
 
 def labels_of(source: Source, columns: tuple[str, ...]) -> Labels:
     """Read label columns; raises ``DataError`` for missing, negative and nested values."""
-    import pyarrow.types as types
-
     both = (source.train, source.test)
     if any(table[column].null_count for table in both for column in columns):
         raise DataError(f"{source.task}: label column(s) {', '.join(columns)} have missing values")
@@ -107,16 +104,16 @@ def labels_of(source: Source, columns: tuple[str, ...]) -> Labels:
 
     (column,) = columns
     type_ = source.train.schema.field(column).type
-    if types.is_floating(type_):
+    if pa.types.is_floating(type_):
         scores = [table[column].to_numpy().astype(np.float32) for table in both]
         return Labels("regression", ("score",), *scores)
     values = [table[column].to_pylist() for table in both]
-    if types.is_nested(type_):
+    if pa.types.is_nested(type_):
         raise DataError(
             f"{source.task}: label column {column!r} holds {type_}; give integers, strings or "
             "float scores, or one boolean column per label"
         )
-    if types.is_integer(type_):
+    if pa.types.is_integer(type_):
         return Labels("single", *_integer_classes(source, column, values))
     names = sorted(set(values[0]) | set(values[1]))
     number = {value: index for index, value in enumerate(names)}

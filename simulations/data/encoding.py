@@ -8,21 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Encoding, Tokenizer
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.images import ImageData, Pixels, load_image_data, resized
 from fedrot.simulations.data.sources import DataError, Selection
-from fedrot.simulations.data.tagged import TagSplit, load_tag_data
-from fedrot.simulations.data.texts import TextSplit, load_text_data
+from fedrot.simulations.data.texts import TagSplit, TextSplit, load_tag_data, load_text_data
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
 
 #: Label of tokens that are not predicted.
 IGNORED = -100
@@ -132,8 +129,6 @@ def bundled_tokenizer() -> Tokenizer:
     Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. It is shared:
     copy it before enabling padding or truncation. ``tests/simulations/data/wordpiece.py`` trained it.
     """
-    from tokenizers import Tokenizer
-
     source = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
     return Tokenizer.from_str(source.read_text(encoding="utf-8"))
 

@@ -6,10 +6,13 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.types as types
+from PIL import Image
 
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
 from fedrot.simulations.data.sources import (
@@ -22,9 +25,6 @@ from fedrot.simulations.data.sources import (
     find,
     other_columns,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
@@ -109,8 +109,6 @@ def side_of(images: Sequence[Pixels]) -> int:
 
 def resized(pixels: Pixels, height: int, width: int) -> Pixels:
     """Return ``[height, width, ...]`` of an image ``[h, w]`` or ``[h, w, channels]``, bilinearly."""
-    from PIL import Image
-
     if pixels.shape[:2] == (height, width):
         return pixels
     if pixels.ndim == 3 and pixels.shape[2] == 1:  # Pillow's grey images have no axis of channels
@@ -121,8 +119,6 @@ def resized(pixels: Pixels, height: int, width: int) -> Pixels:
 
 def digits() -> Source:
     """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels."""
-    import pyarrow as pa
-    from PIL import Image
     from sklearn.datasets import load_digits
 
     def encoded(image: npt.NDArray[Any]) -> bytes:
@@ -159,8 +155,6 @@ def _from_folder(folder: Path) -> Source:
 
 def _classes(folder: Path) -> pa.Table:
     """Return the paths and class names of the images in a folder of classes, as a table."""
-    import pyarrow as pa
-
     names = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     files = {path: sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES) for path in names}
     empty = [path for path, found in files.items() if not found]
@@ -179,8 +173,6 @@ def _classes(folder: Path) -> pa.Table:
 
 
 def _image_column(source: Source, wanted: str | None) -> str:
-    import pyarrow.types as types
-
     column = source.column("image", wanted, IMAGE_COLUMNS, "--text-column")
     for table in (source.train, source.test):
         kind = table.schema.field(column).type
@@ -201,8 +193,6 @@ def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels
 
 def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> Pixels:
     """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``, no side above ``bound``."""
-    from PIL import Image
-
     parts: Mapping[str, Any] = {"bytes": raw} if isinstance(raw, bytes) else raw or {}
     content, path = parts.get("bytes"), parts.get("path")
     if content is None and path is None:
@@ -225,7 +215,5 @@ def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> P
 
 def _with_channels(image: Pixels, channels: int) -> Pixels:
     """Return ``[height, width, channels]``: grey is repeated, or colours become grey."""
-    from PIL import Image
-
     converted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
     return np.asarray(converted, dtype=np.uint8).reshape(*image.shape[:2], channels)

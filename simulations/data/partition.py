@@ -1,7 +1,4 @@
-"""Partitions: divisions of training rows among clients.
-
-Heavy imports stay inside functions, because every client message may start a fresh process.
-"""
+"""Partitions: divisions of training rows among clients."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ class Partition:
 
 
 def parse_partition(spec: str) -> Partition:
-    """Read ``iid``, ``dirichlet:0.5``, ``pathological:2``, ``keyclass:0.8`` or ``column:source``.
-
-    Raises:
-        PartitionError: unknown or incomplete, or the parameter is no number or out of range.
-    """
+    """Read a partition such as ``dirichlet:0.5``; raises ``PartitionError`` with the known ones."""
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
         raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
@@ -63,10 +56,7 @@ def parse_partition(spec: str) -> Partition:
     fits, advice = {
         "dirichlet": (0 < number < float("inf"), "alpha must be above 0 (0.5 is common)"),
         "keyclass": (0 < number <= 1, "the fraction must lie in (0, 1], such as 0.8"),
-        "pathological": (
-            number >= 1 and number.is_integer(),
-            "give a whole number of classes, at least 1",
-        ),
+        "pathological": (number >= 1 and number % 1 == 0, "give a whole number of classes, at least 1"),
     }[kind]
     if not fits:
         raise PartitionError(f"partition {spec!r}: {advice}")

@@ -1,22 +1,25 @@
-"""Tables of data sets: bundled, in files (Parquet, CSV, JSON lines), or from the Hugging Face hub.
-
-Heavy imports stay inside functions, because every client message may start a fresh process.
-"""
+"""Tables of data sets: bundled, in files (Parquet, CSV, JSON lines), or from the Hugging Face hub."""
 
 from __future__ import annotations
 
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
+from huggingface_hub import constants
 
 from fedrot.errors import FedrotError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: Names of the texts in the package, and of the images in scikit-learn.
 BUNDLED, DIGITS = "goemotions_ekman", "digits"
@@ -36,9 +39,7 @@ class DataError(FedrotError):
 
 
 def _parquet(path: Path) -> pa.Table:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_table(path)
+    return pq.read_table(path)
 
 
 def _block(path: Path) -> int:
@@ -46,24 +47,20 @@ def _block(path: Path) -> int:
 
 
 def _csv(path: Path) -> pa.Table:
-    import pyarrow.csv
-
-    table = pyarrow.csv.read_csv(
+    table = pa_csv.read_csv(
         path,
-        pyarrow.csv.ReadOptions(block_size=_block(path)),
-        pyarrow.csv.ParseOptions(newlines_in_values=True),  # texts of several lines
+        pa_csv.ReadOptions(block_size=_block(path)),
+        pa_csv.ParseOptions(newlines_in_values=True),  # texts of several lines
     )
     # pyarrow reads a column that is not UTF-8 as bytes.
-    other = [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]
+    other = [field.name for field in table.schema if pa.types.is_binary(field.type)]
     if other:
-        raise pyarrow.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
+        raise pa.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
     return table
 
 
 def _json_lines(path: Path) -> pa.Table:
-    import pyarrow.json
-
-    table = pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=_block(path)))
+    table = pa_json.read_json(path, pa_json.ReadOptions(block_size=_block(path)))
     table.validate(full=True)
     return table
 
@@ -78,8 +75,6 @@ READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
 
 def read_table(path: Path) -> pa.Table:
     """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read."""
-    import pyarrow as pa
-
     format_name, read = READERS[path.suffix]
     try:
         table = read(path)
@@ -243,18 +238,11 @@ def divided(task: str, table: pa.Table, where: object, label: str = "label") -> 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:
     """Return the class of each row; 0 for all if the column holds no classes."""
-    import pyarrow.types as types
-
-    none = np.zeros(table.num_rows, dtype=int)
-    if label not in table.column_names:
-        return none
-    kind = table.schema.field(label).type
-    if types.is_floating(kind) or types.is_nested(kind):
-        return none
-    labels = table[label].to_pylist()
+    kind = table.schema.field(label).type if label in table.column_names else pa.float64()
+    labels = [] if pa.types.is_floating(kind) or pa.types.is_nested(kind) else table[label].to_pylist()
     found = sorted(set(labels), key=lambda value: (value is None, value))
-    if len(found) == table.num_rows:
-        return none
+    if len(found) in (0, table.num_rows):
+        return np.zeros(table.num_rows, dtype=int)
     places = {value: place for place, value in enumerate(found)}
     return np.array([places[value] for value in labels])
 
@@ -270,8 +258,6 @@ def _from_splits(task: str, train: Path) -> Source:
 
 
 def _from_file(path: Path, label: str | None) -> Source:
-    import pyarrow.compute as pc
-
     table = read_table(path)
     if "split" not in table.column_names:
         return divided(path.stem, table, path, label or "label")
@@ -314,19 +300,12 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
 
 def _offline() -> bool:
     """Whether the hub's name cannot be resolved; its client would retry for half a minute."""
-    import socket
-    import urllib.parse
-    import urllib.request
-
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
         return False  # the cache may answer, or a proxy resolves the name
     try:
-        socket.getaddrinfo(urllib.parse.urlparse(constants.ENDPOINT).hostname, 443)
+        return not socket.getaddrinfo(urllib.parse.urlparse(constants.ENDPOINT).hostname, 443)
     except OSError:
         return True
-    return False
 
 
 def _available(data_dir: Path | None, catalogue: Catalogue) -> str:

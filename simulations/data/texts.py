@@ -1,26 +1,26 @@
-"""Data sets of texts and pairs of texts."""
+"""Data sets of texts, of pairs of texts, and of tagged words for named-entity recognition."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack
 
+import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     BUNDLED,
+    Catalogue,
     DataError,
     Selection,
     Source,
     find,
     other_columns,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
@@ -38,6 +38,16 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "mrpc": ("accuracy", "macro_f1", "f1"),
     "qqp": ("accuracy", "macro_f1", "f1"),
 }
+
+Tags: TypeAlias = npt.NDArray[np.int64]
+
+TOKEN_COLUMNS = ("tokens", "words")
+TAG_COLUMNS = ("ner_tags", "tags")
+TAG_METRICS = ("f1", "precision", "recall")
+#: The tag of words outside every entity; it has number 0.
+OUTSIDE = "O"
+
+NER = Catalogue((".", "ner"))
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,7 @@ def load_text_data(
     of a file. Without a column ``split``, one row in five of each class is held out, always the same.
 
     Raises:
-        DataError: unknown data set (the message lists the available ones), unreadable file, missing
-            column (the message lists the columns), empty split, or missing values.
+        DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
     label = selection.get("label_column")
     source = find(name, data_dir, label=label).limited(name, selection)
@@ -76,8 +85,8 @@ def load_text_data(
         kind=labels.kind,
         label_names=labels.names,
         metrics=metrics or METRICS_OF_KIND[labels.kind],
-        train=_split(source.train, f"{name} (train)", texts, chosen, labels.train),
-        test=_split(source.test, f"{name} (held-out)", texts, chosen, labels.test),
+        train=_text_split(source.train, f"{name} (train)", texts, chosen, labels.train),
+        test=_text_split(source.test, f"{name} (held-out)", texts, chosen, labels.test),
         note=source.note,
     )
 
@@ -92,7 +101,7 @@ def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     return tuple(source.column("text", name, (), OPTION) for name in names)
 
 
-def _split(
+def _text_split(
     table: pa.Table,
     where: str,
     texts: tuple[str, ...],
@@ -108,3 +117,87 @@ def _split(
     first, *second = (tuple(map(str, table[column].to_pylist())) for column in texts)
     others = other_columns(table, *texts, *label_columns)
     return TextSplit(labels, others, first, second[0] if second else None)
+
+
+@dataclass(frozen=True)
+class TagSplit(Split):
+    """Rows of words with a tag each, int64 numbers of ``TagData.tags``; labels are entity types."""
+
+    words: Sequence[tuple[str, ...]]
+    tags: Sequence[Tags]
+
+
+@dataclass(frozen=True)
+class TagData(DataSet[TagSplit]):
+    """A data set of tagged words; ``tags`` are ``O``, and ``B-`` and ``I-`` of every entity type."""
+
+    tags: tuple[str, ...]
+
+
+def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[Selection]) -> TagData:
+    """Load tagged words by name, as ``load_text_data``; ``data_dir`` may have a folder ``ner``.
+
+    Tags are BIO strings, or numbers that the hub has names for. Labels are the entity types that occur
+    in a row (multi-label). Raises ``DataError`` also if the tags are not BIO or do not fit the words.
+    """
+    source = find(name, data_dir, NER).limited(name, selection)
+    words, labels = selection.get("text_column"), selection.get("label_column")
+    tokens = _list_column(source, "word", words, TOKEN_COLUMNS, "--text-column")
+    column = _list_column(source, "tag", labels, TAG_COLUMNS, "--label-column")
+    splits = (("train", source.train), ("held-out", source.test))
+    named = [_named(t, column, source.class_names.get(column), f"{name} ({s})") for s, t in splits]
+    types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})
+    if not types:
+        raise DataError(f"{name}: every tag is '{OUTSIDE}', so that there is no entity to recognise")
+    tags = (OUTSIDE, *(f"{prefix}-{type_}" for type_ in types for prefix in "BI"))
+    train, test = (
+        _tag_split(table, f"{name} ({split})", tokens, column, rows, tags)
+        for (split, table), rows in zip(splits, named, strict=True)
+    )
+    return TagData(name, "multi", tuple(types), TAG_METRICS, train, test, tags, note=source.note)
+
+
+def _list_column(
+    source: Source, content: str, wanted: str | None, known: Sequence[str], option: str
+) -> str:
+    column = source.column(content, wanted, known, option)
+    for table in (source.train, source.test):
+        kind = table.schema.field(column).type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise DataError(f"{source.task}: column {column!r} holds {kind}; give a list for each row")
+        if table[column].null_count:
+            raise DataError(f"{source.task}: column {column!r} has missing values; remove those rows")
+    return column
+
+
+def _named(table: pa.Table, column: str, names: tuple[str, ...] | None, where: str) -> list[list[str]]:
+    """Return the names of the tags; raises ``DataError`` if one is not BIO."""
+    rows = table[column].to_pylist()
+    if names is not None:
+        rows = [[names[tag] if isinstance(tag, int) else tag for tag in row] for row in rows]
+    for tag in {tag for row in rows for tag in row}:
+        if tag != OUTSIDE and not (isinstance(tag, str) and tag[:2] in ("B-", "I-") and tag[2:]):
+            raise DataError(
+                f"{where}: tag {tag!r} in column {column!r} is not BIO; tags are '{OUTSIDE}', 'B-TYPE' "
+                "at the first word of an entity, and 'I-TYPE' at the others"
+            )
+    return rows
+
+
+def _tag_split(
+    table: pa.Table, where: str, tokens: str, column: str, named: list[list[str]], tags: tuple[str, ...]
+) -> TagSplit:
+    number = {tag: index for index, tag in enumerate(tags)}
+    words = [tuple(map(str, row)) for row in table[tokens].to_pylist()]
+    for row, (ours, theirs) in enumerate(zip(words, named, strict=True)):
+        if len(ours) != len(theirs):
+            raise DataError(
+                f"{where}, row {row}: {len(ours)} words in {tokens!r} and {len(theirs)} tags in "
+                f"{column!r}; each word needs one tag"
+            )
+    numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in named]
+    # The tags of a type are neighbours: type t has the numbers 2t + 1 and 2t + 2.
+    labels = np.zeros((len(words), len(tags) // 2), dtype=np.float32)
+    for row, found in enumerate(numbers):
+        labels[row, (found[found > 0] - 1) // 2] = 1
+    return TagSplit(labels, other_columns(table, tokens, column), words, numbers)

@@ -83,7 +83,6 @@ class InputReport:
         cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
         before, after: squared distance to the anchor over all tensors.
         seconds: wall time of the matching, activations included.
-        alignment: by group.
     """
 
     name: str
@@ -133,10 +132,7 @@ def check_mergeable(one: SavedModel, other: SavedModel) -> None:
 
 
 def aligned(
-    models: Sequence[SavedModel],
-    weights: Sequence[float],
-    options: AlignmentOptions,
-    batches: Batches,
+    models: Sequence[SavedModel], weights: Sequence[float], options: AlignmentOptions, batches: Batches
 ) -> list[tuple[Input, InputReport]]:
     """Align all models to the first, one at a time; two models are mapped at once."""
     first, *others = models
@@ -168,7 +164,7 @@ def aligned(
 
 
 def _distances(one: Input, anchor: Input) -> tuple[float, float]:
-    """Return the squared distances to the anchor over all tensors, before and after alignment."""
+    """Return the squared distances to the anchor, before and after alignment."""
     before = after = 0.0
     for name in anchor.saved.tensors.names:
         ours = anchor.own([name])[name]

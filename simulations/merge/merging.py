@@ -6,9 +6,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from fedrot.aggregation import RegMean, Statistics, aggregation_named
@@ -31,9 +32,6 @@ from fedrot.simulations.models.model_files import about, refuse_filled, write_mo
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import WHOLE_MODEL
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -94,7 +92,6 @@ def merge(
             on the hub; of one architecture, and of one tokenizer where they have one.
         out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which gets
             the anchor's configuration and tokenizer too. It appears whole or not at all.
-        settings: how they are merged; the defaults if None.
         dry_run: do everything but write, whatever there is at ``out``.
 
     Raises:
@@ -136,7 +133,6 @@ def _weights_of(text: str) -> list[float]:
 
 
 def _method(settings: MergeSettings) -> AggregationEntry:
-    """Return the method of the settings, which are checked before anything is read."""
     if settings.method not in METHODS:
         raise FedrotError(f"Unknown method '{settings.method}'; choose from {', '.join(METHODS)}.")
     method = METHODS[settings.method]
@@ -170,14 +166,14 @@ def _anchor_first(
             f"The anchor '{anchor}' is none of the models; choose from {', '.join(models)}."
         )
     place = resolved.index(wanted)
-    order = [place, *(i for i in range(len(models)) if i != place)]
+    order = sorted(range(len(models)), key=lambda i: i != place)
     return [models[i] for i in order], [weights[i] for i in order]
 
 
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Merge the inputs, tensor by tensor if the method allows it; return the result and notes."""
+    """Return the merged tensors and notes; tensor by tensor if the method allows it."""
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
@@ -254,8 +250,6 @@ def _remarks(
 
 def table(report: MergeReport) -> Table:
     """Return a line per model and part, and one over all tensors of each model."""
-    from rich.text import Text
-
     columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
     found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
     names = [Path(given.name).resolve().name for given in report.inputs]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fedrot._io import replacing
@@ -76,8 +78,6 @@ def about(path: Path) -> Iterator[None]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a safetensors file; raises ``FedrotError`` if it is damaged."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
@@ -87,8 +87,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
     """Raise ``FedrotError`` if a configuration describes a quantised model."""
-    described = settings.get("quantization_config")
-    if described:
+    if described := settings.get("quantization_config"):
         method = described.get("quant_method") if isinstance(described, Mapping) else None
         raise FedrotError(
             f"'{where}' is quantised{f' ({method})' if method else ''}: its weights cannot be moved. "
@@ -221,9 +220,6 @@ def _config_text(file: Path, dtype: torch.dtype | None) -> str:
 
 
 def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:

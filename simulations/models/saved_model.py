@@ -31,16 +31,12 @@ from fedrot.simulations.models.model_files import (
     refuse_quantised,
     stored_tensors,
 )
+from fedrot.symmetry import check_family
 
 #: Fields of a configuration in which models to be compared or merged must agree.
 ARCHITECTURE = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "image_size",
-    "patch_size",
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "image_size", "patch_size"),
 )
 
 #: ``name`` or ``owner/name`` of a model on the hub.
@@ -54,8 +50,7 @@ class SavedModel:
     Attributes:
         path: a folder written by ``save_pretrained``, or a bare ``.safetensors`` file.
         name: the path or hub name that the user gave.
-        config_file: the file of the configuration.
-        config: the configuration as an object of transformers.
+        config: as an object of transformers.
         beside: the folder of the tokenizer and generation configuration, if there is one.
     """
 
@@ -202,8 +197,6 @@ def _downloaded(name: str, *files: str) -> Path:
 
 def _read_config(file: Path) -> Any:
     from transformers import AutoConfig
-
-    from fedrot.symmetry import check_family
 
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from fedrot.simulations.data.encoding import (
     EncodedTags,
     Reader,
 )
-from fedrot.simulations.data.tagged import TagData
+from fedrot.simulations.data.texts import TagData
 from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first

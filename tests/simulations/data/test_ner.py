@@ -19,7 +19,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data import sources
 from fedrot.simulations.data.encoding import IGNORED, bundled_tokenizer, encode_tags, first_pieces
 from fedrot.simulations.data.sources import DataError, Source
-from fedrot.simulations.data.tagged import TagSplit, load_tag_data
+from fedrot.simulations.data.texts import TagSplit, load_tag_data
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.scores import entity_scores

@@ -65,9 +65,8 @@ class Aligned(Strategy):
     Args:
         symmetry: the model's transformers configuration (object or dictionary), or a ``Symmetry``.
             ``align=False`` needs neither.
-        *args: of the strategy behind.
-        anchor: the model that updates are aligned to, see ``fedrot.align_round``;
-            ``running`` if not given.
+        *args: of the strategy behind, like ``**kwargs``.
+        anchor: the model that updates are aligned to, see ``fedrot.align_round``.
         options: what to align, see ``fedrot.AlignmentOptions``.
         align: False aligns nothing: accepted replies reach the strategy behind as they are.
         other_basis: how to align replies from another basis; None aligns them like all others.
@@ -75,7 +74,6 @@ class Aligned(Strategy):
         execution: device, precision on the wire, spill folder, determinism.
         checkpointing: where to write checkpoints, and where to resume.
         reporting: files that receive what happened.
-        **kwargs: of the strategy behind.
 
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
@@ -243,9 +241,7 @@ class Aligned(Strategy):
         readable = readable_evaluations(replies, asked, server_round, self._weighted_by)
         if not readable:
             return None
-        found: MetricRecord | None = super().aggregate_evaluate(  # type: ignore[safe-super]
-            server_round, readable
-        )
+        found = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
         self.metrics_log.write(server_round, EVALUATE, found)
         return found
 
@@ -289,6 +285,12 @@ class Aligned(Strategy):
         after = mro[mro.index(Aligned) + 1 :]
         return next(cls for cls in after if "aggregate_train" in vars(cls))
 
+    @property
+    def plan(self) -> Plan:
+        """What is aligned in every round; known once the first model has been broadcast."""
+        assert isinstance(self.symmetry, Symmetry)
+        return Plan(self.symmetry, self.options, self.anchor, self.other_bases, self._device)
+
     def _collected(
         self, replies: Iterable[Message], asked: Asked, this_round: Round, store: Store
     ) -> Merge:
@@ -317,12 +319,6 @@ class Aligned(Strategy):
             on_update=self.on_update,
         )
         return merge
-
-    @property
-    def plan(self) -> Plan:
-        """What is aligned in every round; known once the first model has been broadcast."""
-        assert isinstance(self.symmetry, Symmetry)
-        return Plan(self.symmetry, self.options, self.anchor, self.other_bases, self._device)
 
     def _wrapped(self) -> Wrapped:
         return Wrapped(

@@ -65,10 +65,9 @@ def _mistake(name: str, given: object) -> str:
             f"configuration, or {name}(symmetry, ...) for a model of your own (docs/own-model.md)."
         )
     config = getattr(given, "config", None)
+    described = isinstance(config, Mapping) or callable(getattr(config, "to_dict", None))
     strategy = given if isinstance(given, type) else type(given)
-    if isinstance(given, nn.Module) and (
-        isinstance(config, Mapping) or callable(getattr(config, "to_dict", None))
-    ):
+    if isinstance(given, nn.Module) and described:
         what, instead = f"a model, a {kind}", f"write {call}, with its configuration"
     elif isinstance(given, nn.Module):
         what = f"a model, a {kind}, that has no transformers configuration"

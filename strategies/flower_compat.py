@@ -69,8 +69,7 @@ _REMEMBER_THE_BROADCAST = (
 
 def metrics_function(strategy: Strategy) -> MetricsFunction:
     """Return the function with which a strategy aggregates the clients' metrics of training."""
-    found: MetricsFunction = vars(strategy)[_METRICS_FUNCTION]
-    return found
+    return vars(strategy)[_METRICS_FUNCTION]
 
 
 @contextmanager

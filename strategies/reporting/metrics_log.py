@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from logging import INFO
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -55,9 +54,7 @@ class MetricsLog:
         self._start = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
@@ -118,11 +115,9 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def begin_rows(paths: Iterable[Path | None], after_round: int | None) -> None:
     """Prepare the JSON-lines files of a run.
 
-    Args:
-        paths: of one run. None, and files that do not exist, are left out.
-        after_round: the round after which a resumed run goes on: the rows of later rounds are removed,
-            and all rows for 0. None for a new run: rows of an earlier run move to ``NAME.1.jsonl``, or
-            to the next number that is free for all of the files.
+    A resumed run goes on after a round: the rows of later rounds are removed, and all rows for 0. For a
+    new run (None) rows of an earlier one move to ``NAME.1.jsonl``, or to the next number that is free
+    for all of the files. Paths that are None, or do not exist, are left out.
     """
     present = [path for path in paths if path is not None and path.is_file()]
     if after_round is not None:

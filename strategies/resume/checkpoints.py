@@ -128,9 +128,9 @@ class Checkpoints:
             try:
                 return _read(self._path(number))
             except _DamagedError as error:
-                fields = {"checkpoint": str(self._path(number)), "damaged": str(error)}
-                message = "The checkpoint '%s' cannot be used: %s"
-                log_fields(WARNING, fields, message, self._path(number), error)
+                path = self._path(number)
+                fields = {"checkpoint": str(path), "damaged": str(error)}
+                log_fields(WARNING, fields, "The checkpoint '%s' cannot be used: %s", path, error)
         raise FedrotError(
             f"There is no usable checkpoint in '{self.folder}'. Give the folder of a run that wrote "
             "checkpoints, or start anew without 'resume'."
@@ -292,8 +292,7 @@ def _versions() -> dict[str, str]:
 def _compare(written: Mapping[str, str]) -> None:
     """Log the versions that have changed since the checkpoint was written."""
     here = _versions()
-    changed = [
-        f"{name} {then} -> {here.get(name)}" for name, then in written.items() if here.get(name) != then
-    ]
+    names = [name for name, then in written.items() if here.get(name) != then]
+    changed = [f"{name} {written[name]} -> {here.get(name)}" for name in names]
     if changed:
         log(INFO, "Resuming with other versions, so bits may differ: %s", ", ".join(changed))

@@ -43,10 +43,7 @@ class RunState:
         self, strategy: Strategy, train_config: ConfigRecord, evaluate_config: ConfigRecord
     ) -> None:
         self._strategy = strategy
-        self._configs: dict[str, MutableMapping[str, Any]] = {
-            "train_config": train_config,
-            "evaluate_config": evaluate_config,
-        }
+        self._configs = {"train_config": train_config, "evaluate_config": evaluate_config}
         self._start = {key: (value, _plain(value)) for key, value in self._entries()}
         self._warned: set[tuple[str, str]] = set()
 

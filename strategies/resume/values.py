@@ -27,12 +27,8 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
     Supported are None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors, Flower's
     ``Array`` and records, and lists, tuples, sets and dictionaries of these. A type that JSON lacks
-    becomes an object with one key, the name of the type.
-
-    Args:
-        value: the value. Arrays and tensors are not copied if their layout allows it.
-        path: name of the value, for the names in ``arrays``.
-        arrays: receives every array under a name of its own.
+    becomes an object with one key, the name of the type. Arrays and tensors are not copied if their
+    layout allows it; their names in ``arrays`` contain ``path``.
 
     Raises:
         UnknownValueError: the value is of another type; a subclass counts as another type.

@@ -124,9 +124,6 @@ class Inbox:
     """Reads the replies of one round: the only place where a reply is checked.
 
     Attributes:
-        asked: the account of who was asked and has answered.
-        schema: the tensors that a reply may hold.
-        this_round: receives what is dropped, and why.
         weighted_by: the metric that weights the clients.
         needs: the kinds of statistics that a reply must bring.
         uses_statistics: False leaves out the statistics of replies, with a warning.

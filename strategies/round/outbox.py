@@ -105,8 +105,7 @@ class StoredArray(Array):
     def numpy(self) -> NDArray:
         """Return the values, mapped from the file."""
         tensor = self.__dict__["_read"]()
-        values: NDArray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        return values
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _floating(array: Array) -> bool:

@@ -29,11 +29,10 @@ def run_round(
 ) -> None:
     """Take the replies of a round one at a time, in the order of arrival.
 
+    The inbox checks a reply or drops it, the aligner brings its update into the round's coordinates, and
+    the merge takes it.
+
     Args:
-        replies: of the round.
-        inbox: reads and checks a reply, or drops it.
-        aligner: brings an update into the round's coordinates.
-        merge: takes the aligned updates.
         waiting: keeps all updates until every reply has arrived, in the order of the clients' ids;
             None keeps one at a time.
         norm_bound: see ``Robustness``; it needs ``waiting``.

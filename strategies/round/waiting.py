@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -53,9 +52,7 @@ class Store:
             self._own = Path(self._open.enter_context(temporary))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def put(self, tensors: Mapping[str, Tensor]) -> Stored:

@@ -32,11 +32,8 @@ def replace_changed(
     found: dict[str, Array] = {}
     for name, tensor in after.items():
         array = arrays.get(name)
-        as_sent = array is not None and (array.stype, f"torch.{array.dtype}") == (
-            NUMPY,
-            str(tensor.dtype),
-        )
-        if array is None or not as_sent or tensor is not before[name]:
+        kept = array is not None and array.stype == NUMPY and f"torch.{array.dtype}" == str(tensor.dtype)
+        if array is None or not kept or tensor is not before[name]:
             array = encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
         found[name] = array
     return ArrayRecord(found)

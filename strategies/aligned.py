@@ -66,7 +66,7 @@ class Aligned(Strategy):
         symmetry: the model's transformers configuration (object or dictionary), or a ``Symmetry``.
             ``align=False`` needs neither.
         *args: of the strategy behind, like ``**kwargs``.
-        anchor: the model that updates are aligned to, see ``fedrot.align_round``.
+        anchor: of updates, see ``fedrot.align_round``; ``running`` if not given.
         options: what to align, see ``fedrot.AlignmentOptions``.
         align: False aligns nothing: accepted replies reach the strategy behind as they are.
         other_basis: how to align replies from another basis; None aligns them like all others.

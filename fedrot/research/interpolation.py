@@ -31,8 +31,8 @@ def interpolate(a: Tensors, b: Tensors, t: float) -> dict[str, Tensor]:
     found = {name: tensor.detach().clone() for name, tensor in a.items()}
     for name, start in found.items():
         if start.is_floating_point():
-            ends = (tensor.detach().to(compute_dtype(start)) for tensor in (start, b[name]))
-            found[name] = torch.lerp(*ends, t).to(start.dtype)
+            first, last = (x.detach().to(compute_dtype(start)) for x in (start, b[name]))
+            found[name] = torch.lerp(first, last, t).to(start.dtype)
     return found
 
 

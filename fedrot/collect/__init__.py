@@ -1,4 +1,4 @@
-"""What a client computes beside its weights: activations, Gram matrices, Fisher information."""
+"""Activations, Gram matrices and Fisher information that a client collects from its model."""
 
 from fedrot.collect import known_kinds
 

@@ -1,4 +1,4 @@
-"""How the best element of each group is found: coordinate descent, and one module per solver."""
+"""Coordinate descent over the groups, and the solvers of their actions, one module each."""
 
 from importlib import import_module
 from pkgutil import iter_modules

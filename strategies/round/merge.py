@@ -168,7 +168,7 @@ class AggregatorMerge:
         self.this_round.accepted = len(contents)
         if not self.this_round.enough(wrapped.min_replies):
             return None, contents
-        merged = plain_mean.result("cpu", last=True) if plain_mean else aggregator.result()
+        merged = aggregator.result() if plain_mean is None else plain_mean.result("cpu", last=True)
         self.this_round.note(aggregator.notes)
         return (merged if self.this_round.finite(merged) else None), contents
 

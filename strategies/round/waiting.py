@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import tempfile
+from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -106,8 +107,8 @@ class Waiting(Sequence[Update]):
     def add(self, update: Update | None) -> None:
         """Keep an update; None is left out."""
         if update is not None:
-            self._updates.append((update.order, _held(update, self._store)))
-            self._updates.sort(key=lambda item: item[0])
+            held = update.order, _held(update, self._store)
+            insort(self._updates, held, key=lambda item: item[0])
 
     def __len__(self) -> int:
         return len(self._updates)

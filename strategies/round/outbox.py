@@ -40,18 +40,24 @@ def to_send(
     return changed
 
 
-def as_sent(tensors: Mapping[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
+def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     """Return tensors encoded as the broadcast model was: in its precision, with its ties.
 
-    Integer and boolean buffers are the broadcast ones.
+    Integer and boolean buffers are the broadcast ones. ``tensors`` is emptied: the memory of a tensor
+    that is encoded serves the next one's bytes.
     """
+    tied = {
+        name
+        for name, array in sent.items()
+        if array.stype == TIED and _equal(tensors[name], tensors[array.data.decode()])
+    }
     arrays = ArrayRecord()
     for name, array in sent.items():
-        tied = array.stype == TIED and _equal(tensors[name], tensors[array.data.decode()])
-        if tied or not _floating(array):
+        if name in tied or not _floating(array):
             arrays[name] = array
+            tensors.pop(name, None)
         else:
-            arrays[name] = encode(name, tensors[name].to(getattr(torch, array.dtype)))
+            arrays[name] = encode(name, tensors.pop(name).to(getattr(torch, array.dtype)))
     return arrays
 
 

@@ -40,6 +40,12 @@ class Alignment:
         model = f"a {self.symmetry.family} model of {self.symmetry.layers} layers"
         return f"Alignment of {model}\n{self.report}"
 
+    @property
+    def moved(self) -> dict[str, bool]:
+        """Whether each of the groups is moved, by name."""
+        names = {move.group.name for move in self.moves}
+        return {row.group: row.group in names for row in self.report.groups}
+
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
         """Return a new dictionary with the moves applied; redundant biases are 0 if the options said so.
 

@@ -18,6 +18,7 @@ from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError
+from fedrot.matching.chance import Spread
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
@@ -93,7 +94,7 @@ class FirstAnchor(GlobalAnchor):
     def accept(self, aligned: Tensors, weight: float) -> None:
         """Keep the first."""
         if self.current is self.broadcast:
-            self.current = Anchor(aligned)
+            self.current = Anchor(aligned, self.broadcast.spread_after(1.0))
 
 
 class RunningAnchor(GlobalAnchor):
@@ -133,7 +134,7 @@ class MedoidAnchor(GlobalAnchor):
 
     def prepare(self, updates: Sequence[Weighted]) -> None:
         """Align every pair of updates, and take the update nearest to all others."""
-        anchors = [Anchor(update) for update, _ in updates]
+        anchors = [Anchor(update, Spread(1.0)) for update, _ in updates]
         spread = [0.0] * len(updates)
         for i, (_, weight_i) in enumerate(updates):
             for j, (update_j, weight_j) in enumerate(updates[:i]):
@@ -144,7 +145,8 @@ class MedoidAnchor(GlobalAnchor):
             self._centre = min(range(len(updates)), key=spread.__getitem__)
             update = updates[self._centre][0]
             self._of_centre = self.find(update, self.broadcast)
-            self.current = Anchor(self._of_centre.apply(update))
+            aligned = self._of_centre.apply(update)
+            self.current = Anchor(aligned, self.broadcast.spread_after(1.0))
 
     def align(self, update: Tensors, place: int = 0) -> Alignment:
         """Return the alignment of one update; the medoid itself is aligned to the broadcast model."""
@@ -173,8 +175,11 @@ class ConsensusAnchor(GlobalAnchor):
             mean = Mean()
             for (update, weight), alignment in zip(given, found, strict=True):
                 mean.add(alignment.apply(update), weight)
-            anchor = Anchor(mean.current)
-            found = [self.find(update, anchor) for update, _ in given]
+            anchor = Anchor(mean.current, running.current.spread)
+            found = [
+                self.find(update, anchor.containing(weight / mean.weight, alignment.moved))
+                for (update, weight), alignment in zip(given, found, strict=True)
+            ]
             total = sum(w * a.report.after for (_, w), a in zip(given, found, strict=True))
             if total >= previous * (1 - CONSENSUS_TOLERANCE):
                 break

@@ -29,6 +29,9 @@ class AlignmentOptions:
             head's cross matrix; 0 is plain Procrustes.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.
+        chance: a group moves only if that removes more than so many times the squared distance that
+            chance removes (``fedrot.matching.chance``). 0 moves whatever removes anything. With
+            ``residual`` or ``output``, groups depend on each other and are not judged one by one.
         threshold: a move that removes less than this share of its group's squared distance is skipped.
         sweeps: largest number of passes over all stages if ``parts`` has ``residual`` or ``output``; the
             other parts need one pass.
@@ -45,6 +48,7 @@ class AlignmentOptions:
     layers: str | Collection[int] = "all"
     ridge: float = 0.0
     within_heads: str = "rotation"
+    chance: float = 1.5
     threshold: float = 0.0
     sweeps: int = 20
     tolerance: float = 1e-4
@@ -71,6 +75,7 @@ class AlignmentOptions:
         for name, fits, needed in (
             ("ridge", self.ridge >= 0, "be 0 or positive"),
             ("within_heads", self.within_heads in WITHIN_HEADS, f"be one of {WITHIN_HEADS}"),
+            ("chance", 0 <= self.chance < float("inf"), "be 0 or positive"),
             ("threshold", 0 <= self.threshold < 1, "lie in [0, 1)"),
             ("sweeps", self.sweeps >= 1, "be at least 1"),
             ("tolerance", self.tolerance >= 0, "be 0 or positive"),
@@ -79,6 +84,11 @@ class AlignmentOptions:
         ):
             if not fits:
                 raise FedrotError(f"{name} is {getattr(self, name)!r}; it must {needed}.")
+
+    @property
+    def coupled(self) -> bool:
+        """True if a chosen part shares tensors with the others, so that all depend on each other."""
+        return bool({"residual", "output"} & set(self.parts))
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""

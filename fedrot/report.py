@@ -24,7 +24,11 @@ class GroupReport:
         of: number of heads or neurons in the group.
         angle: mean rotation of the moved heads, in degrees.
         certified: True if the order of the neurons was proved optimal without an assignment.
-        skipped: True if a move was found, but gained less than ``AlignmentOptions.threshold``.
+        skipped: True if a move was found, but removed less than ``AlignmentOptions.chance`` or
+            ``threshold`` requires.
+        found: squared distance that the best element removes, moved or not; an upper bound where that is
+            below what is required.
+        chance: squared distance that chance removes, see ``fedrot.matching.chance``; None if unknown.
         within: name of the head permutation that moves this group's heads as a whole, if any.
     """
 
@@ -39,13 +43,14 @@ class GroupReport:
     certified: bool = False
     skipped: bool = False
     within: str = ""
+    found: float = 0.0
+    chance: float | None = None
 
     @classmethod
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
-        return cls(
-            group.name, group.layer, group.part, before, before, 0, group.kind.units, within=group.within
-        )
+        units = group.kind.units
+        return cls(group.name, group.layer, group.part, before, before, 0, units, within=group.within)
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
         """Return the report with the units and the angle of an element."""

@@ -26,12 +26,12 @@ JOINED = "joined"
 
 
 class Arm(BaseModel):
-    """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE`` or ``PARTS@ANCHOR~EVIDENCE``.
+    """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE*CHANCE`` or ``PARTS@ANCHOR~EVIDENCE*CHANCE``.
 
     ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
     another basis. ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, or ``whole``; the arm
-    moves these parts of every reply. ``@ANCHOR`` and ``~EVIDENCE`` may be left out: the defaults are the
-    strategy's anchor and the first of ``EVIDENCE``. Each may end in ``/AGGREGATION``; ``ensemble`` is
+    moves these parts of every reply. ``@ANCHOR``, ``~EVIDENCE`` and ``*CHANCE`` may be left out: the
+    defaults are the strategy's anchor, the first of ``EVIDENCE`` and ``AlignmentOptions.chance``. Each may end in ``/AGGREGATION``; ``ensemble`` is
     short for ``plain/ensemble``. ``joined`` trains one model on all clients' data.
     """
 
@@ -42,6 +42,7 @@ class Arm(BaseModel):
     parts: tuple[str, ...] = ()
     anchor: str = DEFAULT_ANCHOR
     evidence: str = EVIDENCE[0]
+    chance: float = AlignmentOptions.chance
     aggregation: str = AGGREGATIONS[0]
     other_basis: bool = False
 
@@ -52,7 +53,8 @@ class Arm(BaseModel):
             return cls(name=text, align=False)
         full = f"plain/{text}" if text in AGGREGATIONS else text
         move, slash, aggregation = full.partition("/")
-        rest, _, evidence = move.partition("~")
+        before, star, chance = move.partition("*")
+        rest, _, evidence = before.partition("~")
         what, _, anchor = rest.partition("@")
         aggregation = aggregation if slash else AGGREGATIONS[0]
         chosen = {"anchor": anchor or DEFAULT_ANCHOR, "evidence": evidence or EVIDENCE[0]}
@@ -71,16 +73,23 @@ class Arm(BaseModel):
                 f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
                 "statistics cannot follow rotations; leave out the anchor and the evidence"
             )
-        named = {"aligned": AlignmentOptions().parts, "whole": WHOLE_MODEL}
+        named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
         other_basis = what == "aligned"
         if evidence in ("clients", "learned") and not other_basis:
             raise ValueError(f"arm '{text}': evidence '{evidence}' goes with 'aligned'")
         try:
-            AlignmentOptions(parts=parts)
+            factor = float(chance) if star else AlignmentOptions.chance
+            AlignmentOptions(parts=parts, chance=factor)
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
-        return cls(name=text, align=True, parts=parts, other_basis=other_basis, **chosen)
+        arm = {"name": text, "align": True, "parts": parts, "other_basis": other_basis}
+        return cls.model_validate({**arm, **chosen, "chance": factor})
+
+    @property
+    def options(self) -> AlignmentOptions:
+        """What the arm moves."""
+        return AlignmentOptions(parts=self.parts, chance=self.chance)
 
     @property
     def ensemble(self) -> bool:

@@ -118,14 +118,17 @@ class _Descent:
                 self.problem = self.problem.moved(found)
 
     def _accepted(self, group: Group, match: Match) -> Move | None:
-        """Note a match; return its move unless it gains less than the threshold."""
+        """Note a match; return its move unless it removes less than is required."""
+        chance = self.problem.chance(group, match, solver_of(group))
         # Inside a moved head the element is kept: the head's place was chosen for it.
         bound = any(move.group.name == group.within for move in self.moves)
-        threshold = self.problem.options.threshold
-        skipped = match.element is not None and not bound and match.gain < threshold * match.before
-        element = None if skipped else match.element
+        short = match.gain < self.problem.required(group, match.before, chance) and not bound
+        element = None if short else match.element
+        skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after
         self._note(group, match.before, after, match.certified, skipped)
+        row = self.rows[group.name]
+        self.rows[group.name] = replace(row, found=row.found + match.gain, chance=chance)
         return None if element is None else Move(group, element)
 
     def _note(
@@ -161,6 +164,8 @@ class _Descent:
 
     def solution(self, before: float, after: float) -> Solution:
         moves = compact(self.moves)
+        moved = {move.group.name for move in moves}
+        self.problem.anchor.note_moved({group.name: group.name in moved for group in self.groups})
         elements = {move.group.name: move.element for move in moves}
         rows = []
         for group in self.groups:

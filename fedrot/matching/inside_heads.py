@@ -70,9 +70,13 @@ class HeadSolver(ABC):
             matches |= {group.name: match for group, match in zip(batch, found, strict=True)}
         return [matches[group.name] for group in groups]
 
+    def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
+        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``, where they cost less than ``best``."""
+        return None
+
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
         action = groups[0].kind
-        crosses, weights, before = [], [], []
+        crosses, weights, before, required = [], [], [], []
         for group in groups:
             blocks = problem.pairs(group)
             before.append(problem.distance(group, blocks))
@@ -82,19 +86,28 @@ class HeadSolver(ABC):
             if addition is not None:
                 own = diagonal_blocks(addition, len(addition) // action.units)
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
+            chance = problem.near_chance(group, before[-1])
+            required.append(problem.required(group, before[-1], chance))
         cross, weight = torch.stack(crosses), torch.stack(weights)
-        best = self.best(action, cross, problem.options, blocks[0][1].dtype == torch.float64)
-        gains, removed = (
-            (2 * (self.value(action, best, m) - self.still(action, m)).sum(1)).tolist()
-            for m in (cross, weight)
-        )
-        traces = self.still(action, cross).sum(1).abs().tolist()
-        return [
-            Match(None, before[i], before[i])
-            if gains[i] <= MINIMUM_GAIN * traces[i]
-            else Match(best[i], before[i], max(before[i] - removed[i], 0.0), gains[i])
-            for i in range(len(groups))
-        ]
+        ceiling = self.ceiling(action, cross) if any(required) else None
+        most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()
+        matches = [Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)]
+        left = [i for i, gain in enumerate(most) if gain >= required[i]]
+        if left:
+            precise = blocks[0][1].dtype == torch.float64
+            cross, weight = cross[left], weight[left]
+            best = self.best(action, cross, problem.options, precise)
+            gains, removed = (
+                (2 * (self.value(action, best, m) - self.still(action, m)).sum(1)).tolist()
+                for m in (cross, weight)
+            )
+            traces = self.still(action, cross).sum(1).abs().tolist()
+        for place, i in enumerate(left):
+            after = max(before[i] - removed[place], 0.0)
+            found = gains[place] > MINIMUM_GAIN * traces[place]
+            still = Match(None, before[i], before[i])
+            matches[i] = Match(best[place], before[i], after, gains[place]) if found else still
+        return matches
 
 
 class RotationSolver(HeadSolver):
@@ -110,6 +123,17 @@ class RotationSolver(HeadSolver):
 
     def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
         return cross
+
+    def ceiling(self, action: HeadRotation, evidence: Tensor) -> Tensor:
+        """Return ``|H^-1/2 K|^2 / 2`` for ``M = H + K``, ``H`` symmetric and ``K`` skew; inf unless H > 0.
+
+        For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``.
+        """
+        symmetric, skew = ((evidence + s * evidence.mT) / 2 for s in (1, -1))
+        factor, failed = torch.linalg.cholesky_ex(symmetric)
+        half = torch.linalg.solve_triangular(factor, skew, upper=False)
+        bound = half.square().sum((-1, -2)) / 2
+        return torch.where(failed > 0, torch.inf, bound)
 
     def best(
         self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions, precise: bool = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -41,22 +42,41 @@ def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
 
 def distance_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> float:
     """Return the squared distance of all entries on the slots, each entry counted once."""
-    masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    for slot in slots:
-        length = client[slot.tensor].shape[slot.axis]
-        mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
-        mask |= slot.slice.mask(length)
-    squares: list[Tensor] = []
-    for name, by_axis in masks.items():
+    return float(sum(_squares([pair]) for pair in entries_once(slots, anchor, client)))
+
+
+def entries_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> Iterator[Pair]:
+    """Yield all entries on the slots as pairs of blocks (anchor, client), each entry once."""
+    for name, by_axis in _masks(slots, {name: tuple(t.shape) for name, t in client.items()}).items():
         c = client[name].detach()
         a, c = (t.to(compute_dtype(c)) for t in (anchor[name].detach(), c))
         if not any(bool(mask.all()) for mask in by_axis.values()):
             for axis, mask in by_axis.items():
-                squares.append(_squares([(_where(a, mask, axis), _where(c, mask, axis))]))
+                yield _where(a, mask, axis), _where(c, mask, axis)
                 a, c = _where(a, ~mask, axis), _where(c, ~mask, axis)
             continue
-        squares.append(_squares([(a, c)]))
-    return float(sum(squares))
+        yield a, c
+
+
+def count_once(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of entries on the slots, each entry counted once."""
+    entries = 0
+    for name, by_axis in _masks(slots, shapes).items():
+        left = [n - int(by_axis[d].sum()) if d in by_axis else n for d, n in enumerate(shapes[name])]
+        entries += math.prod(shapes[name]) - math.prod(left)
+    return entries
+
+
+def _masks(
+    slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[int, Tensor]]:
+    """Return by tensor and axis which entries of the axis lie on a slot, bool ``[length]``."""
+    masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for slot in slots:
+        length = shapes[slot.tensor][slot.axis]
+        mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
+        mask |= slot.slice.mask(length)
+    return masks
 
 
 def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:

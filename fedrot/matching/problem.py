@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from fedrot.collect.activations import Activations
 from fedrot.errors import UpdateError
 from fedrot.matching import assignment
+from fedrot.matching.chance import Spread, entries_of, near_share, null_models, requirement
 from fedrot.matching.pairs import Pair, by_sign, distance_once, pairs, squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Symmetry
@@ -21,12 +22,17 @@ from fedrot.transport import Move, apply_moves
 
 @dataclass
 class Anchor:
-    """An anchor's tensors, with bounds on its neurons' separation that all clients share."""
+    """An anchor's tensors, with bounds on its neurons' separation that all clients share.
+
+    ``spread`` is its own noise, which decides what chance removes.
+    """
 
     tensors: Tensors
+    spread: Spread = field(default_factory=Spread, repr=False)
     _separation: dict[tuple[str, int | None], Tensor] = field(default_factory=dict, repr=False)
     _last: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _sizes: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _moved: dict[str, bool] = field(default_factory=dict, repr=False)
 
     def separation(self, group: Group, columns: int | None) -> Tensor:
         """Return the bound of ``assignment.separation`` for one group; computed once."""
@@ -41,6 +47,22 @@ class Anchor:
         """Store the squared distances ``[n]`` of a client whose neurons keep their order."""
         self._last[group.name] = distances
 
+    def note_moved(self, moved: Mapping[str, bool]) -> None:
+        """Store which groups of the last client are moved."""
+        self._moved.update(moved)
+
+    def spread_after(self, share: float) -> Spread:
+        """Return the spread of an anchor that goes ``share`` of the way to the last client."""
+        return self.spread.towards(share, self._moved)
+
+    def containing(self, share: float, moved: Mapping[str, bool]) -> Anchor:
+        """Return this anchor for an update that is ``share`` of it; ``moved`` as for its spread."""
+        return replace(self, spread=self.spread.containing(share, moved))
+
+    def forgetful(self) -> Anchor:
+        """Return this anchor with notes of its own; the bounds stay shared."""
+        return replace(self, _last={}, _moved={})
+
     def towards_last(self, tensors: Tensors, share: float) -> Anchor:
         """Return an anchor with new tensors, ``share`` (0 to 1) of the way to the last aligned client.
 
@@ -48,7 +70,7 @@ class Anchor:
         separation stay valid once reduced by the neuron's own movement, by the largest movement, and
         by the rounding error.
         """
-        moved = Anchor(tensors)
+        moved = Anchor(tensors, self.spread_after(share))
         for (name, columns), bound in self._separation.items():
             if name in self._last:
                 way = share * self._last[name].sqrt() * assignment.SLACK
@@ -69,7 +91,8 @@ class Match:
         after: squared distance once the element has moved them.
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation inside the heads,
-            and where activations enter the objective.
+            and where activations enter the objective. Where no element gains what is required
+            (``Problem.required``), it may be an upper bound, beside the identity.
         certified: True if the identity is proved to be optimal without solving an assignment.
     """
 
@@ -89,6 +112,40 @@ class Problem:
     symmetry: Symmetry
     options: AlignmentOptions
     activations: Activations | None = None
+
+    def near_chance(self, group: Group, before: float) -> float | None:
+        """Return the squared distance that chance removes from a group, None if no formula tells it.
+
+        None, too, where groups depend on each other or activations have a say: chance is not known.
+        """
+        if self.options.coupled or self.activations is not None:
+            return None
+        share = near_share(group, self.anchor.tensors, before, self.anchor.spread)
+        return None if share is None else share * before
+
+    def chance(self, group: Group, match: Match, solver: Callable[..., list[Match]]) -> float | None:
+        """Return the squared distance that chance removes from a matched group, None if not known."""
+        if self.options.coupled or self.activations is not None:
+            return None
+        near = self.near_chance(group, match.before)
+        if near is not None or match.element is None:
+            return near or 0.0
+        return self._drawn_chance(group, solver) if self.options.chance > 0 else None
+
+    def _drawn_chance(self, group: Group, solver: Callable[..., list[Match]]) -> float:
+        """Return the squared distance that chance removes from a group, by drawing null models."""
+        anchor, options = self.anchor.forgetful(), replace(self.options, chance=0.0, threshold=0.0)
+        gains = []
+        for client in null_models(group, anchor.tensors, self.client):
+            drawn = replace(self, anchor=anchor, client=client, options=options)
+            gains.append(solver([group], drawn)[0].gain)
+        entries = entries_of(group, anchor.tensors)
+        return sum(gains) / len(gains) * anchor.spread.factor(group, entries)
+
+    def required(self, group: Group, before: float, chance: float | None) -> float:
+        """Return the squared distance that a group's element has to remove for the group to move."""
+        needed = 0.0 if chance is None else requirement(group, chance, self.options.chance)
+        return max(needed, self.options.threshold * before)
 
     def moved(self, moves: Sequence[Move]) -> Problem:
         """Return the problem with the moves applied to the client."""

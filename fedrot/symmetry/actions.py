@@ -31,6 +31,11 @@ class Kind(Protocol):
     def units(self) -> int:
         """The number of heads or neurons that the group acts on."""
 
+    @property
+    def free(self) -> int:
+        """The number of free dimensions: of the directions in which small elements move weights."""
+        return 0
+
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         """Return the element applied to one axis of ``x``: a new tensor of its shape and dtype."""
 
@@ -197,6 +202,10 @@ class HeadRotation(InsideHeads):
     Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
     """
 
+    @property
+    def free(self) -> int:
+        return self.heads * self.dim * (self.dim - 1) // 2
+
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         if x.ndim == 2 and axis == 1 and x.shape[1] == self.heads * self.dim:
             # The general case would copy the transposed matrix twice.
@@ -247,6 +256,10 @@ class HeadLinear(HeadRotation):
     Source: Zhang et al. 2025, Theorem 4.1.
     """
 
+    @property
+    def free(self) -> int:
+        return self.heads * self.dim**2
+
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         return super().act(torch.linalg.inv(element).mT if contravariant else element, x, axis)
 
@@ -277,6 +290,10 @@ class Rescale(Kind):
 
     @property
     def units(self) -> int:
+        return self.heads
+
+    @property
+    def free(self) -> int:
         return self.heads
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:

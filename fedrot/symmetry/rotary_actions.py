@@ -42,6 +42,10 @@ class RotaryPhases(_Rotary):
     Source: Su et al. 2021 (RoFormer), Eq. 34: what commutes with every rotary matrix.
     """
 
+    @property
+    def free(self) -> int:
+        return self.heads * self.dim // 2
+
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         leading = x.movedim(axis, 0)
         first, second = self.pairs(leading).unbind(2)

@@ -18,7 +18,6 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import JOINED, Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.arms import (
@@ -180,14 +179,14 @@ class ArmStrategy(FedRot):
         at_server = arm.align and not arm.aligns_at_clients
         other_basis = OtherBasis(
             model=cell.model if arm.evidence == "probe" else None,
-            options=OTHER_BASIS_OPTIONS if arm.other_basis else AlignmentOptions(parts=arm.parts),
+            options=OTHER_BASIS_OPTIONS if arm.other_basis else arm.options,
             at_clients=arm.evidence in ("clients", "learned"),
         )
         super().__init__(
             model_config(config, task.data).to_dict(),
             anchor=arm.anchor,
             aggregation=aggregation_of(arm, task, cell.seed, model),
-            options=AlignmentOptions(parts=arm.parts) if at_server else None,
+            options=arm.options if at_server else None,
             other_basis=other_basis if at_server else None,
             align=at_server,
             execution=Execution(deterministic=True),

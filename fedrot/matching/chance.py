@@ -1,0 +1,143 @@
+"""What chance removes: the squared distance that the best element of a group removes from noise alone.
+
+The best element is a maximum, so it removes some distance whatever a client has learned. Where the
+client's difference ``c - a`` from the anchor is isotropic and small beside the anchor, a group with ``k``
+free dimensions on ``n`` entries removes the share ``k / n`` of its squared norm: the part along the
+group's orbit. Elsewhere a null model is drawn and matched like a client: ``t a + s g`` with standard
+Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anchor and its distance.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fedrot.matching.pairs import count_once, entries_once
+from fedrot.symmetry.groups import Group
+from fedrot.tensors import Tensors
+
+#: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.
+NEAR = 0.05
+
+#: Null models are drawn until their free dimensions or units are so many, but at most ``MOST_DRAWS``.
+ENOUGH, MOST_DRAWS = 500, 8
+
+#: From noise alone, a group exceeds ``requirement`` once in so many times at most.
+ONCE_IN = 1000
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The variance of an anchor's own noise, in units of an update's.
+
+    The broadcast model has none. A mean of ``k`` updates has ``1 / k``. Where updates were moved to each
+    other, they agree in the directions in which their groups move; there the mean has more.
+
+    Attributes:
+        across: the variance of the anchor's entries.
+        along: by group, the variance in the directions in which the group moves; ``across`` if absent.
+    """
+
+    across: float = 0.0
+    along: Mapping[str, float] = field(default_factory=dict)
+
+    def towards(self, share: float, moved: Mapping[str, bool]) -> Spread:
+        """Return the spread of an anchor that goes ``share`` of the way to an update.
+
+        ``moved`` says of each group whether the update had been moved to this anchor.
+        """
+
+        def mixed(variance: float) -> float:
+            return (1 - share) ** 2 * variance + share**2
+
+        before = {name: self.along.get(name, self.across) for name in moved}
+        along = {name: before[name] if moved[name] else mixed(before[name]) for name in moved}
+        return Spread(mixed(self.across), along)
+
+    def containing(self, share: float, moved: Mapping[str, bool]) -> Spread:
+        """Return the spread as seen by an update that is ``share`` of the anchor itself."""
+        return Spread(
+            self.across - 2 * share,
+            {n: self.along.get(n, self.across) - (0 if was else 2 * share) for n, was in moved.items()},
+        )
+
+    def factor(self, group: Group, entries: int) -> float:
+        """Return the factor on the share that chance removes from isotropic noise on ``entries``."""
+        share = group.kind.free / entries
+        across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
+        return along / (share * along + (1 - share) * across) if share else 1.0
+
+
+def near_share(group: Group, tensors: Tensors, before: float, spread: Spread) -> float | None:
+    """Return the share of a group's squared distance that chance removes near an anchor.
+
+    Args:
+        tensors: of the anchor.
+        before: the group's squared distance to it.
+        spread: of the anchor.
+
+    Returns:
+        None if the distance is not small beside the anchor, or the group has no free dimension: whether
+        chance changes an order or a sign depends on the single units.
+    """
+    if not group.kind.free:
+        return None
+    size = sum(
+        float(torch.linalg.vector_norm(slot.of(tensors[slot.tensor].detach()).float())) ** 2
+        for slot in group.slots
+    )
+    if before > NEAR * size:
+        return None
+    entries = entries_of(group, tensors)
+    return group.kind.free / entries * spread.factor(group, entries)
+
+
+def entries_of(group: Group, tensors: Tensors) -> int:
+    """Return the number of entries that a group acts on, each counted once."""
+    return count_once(group.slots, {s.tensor: tuple(tensors[s.tensor].shape) for s in group.slots})
+
+
+def requirement(group: Group, chance: float, factor: float) -> float:
+    """Return what a group has to remove, given what chance removes and ``AlignmentOptions.chance``.
+
+    It is ``factor`` times chance. Of few free dimensions noise removes more than that now and then:
+    then it is the quantile of their chi-squared distribution, see ``ONCE_IN``.
+    """
+    return chance * (max(factor, _quantile(group.kind.free)) if factor > 0 else 0.0)
+
+
+@cache
+def _quantile(free: int) -> float:
+    from scipy.special import chdtri
+
+    return float(chdtri(free, 1 / ONCE_IN)) / free if free else 0.0
+
+
+def null_models(group: Group, anchor: Tensors, client: Tensors) -> Iterator[dict[str, Tensor]]:
+    """Yield null models of a client: its tensors, with those of the group replaced.
+
+    The numbers are drawn on the CPU with a seed of the group's own: they are the same in every run.
+    """
+    own, across, entries = 0.0, 0.0, 0
+    rest = 0.0
+    for a, c in entries_once(group.slots, anchor, client):
+        own += float(a.double().square().sum())
+        across += float((a.double() * c.double()).sum())
+        rest += float(c.double().square().sum())
+        entries += a.numel()
+    slope = across / own if own > 0 else 0.0
+    size = (max(rest - slope * across, 0.0) / max(entries, 1)) ** 0.5
+    names = dict.fromkeys(slot.tensor for slot in group.slots)
+    generator = torch.Generator().manual_seed(zlib.crc32(group.name.encode()))
+    for _ in range(min(-(-ENOUGH // max(group.kind.free, group.kind.units)), MOST_DRAWS)):
+        drawn = {}
+        for name in names:
+            a = anchor[name].detach()
+            noise = torch.randn(a.shape, generator=generator, dtype=torch.float32).to(a)
+            drawn[name] = slope * a + size * noise
+        yield {**client, **drawn}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -97,8 +97,22 @@ class AlignmentReport:
 
     def share(self, *parts: str) -> float:
         """Return the share of the squared distance removed by the given parts (all if none)."""
-        removed = sum(g.before - g.after for g in self.groups if not parts or g.part in parts)
-        return removed / self.before if self.before > 0 else 0.0
+        return self._share(g.before - g.after for g in self._of(parts))
+
+    def found(self, *parts: str) -> float:
+        """Return the share that the best elements of the given parts remove, moved or not."""
+        return self._share(g.found for g in self._of(parts))
+
+    def chance(self, *parts: str) -> float | None:
+        """Return the share that chance removes, None if it is not known of one of the groups."""
+        known = [g.chance for g in self._of(parts) if g.chance is not None]
+        return self._share(known) if len(known) == len(self._of(parts)) else None
+
+    def _of(self, parts: Sequence[str]) -> list[GroupReport]:
+        return [group for group in self.groups if not parts or group.part in parts]
+
+    def _share(self, distances: Iterable[float]) -> float:
+        return sum(distances) / self.before if self.before > 0 else 0.0
 
     def moved(self, part: str) -> int:
         """Return the number of heads or neurons that a part moved, see ``moved_units``."""

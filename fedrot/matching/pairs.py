@@ -67,9 +67,7 @@ def count_once(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> 
     return entries
 
 
-def _masks(
-    slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, dict[int, Tensor]]:
+def _masks(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, Tensor]]:
     """Return by tensor and axis which entries of the axis lie on a slot, bool ``[length]``."""
     masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot in slots:

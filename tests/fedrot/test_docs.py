@@ -54,3 +54,11 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(merged[0], scope["aggregator"].mean.result()[name][0])
     first = 2 * scope["aggregator"].mean.result()[name] - last
     torch.testing.assert_close(merged[2], (2 * first[2] + last[2]) / 3)
+
+
+def test_the_page_about_chance_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = _executed("chance.md", 1)
+    noise, turned = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"noise: found \d\.\d%, chance \d\.\d%", noise)
+    assert re.fullmatch(r"turned: found 99\.\d%, chance \d+\.\d%", turned)
+    assert all(row.moved for row in scope["report"].groups if row.part == "attention")

@@ -127,7 +127,7 @@ def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
             found[row.group] += row.found / row.before / 8
     assert len(found) == 3
     for group, share in found.items():
-        assert claimed[group] == pytest.approx(share, rel=0.05, abs=1e-4), group
+        assert claimed[group] == pytest.approx(share, rel=0.05, abs=5e-4), group
 
 
 def test_unrelated_models_share_what_random_matrices_share() -> None:

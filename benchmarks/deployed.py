@@ -9,7 +9,7 @@ A round lasts from the end of ``configure_train`` to the end of ``aggregate_trai
 sending the model, waiting for the clients and fetching their replies. ``aligning`` is
 fedrot-seconds-aligning. ``rest`` is everything else: decoding, checking and averaging. ``memory`` is the
 peak of the resident set of the ServerApp's process. Clients and server share the machine: what a client
-computes takes time from the server.
+computes takes time from the server, which has one thread for that reason (docs/speed.md).
 
 The SuperLink keeps its state in memory. Clients draw their drift from their partition id and the number
 of the round. Whatever was started is stopped at the end, after an error and Ctrl-C, too.
@@ -57,8 +57,8 @@ def start(federation: Federation, options: argparse.Namespace, out: Path) -> Non
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(APP, federation.folder / "my-app", ignore=ignored)
     federation.run("certificates")
-    # A test has one thread; a server has the machine's.
-    federation.start("superlink", f"unset OMP_NUM_THREADS\n{federation.command('superlink')}")
+    threads = f"export OMP_NUM_THREADS={options.threads}" if options.threads else "unset OMP_NUM_THREADS"
+    federation.start("superlink", f"{threads}\n{federation.command('superlink')}")
     federation.until(federation.listens, "the SuperLink listens")
     federation.run("connection")
     federation.run("register")
@@ -175,6 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each strategy")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the server; 0: torch's own choice"
+    )
     parser.add_argument("--drift", type=float, default=0.02, help="relative change of the clients")
     parser.add_argument("--json", type=Path, default=None, help="also write the numbers to this file")
     options = parser.parse_args()

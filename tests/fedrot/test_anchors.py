@@ -96,6 +96,29 @@ def test_scrambling_every_client_does_not_change_the_mean(
 
 
 @ANCHOR
+def test_by_default_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
+    anchor: str,
+) -> None:
+    """Brought back, a client is fitted to the noise of its anchor too: by that the means differ."""
+    name, defaults = "bert-classifier", fedrot.AlignmentOptions()
+    broadcast, symmetry = state_of(name), symmetry_for(name)
+    clients = _clients(broadcast)
+    scrambled = [
+        (fedrot.random_equivalent(update, symmetry, seed), weight)
+        for seed, (update, weight) in enumerate(clients)
+    ]
+    plain, lost = Mean(), Mean()
+    for (update, weight), (other, _) in zip(clients, scrambled, strict=True):
+        plain.add(update, weight)
+        lost.add(other, weight)
+    honest, results = _round(clients, broadcast, symmetry, anchor, defaults)
+    assert not any(result.alignment.moves for result in results)
+    assert largest_difference(honest, plain.result()) == 0
+    found, _ = _round(scrambled, broadcast, symmetry, anchor, defaults)
+    assert squared_distance(found, honest) < 1e-2 * squared_distance(lost.result(), honest)
+
+
+@ANCHOR
 def test_far_clients_keep_their_function_and_move_closer(anchor: str) -> None:
     name = "bert-classifier"
     broadcast = state_of(name)

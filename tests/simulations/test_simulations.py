@@ -89,9 +89,21 @@ def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) ->
     assert "matched at the server" not in (tmp_path / "run" / "flower.log").read_text()
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="Clients that align before they compute statistics do not know the arm's chance.",
+)
+def test_fisher_sees_through_scrambling_once_clients_aligned(tmp_path: Path) -> None:
+    options = [*SMALL, "--rounds", "1", "--local-epochs", "6", "--start", "same,scrambled"]
+    run, arm = tmp_path / "run", "aligned*0/fisher"
+    simulated(run, "simulate", *options, "--arms", arm)
+    same, scrambled = (central(run, start, arm, "loss", 1) for start in ("same", "scrambled"))
+    assert abs(scrambled - same) < 1e-5
+
+
 def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> None:
-    blind = ("aligned*0/regmean", "aligned*0/fisher", "aligned*0/ot", "ensemble", "joined")
-    arms = ("plain/regmean", *blind, "greedy")
+    blind = ("aligned*0/regmean", "aligned*0/ot", "ensemble", "joined")
+    arms = ("plain/regmean", *blind, "aligned*0/fisher", "greedy")
     # Fewer epochs leave the small BERT so near to its start that its encoder hardly matters.
     options = [*SMALL, "--rounds", "1", "--local-epochs", "6", "--start", "same,scrambled"]
     simulated(tmp_path / "run", "simulate", *options, "--arms", ",".join(arms))

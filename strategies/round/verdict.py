@@ -78,8 +78,8 @@ def verdict(
 
 
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
-    """Return the reports that know of every group what chance removes."""
-    return [report for report in reports if report.chance() is not None]
+    """Return the reports that know of every group what chance removes, if there is any distance."""
+    return [report for report in reports if report.chance() is not None and report.before > 0]
 
 
 def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:

@@ -138,8 +138,9 @@ def test_some_replies_from_another_basis(share: float, moved: int, beginning: st
     )
 
 
-def test_no_groups() -> None:
-    assert found(report()) == "nothing to align: averaged as they are"
+@pytest.mark.parametrize("groups", [[], rows("attention", 0.0, 0.0, of=0.0)])
+def test_no_groups_or_no_distance(groups: list[GroupReport]) -> None:
+    assert found(report(*groups)) == "nothing to align: averaged as they are"
 
 
 def test_alignment_off() -> None:
@@ -279,7 +280,8 @@ def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFix
     assert re.match(r"Round 1: .*rotation \d\.\d %.*, chance \d\.\d %", sentence)
     assert "; 1 reply from another basis: rotation " in sentence
 
-    lines = lines_of(caplog, strategy, updates[1:2] * 2, 1)
+    # The first of these is the round's anchor.
+    lines = lines_of(caplog, strategy, [permuted(near(state(), 0.02, i), i) for i in (2, 3)], 1)
     assert lines[-2].endswith("% of the distance, chance not known).")
     default = {name for name, figure in FIGURES.items() if figure.default}
     record = next(line for line in lines if "Aggregated MetricRecord" in line)

@@ -174,8 +174,7 @@ class Aligned(Strategy):
                 self.begin(None)
                 result = super().start(lazy, initial_arrays, *given)
             else:
-                where = {"checkpoints": checkpoints, "resume": resume}
-                result = run(self, lazy, initial_arrays, *given, **where)
+                result = run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
         for line in run_lines(result.train_metrics_clientapp, self.reporting.rows_path):
             log(INFO, line)
         return result

@@ -14,17 +14,14 @@ from flwr.app import Message
 import fedrot
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.round_report import FIGURES
-from fedrot.strategies.settings import Reporting, Robustness
+from fedrot.strategies.settings import Robustness
 from fedrot.transport import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import Client, broadcast, failure, reply
+from tests.strategies.fakes import ALL_METRICS, Client, broadcast, failure, reply
 
 CONFIG = config_of(NAME)
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
-
-
-ALL = Reporting(all_metrics=True)
 
 
 def _documented(column: int | None = None, cell: str = "") -> list[str]:
@@ -60,7 +57,7 @@ def test_the_page_s_table_has_every_figure() -> None:
 def test_a_round_s_metrics_are_those_of_the_page() -> None:
     names, updates = _documented(), [near(state(), 0.05, i) for i in range(2)]
     assert len(names) == len(set(names)) > 15
-    for reporting, expected in ((ALL, names), (None, _default())):
+    for reporting, expected in ((ALL_METRICS, names), (None, _default())):
         metrics = _play(FedRot(CONFIG, reporting=reporting), updates)
         assert [name for name in metrics if name.startswith("fedrot-")] == expected
     assert len(_default()) <= 6
@@ -71,7 +68,7 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
     updates, found = [near(state(), 0.05, i + 1) for i in range(3)], []
     for chance in (1.5, 0.0):
         options = fedrot.AlignmentOptions(chance=chance)
-        metrics = _play(FedRot(CONFIG, anchor="global", options=options, reporting=ALL), updates)
+        metrics = _play(FedRot(CONFIG, anchor="global", options=options, reporting=ALL_METRICS), updates)
         found.append([metrics[f"fedrot-share-{name}"] for name in ("found", "chance", "rotation")])
         assert metrics["fedrot-groups-moved"] == (0 if chance else 3 * 2 * LAYERS)
         reports = [fedrot.align(client, state(), SYMMETRY, options).report for client in updates]
@@ -110,7 +107,7 @@ def test_heads_and_neurons_count_once_however_many_clients_moved_them() -> None:
         return apply_moves(state(), [Move(groups[part], turn), Move(groups["ffn"], order)])
 
     sent = [moved("qk", 0, 5), moved("vo", 0, 6), moved("vo", 2, 5)]
-    metrics = _play(FedRot(CONFIG, anchor="global", reporting=ALL), sent)
+    metrics = _play(FedRot(CONFIG, anchor="global", reporting=ALL_METRICS), sent)
     assert (metrics["fedrot-heads-rotated"], metrics["fedrot-neurons-moved"]) == (2, 3)
 
 
@@ -124,7 +121,7 @@ def test_what_is_moved_in_every_client_is_no_more_than_the_model_has() -> None:
             if group.part in ("heads", "ffn", "residual")
         ]
         sent.append(apply_moves(state(), moves))
-    metrics = _play(FedRot(CONFIG, anchor="global", options=whole, reporting=ALL), sent)
+    metrics = _play(FedRot(CONFIG, anchor="global", options=whole, reporting=ALL_METRICS), sent)
     width = state()["classifier.weight"].shape[1]
     found = [metrics[f"fedrot-{name}"] for name in ("heads-moved", "neurons-moved", "stream-moved")]
     assert found == [LAYERS * HEADS, LAYERS * NEURONS, width]
@@ -151,7 +148,7 @@ def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch)
         return alignment
 
     monkeypatch.setattr("fedrot.anchors.align", aligned)
-    strategy = FedRot(CONFIG, reporting=ALL)
+    strategy = FedRot(CONFIG, reporting=ALL_METRICS)
     messages = broadcast(strategy, state(), 2)
 
     def slowly() -> Iterator[Message]:

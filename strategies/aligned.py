@@ -37,6 +37,7 @@ from fedrot.strategies.round.outbox import plain, to_send
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.run_round import aligned_merge, run_round
 from fedrot.strategies.round.update import Schema, Update
+from fedrot.strategies.round.verdict import run_lines
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays
@@ -171,8 +172,12 @@ class Aligned(Strategy):
             given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
             if checkpoints is None and resume is None:
                 self.begin(None)
-                return super().start(lazy, initial_arrays, *given)
-            return run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
+                result = super().start(lazy, initial_arrays, *given)
+            else:
+                result = run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
+        for line in run_lines(result.train_metrics_clientapp, self.reporting.rows_path):
+            log(INFO, line)
+        return result
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Refuse Flower's legacy server, which calls this first."""
@@ -224,12 +229,12 @@ class Aligned(Strategy):
             asked = Asked(sent, self._clients)
             merge = self._collected(replies, asked, this_round, store)
             arrays, metrics = merge.result(self._wrapped())
-        figures = this_round.metrics()
-        this_round.log_end(figures, self.align)
+        # Without alignment the metrics are the strategy's own; only what went wrong is added.
+        every = self.reporting.all_metrics
+        ours = this_round.metrics(every) if self.align else this_round.losses()
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, this_round.rows())
-        # Without alignment the metrics are the strategy's own; only what went wrong is added.
-        ours = figures if self.align else this_round.losses()
+        this_round.log_end(ours, self.align)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
         self.metrics_log.write(server_round, TRAIN, metrics)
         this_round.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())

@@ -140,6 +140,7 @@ class Reporting:
         metrics: a JSON-lines file: one row per round and stage, see ``MetricsLog``.
         tensorboard: a folder for TensorBoard that receives the same metrics; it needs
             ``pip install 'fedrot[tensorboard]'``.
+        all_metrics: add every metric of docs/metrics.md to a round's metrics, not only the default ones.
 
     Raises:
         FedrotError: a file is a folder, or both files are one.
@@ -148,6 +149,7 @@ class Reporting:
     rows: str | Path | None = None
     metrics: str | Path | None = None
     tensorboard: str | Path | None = None
+    all_metrics: bool = False
 
     @property
     def rows_path(self) -> Path | None:

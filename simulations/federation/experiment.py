@@ -190,7 +190,7 @@ class ArmStrategy(FedRot):
             other_basis=other_basis if at_server else None,
             align=at_server,
             execution=Execution(deterministic=True),
-            reporting=Reporting(report),
+            reporting=Reporting(report, all_metrics=True),
             fraction_train=config.fraction_train,
             fraction_evaluate=1.0 if config.holdout else 0.0,
             min_train_nodes=1,

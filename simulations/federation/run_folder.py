@@ -19,6 +19,8 @@ _PACKAGES = (
     *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
 
+#: The file of alignment rows.
+ALIGNMENT = "alignment.jsonl"
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
 
 
@@ -36,7 +38,7 @@ class RunFolder:
         write_json(path / "config.json", {"command": command, "settings": list(settings)})
         write_json(path / "versions.json", versions())
         self._rows = (path / "rows.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._alignments = (path / "alignment.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._alignments = (path / ALIGNMENT).open("a", encoding="utf-8", buffering=1)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Append one row of results; a value that is not finite becomes null."""
@@ -105,6 +107,11 @@ def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
             raise ValueError(f"'{file}' has a line that is not a row: {line:.60}")
         rows.append({**row, "value": math.nan} if row.get("value", 0) is None else row)
     return rows
+
+
+def read_alignment(path: Path) -> list[dict[str, Any]]:
+    """Read the alignment rows of a run folder; none if it has no such file."""
+    return read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,12 @@ from rich.console import Console
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import RunFolder, read_rows, refuse_used
+from fedrot.simulations.federation.run_folder import (
+    RunFolder,
+    read_alignment,
+    read_rows,
+    refuse_used,
+)
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -57,8 +62,9 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 
 def present(out: Path, console: Console) -> None:
-    """Print the table of a run folder and write its report."""
+    """Print the tables of a run folder and write its report."""
     from fedrot.simulations.report.run_page import costs_of_scrambling, write_report
+    from fedrot.simulations.report.shares import share_table
     from fedrot.simulations.report.summaries import metrics_in
     from fedrot.simulations.report.tables import result_lines, summary_tables
 
@@ -66,6 +72,9 @@ def present(out: Path, console: Console) -> None:
     metrics = metrics_in(rows)
     for table in summary_tables(rows):
         console.print(table)
+    found = share_table(read_alignment(out))
+    if found is not None:
+        console.print(found.terminal())
     cost = costs_of_scrambling(result_lines(rows, metrics), metrics)
     if cost:
         console.print("What scrambling the clients' coordinates cost:", style="bold")

@@ -1,42 +1,124 @@
-"""The heat map of an alignment report: the gain by part, layer and round."""
+"""The heat map of an alignment report: the share found beside chance, by part, layer and round."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedrot.simulations.report.plots import new_figure, save_figure
-from fedrot.simulations.report.summaries import Row, removed_by
+from fedrot.simulations.report.shares import shares_by
+from fedrot.simulations.report.summaries import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.image import AxesImage
 
-CAPTION = (
-    "Share (%) of the squared distance to the anchor that alignment removed, over clients and seeds. "
-    "The colours go from 0 to the largest share of the picture; orange: a part that moved away, for the "
-    "good of others; grey: nothing to measure."
+
+@dataclass(frozen=True)
+class Scale:
+    """Colours of cells, the same in every picture.
+
+    Attributes:
+        colours: of a colour map, or its name, from ``low`` to ``high``; below ``low`` it is ``under``.
+        ticks: labels of the colour bar, by value.
+        name: of the colour bar.
+        caption: explains the colours.
+    """
+
+    colours: str | Sequence[str]
+    low: float
+    high: float
+    under: str
+    ticks: dict[float, str]
+    name: str
+    caption: str
+
+    def colour_map(self) -> Colormap:
+        """Return the colour map; cells without a value are transparent."""
+        import matplotlib
+        from matplotlib.colors import LinearSegmentedColormap
+
+        if isinstance(self.colours, str):
+            found = matplotlib.colormaps[self.colours]
+        else:
+            found = LinearSegmentedColormap.from_list(self.name, self.colours)
+        return found.with_extremes(bad=(1, 1, 1, 0), under=self.under)
+
+
+#: Where chance is known.
+RATIO = Scale(
+    "cividis",
+    *(1.0, 4.0, "0.82"),
+    {1.0: "1", 2.0: "2", 3.0: "3", 4.0: "4"},
+    "found / chance",
+    "Colours: the share that best elements remove (moved or not) over the share that chance removes, "
+    "from 1 to 4 and more; grey: no more than chance.",
 )
-#: Inches of a cell, of a panel at most, of the picture's width, of titles and labels.
+#: Where it is not.
+SHARE = Scale(
+    ("#E6E2F0", "#9E9AC8", "#6A51A3", "#3F007D"),
+    *(0.0, 0.5, "#D55E00"),
+    {0.0: "0 %", 0.25: "25 %", 0.5: "50 %"},
+    "removed",
+    "Purple: chance is not known (older rows, or parts that depend on each other); the colours are the "
+    "share removed, from 0 to 50 %, and orange is a part that moved away, for the good of others.",
+)
+SCALES = (RATIO, SHARE)
+CAPTION = "Share (%) of the squared distance to the anchor that alignment found, over clients and seeds."
+
+#: Inches of a cell, of a panel at most, of the picture's width, of titles and labels, of a colour bar.
 CELL_WIDTH, CELL_HEIGHT, PANEL_WIDTH, PANEL_HEIGHT, WIDTH, AROUND = 0.42, 0.25, 5.2, 14.0, 12.8, 1.1
+BAR, NEXT_BAR, BAR_HEIGHT = 0.15, 0.85, 2.5
 #: Panels with more cells than this have no numbers.
 MOST_NUMBERS = 150
-#: Shares below this are no gain, and above minus this no loss.
+#: Removed shares below this are no gain, and above minus this no loss.
 NOTHING = 0.005
 
 
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a panel ``[lines, columns]``: share found and its ratio to chance, or NaN."""
+
+    found: np.ndarray
+    ratio: np.ndarray
+
+    def has(self, scale: Scale) -> bool:
+        """Whether a scale colours any of the cells."""
+        return not np.isnan(self.values(scale)).all()
+
+    def values(self, scale: Scale) -> np.ndarray:
+        """Return what a scale colours; NaN in the cells of the other one."""
+        if scale is RATIO:
+            return np.minimum(self.ratio, scale.high)
+        unknown = np.where(np.isnan(self.ratio), self.found, math.nan)
+        return np.where(np.abs(unknown) < NOTHING, np.abs(unknown), unknown)
+
+
+def caption(rows: Iterable[Row]) -> str:
+    """Return what the picture of these rows shows, and what its colours mean."""
+
+    def cell(row: Row) -> tuple[Any, ...]:
+        return (*(row.get(name) for name in ("start", "arm", "round")), row["part"], row["layer"])
+
+    known = {share.chance is not None for share in shares_by(rows, cell).values()}
+    scales = [scale for scale, used in ((RATIO, True in known), (SHARE, False in known)) if used]
+    return " ".join([CAPTION, *(scale.caption for scale in scales)])
+
+
 def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
-    """Draw the share of the squared distance removed: a row per part and layer, a column per round.
+    """Draw the share of the squared distance found: a row per part and layer, a column per round.
 
     There is one panel per arm and start; with a single round, one per start with a column per arm.
     Distances are summed over clients, seeds and groups before they are divided. The colours, for
-    colour-blind readers too, go from 0 to the largest share of the picture (at least 1 %).
+    colour-blind readers too, have the same meaning in every picture, see ``RATIO`` and ``SHARE``.
     The rows of one setting have ``round``, ``part``, ``layer``, ``before``, ``after``, and perhaps
-    ``arm`` and ``start``.
+    ``found``, ``chance``, ``arm`` and ``start``.
     """
     rows = list(rows)
     rounds = sorted({int(row["round"]) for row in rows})
@@ -52,28 +134,34 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
         panels.setdefault(", ".join(filter(None, (arm, start))), []).append(row)
     lines = _lines(rows)
     columns: list[Any] = rounds if several else list(dict.fromkeys(map(column_of, rows)))
-    tables = {title: _table(own, lines, columns, column_of) for title, own in panels.items()}
-    largest = max((float(np.nanmax(t)) for t in tables.values() if not np.isnan(t).all()), default=0.0)
+    cells = {title: _cells(own, lines, columns, column_of) for title, own in panels.items()}
 
     width = min(max(CELL_WIDTH * len(columns), 1.6), PANEL_WIDTH)
     height = min(CELL_HEIGHT * len(lines), PANEL_HEIGHT)
     # Names of arms are longer than numbers of rounds.
     below = 0.0 if several else 0.06 * max(map(len, columns))
-    across = max(1, min(len(tables), int(WIDTH // (width + AROUND))))
-    down = math.ceil(len(tables) / across)
+    across = max(1, min(len(cells), int(WIDTH // (width + AROUND))))
+    down = math.ceil(len(cells) / across)
+    scales = [scale for scale in SCALES if any(own.has(scale) for own in cells.values())]
     figure, axes = new_figure(
-        down, across, width=across * (width + AROUND), height=height + AROUND + below, sharey=True
+        down,
+        across,
+        width=across * (width + AROUND) + (len(scales) - 1) * NEXT_BAR + BAR,
+        height=height + AROUND + below,
+        sharey=True,
     )
-    for ax in axes.flat[len(tables) :]:
+    for ax in axes.flat[len(cells) :]:
         ax.set_axis_off()
-    for ax, (title, table) in zip(axes.flat, tables.items(), strict=False):
-        image = _panel(ax, table, max(largest, 0.01))
+    images: dict[str, AxesImage] = {}
+    for ax, (title, own) in zip(axes.flat, cells.items(), strict=False):
+        images |= _panel(ax, own)
         ax.set_title(title, loc="left", fontsize="medium")
         _label(ax, lines, columns, "round" if several else "")
-    place = axes[0][-1].inset_axes([1 + 0.15 / width, 0, 0.15 / width, 1])
-    bar = figure.colorbar(image, cax=place, format=lambda share, _: f"{100 * share:.0f} %")
-    bar.ax.tick_params(labelsize="small")
-    bar.outline.set_visible(False)
+    for place, scale in enumerate(scales):
+        left = 1 + (BAR + place * NEXT_BAR) / width
+        tall = min(1.0, BAR_HEIGHT / height)
+        where = axes[0][-1].inset_axes((left, 1 - tall, BAR / width, tall))
+        _bar(where, images[scale.name], scale)
     return save_figure(figure, path)
 
 
@@ -84,27 +172,44 @@ def _lines(rows: Iterable[Row]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda line: (parts.index(line[0]), line[1]))
 
 
-def _table(
+def _cells(
     rows: Iterable[Row], lines: list[tuple[str, int]], columns: list[Any], column_of: Any
-) -> np.ndarray:
-    shares = removed_by(rows, lambda row: (str(row["part"]), int(row["layer"]), column_of(row)))
-    table = [[shares.get((*line, column), math.nan) for column in columns] for line in lines]
-    return np.array(table)
+) -> Cells:
+    shares = shares_by(rows, lambda row: (str(row["part"]), int(row["layer"]), column_of(row)))
+    placed = [[shares.get((*line, column)) for column in columns] for line in lines]
+    found = [[math.nan if share is None else share.found for share in line] for line in placed]
+    ratio = [[math.nan if share is None else share.ratio for share in line] for line in placed]
+    return Cells(np.array(found), np.array(ratio))
 
 
-def _panel(ax: Axes, table: np.ndarray, largest: float) -> AxesImage:
-    import matplotlib
+def _panel(ax: Axes, cells: Cells) -> dict[str, AxesImage]:
+    """Draw a panel; return the images by the name of their scale."""
+    images = {}
+    for scale in filter(cells.has, SCALES):
+        values = np.ma.masked_invalid(cells.values(scale))
+        limits: dict[str, Any] = {"vmin": scale.low, "vmax": scale.high}
+        image = ax.imshow(values, scale.colour_map(), aspect="auto", interpolation="nearest", **limits)
+        images[scale.name] = image
+        if values.size <= MOST_NUMBERS:
+            _write_numbers(ax, np.ma.masked_array(cells.found, values.mask), image.to_rgba(values))
+    return images
 
-    colours = matplotlib.colormaps["cividis"].with_extremes(bad="0.85", under="#D55E00")
-    shown = np.where(np.abs(table) < NOTHING, np.abs(table), table)
-    image = ax.imshow(shown, colours, aspect="auto", interpolation="nearest", vmin=0, vmax=largest)
-    if table.size <= MOST_NUMBERS:
-        for (line, column), share in np.ndenumerate(shown):
-            if not math.isnan(share):
-                colour = "black" if share > 0.55 * largest else "white"
-                number = f"{100 * share:.0f}"
-                ax.text(column, line, number, ha="center", va="center", color=colour, fontsize=7)
-    return image
+
+def _write_numbers(ax: Axes, shares: np.ma.MaskedArray, colours: np.ndarray) -> None:
+    for (line, column), share in np.ndenumerate(shares):
+        if not np.ma.is_masked(shares[line, column]):
+            light = float(colours[line, column][:3] @ (0.299, 0.587, 0.114)) > 0.55
+            number = f"{100 * share:.0f}".replace("-0", "0")
+            colour = "black" if light else "white"
+            ax.text(column, line, number, ha="center", va="center", color=colour, fontsize=7)
+
+
+def _bar(where: Axes, image: AxesImage, scale: Scale) -> None:
+    bar = where.figure.colorbar(image, cax=where, extend="both", extendfrac=0.1, ticks=[*scale.ticks])
+    bar.ax.set_yticklabels([*scale.ticks.values()], fontsize="small")
+    bar.ax.tick_params(length=0)
+    bar.set_label(scale.name, fontsize="small")
+    bar.outline.set_visible(False)
 
 
 def _label(ax: Axes, lines: list[tuple[str, int]], columns: list[Any], name: str) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrot.simulations.federation.run_folder import read_rows, rows_file
+from fedrot.simulations.federation.run_folder import read_alignment, read_rows, rows_file
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
+from fedrot.simulations.report.shares import Layer, share_table, shares_by_layer
 from fedrot.simulations.report.summaries import (
     CENTRAL,
     LOWER_IS_BETTER,
@@ -20,7 +21,6 @@ from fedrot.simulations.report.summaries import (
     by_setting,
     headline,
     metrics_in,
-    removed_shares,
     setting_of,
 )
 from fedrot.simulations.report.tables import (
@@ -31,10 +31,15 @@ from fedrot.simulations.report.tables import (
     result_lines,
 )
 
-ROWS = ("rows.jsonl", "alignment.jsonl")
+ROWS = "rows.jsonl"
 OBJECTS = ("config.json", "versions.json", "partition.json", "status.json")
 #: An alignment that removes a smaller share of the squared distance counts as without effect.
 NEGLIGIBLE = 0.01
+#: What alignment did in layers without effect, by whether chance is known.
+IDLE = {
+    True: "found no more than chance",
+    False: f"removed less than {100 * NEGLIGIBLE:.0f} % of the squared distance",
+}
 #: Findings by verdict of an arm's difference from the baseline.
 DOUBTS = {
     "worse": f"{{where}} hurt {{metric}} against {BASELINE}: {{change}}.",
@@ -69,7 +74,8 @@ def write_report(run_dir: Path) -> Path:
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
-    rows, alignment = (read_rows(run_dir, n) if rows_file(run_dir, n) else [] for n in ROWS)
+    rows = read_rows(run_dir) if rows_file(run_dir) else []
+    alignment = read_alignment(run_dir)
     objects = {name: _object(run_dir / name) for name in OBJECTS}
     metrics = metrics_in(rows)
     run = RunResults(run_dir, rows, alignment, objects, metrics, result_lines(rows, metrics))
@@ -90,7 +96,7 @@ PAGE: HtmlPage[RunResults] = HtmlPage()
 @PAGE.section
 def incomplete(run: RunResults) -> Values | None:
     """Reasons why the run is not complete; left out if it is."""
-    files = {**{name: run.objects[name] for name in OBJECTS[:3]}, ROWS[0]: run.rows}
+    files = {**{name: run.objects[name] for name in OBJECTS[:3]}, ROWS: run.rows}
     reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
     if not run.objects["status.json"].get("complete"):
         reasons.append("the run has not finished: it was interrupted, failed or still goes on")
@@ -134,6 +140,13 @@ def scrambling(run: RunResults) -> Values | None:
     """Changes of all arms by scrambling."""
     found = costs_of_scrambling(run.lines, run.metrics)
     return {"sentences": found} if found else None
+
+
+@PAGE.section
+def shares(run: RunResults) -> Values | None:
+    """Shares found by part, beside chance; left out if no row knows what chance removes."""
+    table = share_table(run.alignment)
+    return {"table": table} if table is not None else None
 
 
 @PAGE.section
@@ -191,7 +204,9 @@ def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -
         drawn[caption] = plots.metric_plot(Path(f"{stem}-{metric}.png"), rows, metric, arms)
     aligned = [row for row in alignment if "before" in row]
     if aligned:
-        drawn[heat_map.CAPTION] = heat_map.alignment_plot(Path(f"{stem}-alignment.png"), aligned)
+        drawn[heat_map.caption(aligned)] = heat_map.alignment_plot(
+            Path(f"{stem}-alignment.png"), aligned
+        )
     return drawn
 
 
@@ -218,15 +233,17 @@ def _named(setting: str) -> str:
 
 
 def _idle_layers(alignment: Sequence[Row]) -> list[str]:
-    idle: dict[tuple[str, str, str, str], list[str]] = {}
-    for (setting, start, arm, part, layer), share in removed_shares(alignment).items():
-        if share < NEGLIGIBLE:
-            shown = f"{layer} ({100 * share:.2g} %)"
-            idle.setdefault((setting, start, arm, part), []).append(shown)
+    """Return sentences on layers in which nothing was found, or nothing beyond chance if it is known."""
+    idle: dict[tuple[Layer, bool], list[str]] = {}
+    for layer, share in shares_by_layer(alignment).items():
+        known = share.chance is not None
+        if share.ratio <= 1 if known else share.found < NEGLIGIBLE:
+            shown = f"{layer.layer} ({', chance '.join(f'{100 * s:.2g} %' for s in share.known)})"
+            idle.setdefault((layer._replace(layer=-1), known), []).append(shown)
     return [
-        f"{_named(setting)}, start {start}: {arm} removed less than {100 * NEGLIGIBLE:.0f} % "
-        f"of the squared distance by {part} in layer {', '.join(layers)}."
-        for (setting, start, arm, part), layers in idle.items()
+        f"{_named(of.setting)}, start {of.start}: {of.arm} {IDLE[known]} by {of.part} in layer "
+        f"{', '.join(layers)}."
+        for (of, known), layers in idle.items()
     ]
 
 

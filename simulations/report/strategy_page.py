@@ -13,6 +13,7 @@ from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.plots import rounds_plot
+from fedrot.simulations.report.shares import share_table
 from fedrot.simulations.report.summaries import Row
 
 
@@ -58,7 +59,14 @@ def removed(of: StrategyResults) -> Values:
     aligned = [row for row in of.rows if "before" in row]
     drawn = aligned and _drawn(heat_map.alignment_plot, aligned)
     rounds = len({row["round"] for row in of.rows})
-    return {"rounds": rounds, "heat_map": drawn, "caption": heat_map.CAPTION}
+    return {"rounds": rounds, "heat_map": drawn, "caption": heat_map.caption(aligned)}
+
+
+@PAGE.section
+def shares(of: StrategyResults) -> Values | None:
+    """Shares found by part, beside chance; left out if no row knows what chance removes."""
+    table = share_table(of.rows)
+    return {"table": table} if table is not None else None
 
 
 @PAGE.section

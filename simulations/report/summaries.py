@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 Row: TypeAlias = Mapping[str, Any]
-Key = TypeVar("Key", bound=Hashable)
 
 CENTRAL = "central"
 CONFIDENCE = 0.95
@@ -134,29 +133,6 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
         return Paired(mean, low, high, n, "within noise")
     improved = (mean < 0) if lower_is_better else (mean > 0)
     return Paired(mean, low, high, n, "better" if improved else "worse")
-
-
-def removed_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, float]:
-    """Share of the squared distance to the anchor that alignment removed: 1 - after / before.
-
-    Distances are summed over the rows with the same key. Dropped replies do not count.
-    """
-    sums: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for row in rows:
-        if "before" in row:
-            before, after = sums[key(row)]
-            sums[key(row)] = before + float(row["before"]), after + float(row["after"])
-    return {own: 1 - after / before if before > 0 else 0.0 for own, (before, after) in sums.items()}
-
-
-def removed_shares(rows: Iterable[Row]) -> dict[tuple[str, str, str, str, int], float]:
-    """``removed_by`` (setting, start, arm, part, layer), layers ascending."""
-
-    def key(row: Row) -> tuple[str, str, str, str, int]:
-        names = (str(row["start"]), str(row["arm"]), str(row["part"]), int(row["layer"]))
-        return (setting_of(row), *names)
-
-    return dict(sorted(removed_by(rows, key).items(), key=lambda item: item[0][-1]))
 
 
 def _mean_and_sd(values: Sequence[float]) -> tuple[float, float]:

@@ -31,6 +31,7 @@ class JsonLines(logging.Formatter):
     ``client, failed``                  INFO     the client sent an error, or nothing in time
     ``lost``                            WARNING  the round gives no new model, with the reason
     ``metrics``                         INFO     the round ends; metrics whose names start with fedrot-
+    ``verdict, moved``                  INFO     what alignment found, and the number of moved groups
     ``stage, client, dropped``          WARNING  an evaluation is dropped; ``stage`` is "evaluate"
     ``checkpoint, seconds``             INFO     a checkpoint is written to this folder
     ``checkpoint, damaged``             WARNING  a checkpoint is damaged, with the reason; no ``round``

@@ -14,6 +14,7 @@ from flwr.common import log
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.report import AlignmentReport, moved_units
 from fedrot.strategies.reporting.json_log import log_fields
+from fedrot.strategies.round import verdict
 from fedrot.strategies.round.update import Update
 from fedrot.tensors import Tensors, check_finite
 
@@ -104,13 +105,19 @@ class Round:
             return False
         return True
 
-    def metrics(self) -> dict[str, float | int]:
-        """Return the round's figures, over all clients."""
-        return {name: of(self) for name, of in FIGURES.items()}
+    def metrics(self, every: bool = False) -> dict[str, float | int]:
+        """Return the round's figures over all clients: those of the default, or every one.
+
+        What is not known is left out.
+        """
+        chosen = {name: figure for name, figure in FIGURES.items() if every or figure.default}
+        found = {name: figure.of(self) for name, figure in chosen.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def losses(self) -> dict[str, float | int]:
-        """Return the figures that are reported without alignment, too: those of ``LOSSES`` but 0."""
-        return {name: value for name in LOSSES if (value := FIGURES[name](self))}
+        """Return the figures that are reported without alignment, too, but those that are 0."""
+        losses = {name: figure.of(self) for name, figure in FIGURES.items() if figure.loss}
+        return {name: value for name, value in losses.items() if value}
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End a run in whose first round every reply was dropped for the same reason.
@@ -133,21 +140,23 @@ class Round:
             )
 
     def log_end(self, figures: Mapping[str, float | int], aligned: bool) -> None:
-        """Log the round's figures."""
-        moved = (
-            "distance {fedrot-distance-before:.4g} -> {fedrot-distance-after:.4g} (rotation "
-            "{fedrot-share-rotation:.1%}, permutation {fedrot-share-permutation:.1%}), "
-            "{fedrot-groups-skipped} groups below the threshold skipped"
-            if aligned
-            else "off"
+        """Log how many replies came and what they cost, and then the verdict."""
+        counts = (self.accepted, len(self.dropped), len(self.failed), self.waiting, self.aligning)
+        message = (
+            "Round %d: %d replies accepted, %d dropped, %d failed, %.2f s of waiting, "
+            "%.2f s of alignment"
         )
-        counts = (
-            "{fedrot-replies-accepted} replies accepted, {fedrot-replies-dropped} dropped, "
-            "{fedrot-replies-failed} failed, {fedrot-seconds-waiting:.2f} s of waiting, "
-            "{fedrot-seconds-aligning:.2f} s of alignment"
-        )
-        parts = (moved.format(**figures), counts.format(**figures))
-        self._log(INFO, {"metrics": dict(figures)}, "Alignment: %s, %s", *parts)
+        self._log(INFO, {"metrics": dict(figures)}, message, self.number, *counts)
+        reports = _aligned(self)
+        about = {"accepted": self.accepted, "other_basis": self.other_basis}
+        found = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        fields = {"verdict": found, "moved": verdict.groups_moved(reports)}
+        self._log(INFO, fields, "Round %d: %s", self.number, found)
+
+    @property
+    def aligning(self) -> float:
+        """Seconds spent on finding alignments."""
+        return sum(report.seconds for _, report in self.reports)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per reply lost, per note."""
@@ -178,48 +187,71 @@ class _Timed(Iterator[T]):
             self._round.waiting += time.perf_counter() - start
 
 
-def _mean(name: str) -> Callable[[Round], float]:
-    return lambda r: sum(getattr(report, name) for _, report in r.reports) / max(len(r.reports), 1)
+@dataclass(frozen=True)
+class Figure:
+    """A metric of a round.
+
+    Attributes:
+        of: reads it from the round; None is not known.
+        default: it is reported unless ``Reporting(all_metrics=True)`` asks for all.
+        loss: it is reported with ``align=False``, too, unless it is 0.
+    """
+
+    of: Callable[[Round], float | int | None]
+    default: bool = False
+    loss: bool = False
 
 
-def _share(*parts: str) -> Callable[[Round], float]:
-    def share(this_round: Round) -> float:
-        removed = sum(report.share(*parts) * report.before for _, report in this_round.reports)
-        before = sum(report.before for _, report in this_round.reports)
-        return removed / before if before > 0 else 0.0
-
-    return share
+def _aligned(this_round: Round) -> list[AlignmentReport]:
+    return [report for _, report in this_round.reports]
 
 
-def _moved(part: str) -> Callable[[Round], int]:
-    return lambda r: moved_units((report for _, report in r.reports), part)
+def _found(this_round: Round) -> float:
+    reports = _aligned(this_round)
+    known = verdict.known_chance(reports)
+    return verdict.share_found(known) if known else verdict.share_removed(reports)
+
+
+def _chance(this_round: Round) -> float | None:
+    known = verdict.known_chance(_aligned(this_round))
+    return verdict.share_of_chance(known) if known else None
+
+
+def _mean(name: str) -> Figure:
+    return Figure(lambda r: sum(getattr(one, name) for one in _aligned(r)) / max(len(r.reports), 1))
+
+
+def _removed(movement: str) -> Figure:
+    parts = verdict.MOVEMENTS[movement].parts
+    return Figure(lambda r: verdict.share_removed(_aligned(r), *parts))
+
+
+def _units(part: str) -> Figure:
+    return Figure(lambda r: moved_units(_aligned(r), part))
 
 
 #: The metrics of a round, in the order in which they are reported; docs/metrics.md explains them.
-FIGURES: dict[str, Callable[[Round], float | int]] = {
+FIGURES: dict[str, Figure] = {
+    verdict.FOUND: Figure(_found, default=True),
+    verdict.CHANCE: Figure(_chance, default=True),
+    verdict.MOVED: Figure(lambda r: verdict.groups_moved(_aligned(r)), default=True),
+    "fedrot-replies-accepted": Figure(lambda r: r.accepted, default=True),
+    verdict.DROPPED: Figure(lambda r: len(r.dropped), default=True, loss=True),
+    "fedrot-seconds-aligning": Figure(lambda r: r.aligning, default=True),
     "fedrot-distance-before": _mean("before"),
     "fedrot-distance-after": _mean("after"),
-    "fedrot-share-rotation": _share("attention"),
-    "fedrot-share-permutation": _share("residual", "output", "heads", "ffn"),
-    "fedrot-share-rescale": _share("rescale"),
-    "fedrot-heads-rotated": _moved("attention"),
-    "fedrot-heads-moved": _moved("heads"),
-    "fedrot-neurons-moved": _moved("ffn"),
-    "fedrot-stream-moved": _moved("residual"),
-    "fedrot-groups-skipped": lambda r: sum(g.skipped for _, report in r.reports for g in report.groups),
-    "fedrot-replies-other-basis": lambda r: r.other_basis,
-    "fedrot-replies-accepted": lambda r: r.accepted,
-    "fedrot-replies-dropped": lambda r: len(r.dropped),
-    "fedrot-replies-failed": lambda r: len(r.failed),
-    "fedrot-round-failed": lambda r: int(bool(r.lost)),
-    "fedrot-statistics-bytes": lambda r: r.statistics_bytes,
-    "fedrot-seconds-waiting": lambda r: r.waiting,
-    "fedrot-seconds-aligning": lambda r: sum(report.seconds for _, report in r.reports),
-    "fedrot-seconds-round": lambda r: time.perf_counter() - r.start,
+    "fedrot-share-rotation": _removed("rotation"),
+    "fedrot-share-permutation": _removed("permutation"),
+    "fedrot-share-rescale": _removed("rescaling"),
+    "fedrot-heads-rotated": _units("attention"),
+    "fedrot-heads-moved": _units("heads"),
+    "fedrot-neurons-moved": _units("ffn"),
+    "fedrot-stream-moved": _units("residual"),
+    "fedrot-groups-skipped": Figure(lambda r: sum(g.skipped for one in _aligned(r) for g in one.groups)),
+    "fedrot-replies-other-basis": Figure(lambda r: r.other_basis),
+    "fedrot-replies-failed": Figure(lambda r: len(r.failed), loss=True),
+    "fedrot-round-failed": Figure(lambda r: int(bool(r.lost)), loss=True),
+    "fedrot-statistics-bytes": Figure(lambda r: r.statistics_bytes, loss=True),
+    "fedrot-seconds-waiting": Figure(lambda r: r.waiting),
+    "fedrot-seconds-round": Figure(lambda r: time.perf_counter() - r.start),
 }
-
-#: The metrics that are reported with ``align=False``, too, unless they are 0.
-LOSSES = (
-    *("fedrot-replies-dropped", "fedrot-replies-failed", "fedrot-round-failed"),
-    "fedrot-statistics-bytes",
-)

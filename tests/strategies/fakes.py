@@ -14,9 +14,14 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
+from fedrot.strategies.settings import Reporting
+
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
 Client = Callable[[Message], Message | None]
+
+#: Reports every metric of a round, for tests that read one beyond the default.
+ALL_METRICS = Reporting(all_metrics=True)
 
 
 def reply(

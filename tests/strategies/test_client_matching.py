@@ -34,6 +34,7 @@ from tests.models import VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
 from tests.strategies.fakes import (
+    ALL_METRICS,
     Client,
     FakeGrid,
     broadcast,
@@ -460,7 +461,9 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
         asked.append(message)
         return node(message)
 
-    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE, at_clients=True))
+    strategy = FedRot(
+        config_of(NAME), other_basis=OtherBasis(options=WHOLE, at_clients=True), reporting=ALL_METRICS
+    )
     result, metrics = play(strategy, base, sent, [counted] * 3)
     assert error(result, base) <= (1e-4 if learning is None else 0.2)
     assert warnings() == ""
@@ -579,7 +582,10 @@ def test_each_client_is_reported_once() -> None:
     base, update = state(), state(3)
     sent = [base, update, base]
     strategy = FedRot(
-        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+        config_of(NAME),
+        anchor="global",
+        other_basis=OtherBasis(options=WHOLE, at_clients=True),
+        reporting=ALL_METRICS,
     )
     _, metrics = play(strategy, base, sent, [client()] * 3)
     alignment = read_answer(ask(client(), base, update), update, base, SYMMETRY)

@@ -25,7 +25,15 @@ from fedrot.strategies import Aligned, FedRot, to_arrays
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.settings import Execution, Reporting
 from tests.models import EAGER
-from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
+from tests.strategies.fakes import (
+    ALL_METRICS,
+    FakeGrid,
+    arrays_of,
+    broadcast,
+    failure,
+    largest_difference,
+    reply,
+)
 
 CONFIG = BertConfig(
     hidden_size=24,
@@ -266,7 +274,7 @@ def test_a_reply_may_have_a_hundred_thousand_numbers_of_metrics(
 
 def test_failed_clients_leave_the_average_to_the_others() -> None:
     base = model()
-    strategy = FedRot(CONFIG)
+    strategy = FedRot(CONFIG, reporting=ALL_METRICS)
     messages = broadcast(strategy, base)
     sent = updates(base)
     two = [reply(messages[i], sent[i], 10, i) for i in range(2)]
@@ -413,7 +421,7 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
     report = tmp_path / "deep" / "report.jsonl"
-    strategy = FedRot(CONFIG, anchor="global", reporting=Reporting(rows=report))
+    strategy = FedRot(CONFIG, anchor="global", reporting=Reporting(rows=report, all_metrics=True))
     messages = broadcast(strategy, base)
     sent = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(updates(base))]
     _, metrics = strategy.aggregate_train(
@@ -453,7 +461,7 @@ def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
         neurons = GroupReport("f", 0, "ffn", permuted, 0.0, 5, 9)
         left = before - rotated - permuted
         this_round.report(client, AlignmentReport((attention, neurons), before, left, 0.1))
-    metrics = this_round.metrics()
+    metrics = this_round.metrics(every=True)
     assert metrics["fedrot-share-rotation"] == pytest.approx(46 / 100)
     assert metrics["fedrot-share-permutation"] == pytest.approx(17 / 100)
     assert metrics["fedrot-share-rescale"] == 0
@@ -464,7 +472,7 @@ def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
 def test_a_threshold_skips_and_says_so() -> None:
     base = model()
     options = fedrot.AlignmentOptions(threshold=0.99, chance=0)
-    strategy = FedRot(CONFIG, anchor="global", options=options)
+    strategy = FedRot(CONFIG, anchor="global", options=options, reporting=ALL_METRICS)
     messages = broadcast(strategy, base)
     sent = updates(base)
     result, metrics = strategy.aggregate_train(
@@ -541,7 +549,7 @@ def test_partial_participation_and_metrics_through_start() -> None:
     strategy = FedRot(CONFIG, fraction_train=0.4, fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord(base), 2)
     assert [len(nodes) for nodes in grid.asked if nodes] == [2, 2]
-    assert "fedrot-share-rotation" in result.train_metrics_clientapp[2]
+    assert "fedrot-share-found" in result.train_metrics_clientapp[2]
 
 
 def test_a_symmetry_of_another_model_is_refused_before_training() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.simulations.report.heat_map import RATIO, SHARE
 from fedrot.simulations.report.run_page import PAGE, costs_of_scrambling, write_report
 from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
 
@@ -116,6 +117,30 @@ def test_a_complete_run(run: Path) -> None:
     assert "2.9.0" in page
     assert "goemotions_ekman" in page
     assert ">71<" in page
+
+
+def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:
+    """Attention removes 30 % where chance removes 6 %; the neurons remove less than chance."""
+    rows = alignment_rows()
+    for row in rows[:-1]:
+        row |= {"found": row["before"] - row["after"], "chance": 0.12}
+    write_lines(run / "alignment.jsonl", rows)
+    page = write_report(run).read_text(encoding="utf-8")
+    Outline(page)
+    assert "What alignment found" in page
+    for cell in ("30.0 %", "6.0 %", "5.0"):
+        assert f'<td class="number">{cell}</td>' in page
+    assert RATIO.caption in page
+    assert (
+        "found no more than chance by ffn in layer 0 (0.1 %, chance 6 %), 1 (0.1 %, chance 6 %)." in page
+    )
+    assert "by attention in layer" not in page
+
+
+def test_rows_from_before_chance_have_no_table_of_it(run: Path) -> None:
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "What alignment found" not in page
+    assert SHARE.caption in page
 
 
 def test_the_page_is_self_contained_and_escaped(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of a strategy's own report, and the heat map that it shares with run folders."""
+"""The page of a strategy's own report."""
 
 from __future__ import annotations
 
@@ -6,112 +6,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.strategy_page import write_strategy_report
+from tests.simulations.report.test_heat_map import group
 from tests.simulations.report.test_run_page import Outline, write_lines
-
-
-def group(number: int, part: str, layer: int, share: float, **more: Any) -> dict[str, Any]:
-    about = {"round": number, "client": 0, "part": part, "layer": layer}
-    return {**about, "before": 2.0, "after": 2.0 * (1 - share), **more}
-
-
-def drawn(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> Figure:
-    """Return the figure that is drawn for the rows."""
-    figures: list[Figure] = []
-
-    def keep(figure: Figure, path: Path) -> Path:
-        figures.append(figure)
-        return path
-
-    monkeypatch.setattr(heat_map, "save_figure", keep)
-    heat_map.alignment_plot(Path("unused.png"), rows)
-    return figures[0]
-
-
-def words(labels: list[Any]) -> list[str]:
-    return [label.get_text() for label in labels]
-
-
-def test_a_line_per_part_and_layer_a_column_per_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        group(1, "residual", -1, -0.02),
-        *(group(r, "attention", layer, 0.4 / r + 0.1 * layer) for layer in (1, 0) for r in (1, 2, 3)),
-        # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
-        group(2, "ffn", 0, 0.5),
-        group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
-        {"round": 2, "client": 1, "dropped": "NaN"},
-    ]
-    (ax,) = drawn(monkeypatch, [row for row in rows if "before" in row]).axes[:1]
-    assert words(ax.get_yticklabels()) == ["residual", "attention 0", "attention 1", "ffn 0"]
-    assert words(ax.get_xticklabels()) == ["1", "2", "3"]
-    (image,) = ax.images
-    nan = math.nan
-    expected = [[-0.02, nan, nan], [0.4, 0.2, 0.4 / 3], [0.5, 0.3, 0.1 + 0.4 / 3], [nan, 0.3, nan]]
-    np.testing.assert_allclose(np.ma.filled(image.get_array(), nan), expected, atol=1e-12)
-    assert image.get_clim() == (0, pytest.approx(0.5))
-    assert image.get_cmap().name == "cividis"
-    assert words(list(ax.texts)) == ["-2", "40", "20", "13", "50", "30", "23", "30"]
-    loss, nothing = image.to_rgba(np.ma.masked_invalid([[-0.02, nan]]))[0]
-    assert loss[0] > loss[2]
-    assert nothing[0] == nothing[1] == nothing[2]
-
-
-def test_a_panel_per_arm_and_start_with_one_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        group(r, "ffn", 0, share, arm=arm, start=start, seed=seed)
-        for arm, share in (("aligned", 0.2), ("aligned/regmean", 0.6))
-        for start in ("same", "scrambled")
-        for seed in (0, 1)
-        for r in (1, 2)
-    ]
-    panels = [ax for ax in drawn(monkeypatch, rows).axes if ax.images]
-    assert [ax.get_title(loc="left") for ax in panels] == [
-        f"{arm}, start: {start}"
-        for arm in ("aligned", "aligned/regmean")
-        for start in ("same", "scrambled")
-    ]
-    assert [ax.images[0].get_clim() for ax in panels] == [(0, pytest.approx(0.6))] * 4
-
-
-def test_with_one_round_arms_are_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [group(1, "ffn", 0, share, arm=arm, start="same") for arm, share in (("b", 0.1), ("a", 0.3))]
-    panels = [ax for ax in drawn(monkeypatch, rows).axes if ax.images]
-    assert [words(ax.get_xticklabels()) for ax in panels] == [["b", "a"]]
-    assert panels[0].get_title(loc="left") == "start: same"
-
-
-def test_large_reports_stay_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        group(r, part, layer, 0.01 * layer)
-        for r in range(1, 201)
-        for layer in range(48)
-        for part in ("attention", "heads", "ffn")
-    ]
-    figure = drawn(monkeypatch, rows)
-    width, height = figure.get_size_inches()
-    assert width < 14
-    assert height < 18
-    assert not figure.axes[0].texts
-    assert len(figure.axes[0].get_xticks()) <= 20
-    assert len(figure.axes[0].get_yticks()) <= 90
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("share", [0.0, -1e-9, 0.3])
-def test_a_picture_is_drawn_even_of_nothing(share: float, tmp_path: Path) -> None:
-    path = heat_map.alignment_plot(tmp_path / "a.png", [group(1, "ffn", 0, share)])
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-# --- the page ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -155,6 +58,22 @@ def test_the_page_shows_the_heat_map_and_who_lost_what(report: Path) -> None:
     ]
     assert "Round 2: 0 good replies, 1 needed." in page
     assert "Metrics by round" not in page
+
+
+def test_the_page_and_the_terminal_show_share_and_chance(tmp_path: Path) -> None:
+    chance = {"found": 0.8, "chance": 0.2, "moved": 3}
+    rows = [
+        group(1, "attention", 0, 0.4, **chance),
+        group(2, "attention", 0, 0.0, found=0.1, chance=0.2),
+    ]
+    write_lines(tmp_path / "a.jsonl", rows)
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "a.jsonl")], env={"COLUMNS": "120"})
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    Outline(page)
+    assert heat_map.RATIO.caption in page
+    for share in ("40.0 %", "10.0 %", "4.0", "1 of 1", "5.0 %", "0.5", "0 of 1"):
+        assert f">{share}</td>" in page
+        assert share in result.output
 
 
 def test_metrics_beside_the_report_or_given_are_drawn(report: Path, tmp_path: Path) -> None:

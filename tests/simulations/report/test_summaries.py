@@ -14,7 +14,6 @@ from fedrot.simulations.report.summaries import (
     final_values,
     metrics_in,
     paired_difference,
-    removed_shares,
     summarise,
 )
 from fedrot.simulations.tasks.objectives import OBJECTIVES
@@ -155,17 +154,3 @@ def test_a_round_ends_when_its_model_is_evaluated() -> None:
     assert metrics_in([*rows, row("plain", 0, 1.0, metric="train-loss", scope="client:0")]) == [
         "accuracy"
     ]
-
-
-def test_removed_shares_weigh_rows_by_their_distance() -> None:
-    about = {"arm": "aligned", "start": "same", "part": "ffn", "layer": 0}
-    rows = [
-        {**about, "before": 3.0, "after": 1.0},
-        {**about, "before": 1.0, "after": 1.0},
-        {**about, "layer": 1, "before": 0.0, "after": 0.0},
-        {"arm": "aligned", "start": "same", "dropped": "not finite"},
-    ]
-    assert removed_shares(rows) == {
-        ("", "same", "aligned", "ffn", 0): 0.5,
-        ("", "same", "aligned", "ffn", 1): 0.0,
-    }

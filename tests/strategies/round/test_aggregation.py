@@ -51,6 +51,7 @@ from tests.strategies.aggregating import (
 )
 from tests.strategies.classifier import NAME, SYMMETRY, build, error, state
 from tests.strategies.fakes import (
+    ALL_METRICS,
     FakeGrid,
     arrays_of,
     failure,
@@ -131,14 +132,16 @@ def test_other_basis_replies_bring_statistics_of_the_whole_model() -> None:
     clients = [Client(other, 9.0, grams(other)), *[Client(other, 5.0, grams(other, s)) for s in (1, 2)]]
     moved = scrambled(clients, parts=fedrot.WHOLE_MODEL)
     moved[0] = clients[0]
-    strategy = FedRot(config_of(NAME), aggregation=RegMean, other_basis=OtherBasis(model=build))
+    strategy = FedRot(
+        config_of(NAME), aggregation=RegMean, other_basis=OtherBasis(model=build), reporting=ALL_METRICS
+    )
     result, metrics = play(strategy, moved)
     assert metrics["fedrot-replies-other-basis"] == 3
     assert apart(result, other) <= 1e-3
 
 
 def test_statistics_in_bfloat16_are_half_the_bytes_and_nearly_the_same() -> None:
-    strategy = FedRot(config_of(NAME), aggregation=RegMean)
+    strategy = FedRot(config_of(NAME), aggregation=RegMean, reporting=ALL_METRICS)
     expected, full = play(strategy, honest())
     result, half = play(strategy, honest(), dtype=torch.bfloat16)
     headers = 3 * 10 * 128
@@ -170,7 +173,7 @@ def test_few_tokens_in_bfloat16_are_gram_matrices_too() -> None:
 
 def test_the_metrics_know_what_statistics_weigh() -> None:
     for align in (True, False):
-        strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean)
+        strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean, reporting=ALL_METRICS)
         messages = ask(strategy, state(), 3)
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
         expected = sum(statistics_bytes(message) for message in replies)
@@ -180,7 +183,9 @@ def test_the_metrics_know_what_statistics_weigh() -> None:
         _, metrics = strategy.aggregate_train(1, [*replies, failure(messages[0])])
         assert metrics is not None
         assert metrics["fedrot-statistics-bytes"] == expected
-    _, metrics = play(FedRot(config_of(NAME)), [replace(c, statistics={}) for c in honest()])
+    _, metrics = play(
+        FedRot(config_of(NAME), reporting=ALL_METRICS), [replace(c, statistics={}) for c in honest()]
+    )
     assert metrics["fedrot-statistics-bytes"] == 0
 
 
@@ -265,8 +270,10 @@ def test_the_clients_read_what_is_asked_round_by_round() -> None:
 
         return train
 
-    given: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
-    strategy = FedRot(config_of(NAME), aggregation=RegMean, statistics_every=3, **given)
+    given: dict[str, Any] = {"fraction_evaluate": 0.0, "reporting": ALL_METRICS}
+    strategy = FedRot(
+        config_of(NAME), aggregation=RegMean, statistics_every=3, min_evaluate_nodes=0, **given
+    )
     grid = FakeGrid({100 + i: client(i) for i in range(2)})
     result = strategy.start(grid, ArrayRecord(state()), 5, train_config=ConfigRecord({"lr": 0.1}))
     assert asked == [[("gram",), (), (), ("gram",), ()]] * 2
@@ -638,7 +645,9 @@ def test_fisher_behind_flower_is_fisher() -> None:
 @ANCHOR
 def test_permutations_carry_fisher_information(anchor: str) -> None:
     clients = honest(fishers)
-    strategy = FedRot(config_of(NAME), anchor=anchor, aggregation=Fisher, options=PERMUTATIONS)
+    strategy = FedRot(
+        config_of(NAME), anchor=anchor, aggregation=Fisher, options=PERMUTATIONS, reporting=ALL_METRICS
+    )
     expected, _ = play(strategy, clients)
     moved = scrambled(clients, fishers, PERMUTATIONS.parts)
     result, metrics = play(strategy, moved)

@@ -28,7 +28,7 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import SYMMETRY, build, permuted, state
-from tests.strategies.fakes import tensors_of
+from tests.strategies.fakes import ALL_METRICS, tensors_of
 
 
 class AlignedAdam(Aligned, FedAdam):
@@ -69,9 +69,9 @@ def _played(strategy: FedAvg, clients: Sequence[Client]) -> Any:
 
 def _both(build_one: Callable[..., FedAvg], clients: Sequence[Client]) -> tuple[Any, Any]:
     """Return what a round gives on the CPU and on the device."""
-    wanted = _played(build_one(), clients)
+    wanted = _played(build_one(reporting=ALL_METRICS), clients)
     with Pretend() as device:
-        found = _played(build_one(execution=Execution(device="cuda")), clients)
+        found = _played(build_one(execution=Execution(device="cuda"), reporting=ALL_METRICS), clients)
         assert device.uploads > 0
     return wanted, found
 

@@ -46,7 +46,7 @@ from tests.strategies.aggregating import (
     play,
 )
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import largest_difference, tensors_of
+from tests.strategies.fakes import ALL_METRICS, largest_difference, tensors_of
 
 CONFIG = config_of(NAME)
 ALIGN = pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
@@ -271,7 +271,7 @@ def test_fisher_follows_every_permutation_inside_and_outside_of_heads(anchor: st
     for seed, client in enumerate(clients):
         update = reordered(client.update, seed)
         moved.append(Client(update, client.weight, fishers(update, seed)))
-    strategy = FedRot(CONFIG, anchor=anchor, aggregation=Fisher, options=options)
+    strategy = FedRot(CONFIG, anchor=anchor, aggregation=Fisher, options=options, reporting=ALL_METRICS)
     expected, _ = play(strategy, clients)
     found, metrics = play(strategy, moved)
     assert metrics["fedrot-replies-dropped"] == 0

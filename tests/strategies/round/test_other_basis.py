@@ -29,7 +29,14 @@ from tests.models import (
 )
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
-from tests.strategies.fakes import broadcast, largest_difference, reply, tensors_of, timeless
+from tests.strategies.fakes import (
+    ALL_METRICS,
+    broadcast,
+    largest_difference,
+    reply,
+    tensors_of,
+    timeless,
+)
 
 ANCHOR = pytest.mark.parametrize("anchor", sorted(ANCHORS))
 
@@ -64,12 +71,16 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     base, other = state(), state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
     result, metrics = play(
-        FedRot(config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build)), base, sent
+        FedRot(
+            config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build), reporting=ALL_METRICS
+        ),
+        base,
+        sent,
     )
     assert error(result, other) <= 1e-4
     assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
-    lost, metrics = play(FedRot(config_of(NAME), anchor=anchor), base, sent)
+    lost, metrics = play(FedRot(config_of(NAME), anchor=anchor, reporting=ALL_METRICS), base, sent)
     assert error(lost, other) > 0.1
     assert metrics["fedrot-replies-other-basis"] == 3
     assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
@@ -83,7 +94,9 @@ def test_where_most_are_other_basis_the_heaviest_reply_is_the_anchor(anchor: str
     weights = [5.0, 6.0, 7.0]
     weights[heaviest] = 9.0
     sent = [(permuted(other, seed), weights[seed]) for seed in range(3)]
-    strategy = FedRot(config_of(NAME), anchor=anchor, other_basis=OtherBasis(options=WHOLE))
+    strategy = FedRot(
+        config_of(NAME), anchor=anchor, other_basis=OtherBasis(options=WHOLE), reporting=ALL_METRICS
+    )
     result, metrics = play(strategy, base, sent)
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
     assert metrics["fedrot-stream-moved"] != 0
@@ -119,7 +132,8 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members
     honest[-1] = (honest[-1][0], 90.0)
     # The late joiner is the heaviest and comes first.
     for given, accepted in ((OtherBasis(options=WHOLE), 1e-4), (OtherBasis(build), 0.05)):
-        strategy = FedRot(config_of(NAME), anchor=anchor, options=EAGER, other_basis=given)
+        settings = {"options": EAGER, "other_basis": given, "reporting": ALL_METRICS}
+        strategy = FedRot(config_of(NAME), anchor=anchor, **settings)
         expected, ordinary = play(strategy, base, honest[::-1])
         result, metrics = play(strategy, base, [late, *honest[-2::-1]])
         assert (ordinary["fedrot-replies-other-basis"], metrics["fedrot-replies-other-basis"]) == (0, 1)
@@ -192,7 +206,9 @@ def test_a_round_draws_nothing_from_the_caller_s_random_numbers(other_basis: boo
 def test_options_for_other_basis_replies_need_no_model(warnings: Callable[[], str]) -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
-    result, metrics = play(FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE)), base, sent)
+    result, metrics = play(
+        FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE), reporting=ALL_METRICS), base, sent
+    )
     assert error(result, base) <= 1e-4
     assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
@@ -204,7 +220,9 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
     options = fedrot.AlignmentOptions(parts=("ffn",))
     strategy = FedRot(
-        config_of(NAME), other_basis=OtherBasis(options=options, model=lambda: Peeking(config_of(NAME)))
+        config_of(NAME),
+        other_basis=OtherBasis(options=options, model=lambda: Peeking(config_of(NAME))),
+        reporting=ALL_METRICS,
     )
     result, metrics = play(strategy, base, sent)
     assert strategy.other_bases.options is options
@@ -221,7 +239,9 @@ def test_a_bare_encoder_goes_on_as_ever() -> None:
     config = config_of(name)
     expected, _ = play(FedRot(config), base, [*sent, other_basis])
     result, metrics = play(
-        FedRot(config, other_basis=OtherBasis(options=WHOLE)), base, [*sent, other_basis]
+        FedRot(config, other_basis=OtherBasis(options=WHOLE), reporting=ALL_METRICS),
+        base,
+        [*sent, other_basis],
     )
     assert largest_difference(result, expected) == 0
     assert metrics["fedrot-replies-other-basis"] == 0
@@ -234,9 +254,13 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
         (fedrot.random_equivalent(near(base, 0.1, i), symmetry, i), weight)
         for i, weight in enumerate((3.0, 5.0, 1.0))
     ]
-    expected, stock = play(FedRot(config_of(NAME), anchor=anchor), base, sent)
+    expected, stock = play(FedRot(config_of(NAME), anchor=anchor, reporting=ALL_METRICS), base, sent)
     result, metrics = play(
-        FedRot(config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build)), base, sent
+        FedRot(
+            config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build), reporting=ALL_METRICS
+        ),
+        base,
+        sent,
     )
     assert largest_difference(expected, result) == 0
     assert timeless(stock) == timeless(metrics)

@@ -13,22 +13,30 @@ from flwr.app import Message
 
 import fedrot
 from fedrot.strategies import FedRot
-from fedrot.strategies.round.round_report import FIGURES, LOSSES
+from fedrot.strategies.round.round_report import FIGURES
 from fedrot.strategies.settings import Robustness
 from fedrot.transport import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import Client, broadcast, failure, reply
+from tests.strategies.fakes import ALL_METRICS, Client, broadcast, failure, reply
 
 CONFIG = config_of(NAME)
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
-def _documented(also_without_alignment: bool = False) -> list[str]:
-    """Return the names in the page's table."""
+def _documented(column: int | None = None, cell: str = "") -> list[str]:
+    """Return the names in the page's table; only those with ``cell`` in a column, if one is given."""
     rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if len(row) > 1 and row[1].startswith(" `fedrot-")]
-    return [row[1].strip(" `") for row in rows if not also_without_alignment or "not 0" in row[-2]]
+    return [row[1].strip(" `") for row in rows if column is None or row[column].strip() == cell]
+
+
+def _default() -> list[str]:
+    return _documented(-3, "yes")
+
+
+def _losses() -> list[str]:
+    return _documented(-2, "if not 0")
 
 
 def _play(strategy: FedRot, updates: list[State], *others: Client) -> dict[str, Any]:
@@ -42,14 +50,36 @@ def _play(strategy: FedRot, updates: list[State], *others: Client) -> dict[str, 
 
 def test_the_page_s_table_has_every_figure() -> None:
     assert _documented() == list(FIGURES)
-    assert _documented(also_without_alignment=True) == list(LOSSES)
+    assert _default() == [name for name, figure in FIGURES.items() if figure.default]
+    assert _losses() == [name for name, figure in FIGURES.items() if figure.loss]
 
 
 def test_a_round_s_metrics_are_those_of_the_page() -> None:
-    names = _documented()
+    names, updates = _documented(), [near(state(), 0.05, i) for i in range(2)]
     assert len(names) == len(set(names)) > 15
-    metrics = _play(FedRot(CONFIG), [near(state(), 0.05, i) for i in range(2)])
-    assert [name for name in metrics if name.startswith("fedrot-")] == names
+    for reporting, expected in ((ALL_METRICS, names), (None, _default())):
+        metrics = _play(FedRot(CONFIG, reporting=reporting), updates)
+        assert [name for name in metrics if name.startswith("fedrot-")] == expected
+    assert len(_default()) <= 6
+
+
+def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
+    """Noise leaves all groups in place, where found may be a bound; asked to, all of them move."""
+    updates, found = [near(state(), 0.05, i + 1) for i in range(3)], []
+    for chance in (1.5, 0.0):
+        options = fedrot.AlignmentOptions(chance=chance)
+        metrics = _play(FedRot(CONFIG, anchor="global", options=options, reporting=ALL_METRICS), updates)
+        found.append([metrics[f"fedrot-share-{name}"] for name in ("found", "chance", "rotation")])
+        assert metrics["fedrot-groups-moved"] == (0 if chance else 3 * 2 * LAYERS)
+        reports = [fedrot.align(client, state(), SYMMETRY, options).report for client in updates]
+        groups = [group for report in reports for group in report.groups]
+        before = sum(group.before for group in groups)
+        expected = sum(g.found for g in groups) / before, sum(g.chance or 0 for g in groups) / before
+        assert tuple(found[-1][:2]) == pytest.approx(expected)
+    (bound, left, nothing), (best, chance, moved) = found
+    assert nothing == 0 < moved == pytest.approx(best)
+    assert best <= bound < 1.5 * chance
+    assert left == pytest.approx(chance)
 
 
 def test_without_alignment_only_what_went_wrong_is_reported_under_the_page_s_names() -> None:
@@ -62,7 +92,7 @@ def test_without_alignment_only_what_went_wrong_is_reported_under_the_page_s_nam
     expected = {"replies-dropped": 1, "replies-failed": 1, "round-failed": 1}
     ours = {name: value for name, value in metrics.items() if name.startswith("fedrot-")}
     assert ours == {f"fedrot-{name}": value for name, value in expected.items()}
-    assert ours.keys() <= set(_documented(also_without_alignment=True))
+    assert ours.keys() <= set(_losses())
 
 
 def test_heads_and_neurons_count_once_however_many_clients_moved_them() -> None:
@@ -77,7 +107,7 @@ def test_heads_and_neurons_count_once_however_many_clients_moved_them() -> None:
         return apply_moves(state(), [Move(groups[part], turn), Move(groups["ffn"], order)])
 
     sent = [moved("qk", 0, 5), moved("vo", 0, 6), moved("vo", 2, 5)]
-    metrics = _play(FedRot(CONFIG, anchor="global"), sent)
+    metrics = _play(FedRot(CONFIG, anchor="global", reporting=ALL_METRICS), sent)
     assert (metrics["fedrot-heads-rotated"], metrics["fedrot-neurons-moved"]) == (2, 3)
 
 
@@ -91,7 +121,7 @@ def test_what_is_moved_in_every_client_is_no_more_than_the_model_has() -> None:
             if group.part in ("heads", "ffn", "residual")
         ]
         sent.append(apply_moves(state(), moves))
-    metrics = _play(FedRot(CONFIG, anchor="global", options=whole), sent)
+    metrics = _play(FedRot(CONFIG, anchor="global", options=whole, reporting=ALL_METRICS), sent)
     width = state()["classifier.weight"].shape[1]
     found = [metrics[f"fedrot-{name}"] for name in ("heads-moved", "neurons-moved", "stream-moved")]
     assert found == [LAYERS * HEADS, LAYERS * NEURONS, width]
@@ -118,7 +148,7 @@ def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch)
         return alignment
 
     monkeypatch.setattr("fedrot.anchors.align", aligned)
-    strategy = FedRot(CONFIG)
+    strategy = FedRot(CONFIG, reporting=ALL_METRICS)
     messages = broadcast(strategy, state(), 2)
 
     def slowly() -> Iterator[Message]:

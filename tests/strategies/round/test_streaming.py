@@ -47,6 +47,7 @@ from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, answer, grams, honest
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (
+    ALL_METRICS,
     FakeGrid,
     broadcast,
     failure,
@@ -397,7 +398,11 @@ def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_dropped() -
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(least: int, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, robustness=Robustness(min_replies=least), reporting=Reporting(rows=report))
+    strategy = FedRot(
+        CONFIG,
+        robustness=Robustness(min_replies=least),
+        reporting=Reporting(rows=report, all_metrics=True),
+    )
     messages = broadcast(strategy, state(), 3)
     sent = replies(messages, updates(3))
     sent[0] = reply(messages[0], {n: t * torch.nan for n, t in state().items()}, 5, 0)
@@ -419,7 +424,9 @@ def test_after_a_failed_round_the_next_one_starts_from_the_same_model() -> None:
         spoilt = {n: t.expand_as(state()[n]) for n, t in spoilt.items()}
         return reply(message, spoilt if len(seen) <= 2 else updates(1)[0], 10, 0)
 
-    strategy = FedRot(CONFIG, min_available_nodes=1, min_train_nodes=1, fraction_evaluate=0.0)
+    strategy = FedRot(
+        CONFIG, min_available_nodes=1, min_train_nodes=1, fraction_evaluate=0.0, reporting=ALL_METRICS
+    )
     grid = FakeGrid({100: broken})
     grid.clients = {100: broken, 101: broken}
     result = strategy.start(grid, ArrayRecord(state()), 2)
@@ -576,7 +583,7 @@ class Exploding(FedAvg):
 
 
 def test_a_model_that_is_not_finite_is_not_taken_from_any_strategy() -> None:
-    strategy = behind(Exploding)(CONFIG)
+    strategy = behind(Exploding)(CONFIG, reporting=ALL_METRICS)
     messages = broadcast(strategy, state(), 3)
     arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(3)))
     assert arrays is None
@@ -591,7 +598,7 @@ def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
                 raise json.JSONDecodeError("no object", "", 0)
             return super().pull_messages([message_id])
 
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0)
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0, reporting=ALL_METRICS)
     result = strategy.start(Garbage(clients()), ArrayRecord(state()), 1, timeout=5)
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
@@ -683,7 +690,7 @@ def test_nobody_asked_is_no_failed_round() -> None:
 
 
 def test_an_error_is_counted_once_and_not_after_a_reply() -> None:
-    strategy = FedRot(CONFIG)
+    strategy = FedRot(CONFIG, reporting=ALL_METRICS)
     messages = broadcast(strategy, state(), 3)
     sent = replies(messages[:2], updates(2))
     _, metrics = strategy.aggregate_train(1, [*sent, failure(messages[0]), *[failure(messages[2])] * 5])

@@ -1,0 +1,189 @@
+"""``verdict``: what alignment found in a round, in one sentence; ``run_lines`` sums a run up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedrot.report import AlignmentReport
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One way in which models of the same function differ.
+
+    Attributes:
+        parts: the parts of ``AlignmentOptions`` that undo it.
+        cause: what had happened where they remove more than chance.
+    """
+
+    parts: tuple[str, ...]
+    cause: str
+
+
+#: What is said about the parts, by the name of the movement.
+MOVEMENTS = {
+    "rotation": Movement(("attention",), "clients had turned against each other"),
+    "permutation": Movement(("residual", "output", "heads", "ffn"), "units had changed places"),
+    "rescaling": Movement(("rescale",), "heads had changed their scale"),
+}
+
+#: The metrics that ``run_lines`` reads.
+FOUND, CHANCE = "fedrot-share-found", "fedrot-share-chance"
+MOVED, DROPPED = "fedrot-groups-moved", "fedrot-replies-dropped"
+
+#: A removed share below this is not worth a word: it would be written as 0.0 %.
+_VISIBLE = 0.0005
+
+
+def verdict(
+    reports: Iterable[AlignmentReport],
+    *,
+    accepted: int,
+    aligned: bool = True,
+    other_basis: int = 0,
+    lost: str = "",
+) -> str:
+    """Return what alignment found in a round, for the log.
+
+    Shares are of the squared distance before alignment, over all replies whose chance is known. Of
+    other replies (another basis, ``residual`` or ``output``, activations) it says what was removed.
+
+    Args:
+        reports: of all aligned replies.
+        accepted: number of replies in the average.
+        aligned: False if alignment is off.
+        other_basis: number of replies from another basis.
+        lost: why the round gave no new model; empty if it gave one.
+
+    Returns:
+        For example ``rotation 12.7 % of the distance, chance 6.1 %: clients had turned against each
+        other; 12 of 16 groups moved``.
+    """
+    if not accepted:
+        return "no reply accepted: the model stays as it was"
+    if lost:
+        return f"no new model: {lost}"
+    if not aligned:
+        return "alignment is off: averaged as they are"
+    reports = list(reports)
+    known = known_chance(reports)
+    others = [report for report in reports if report.chance() is None]
+    said = [*filter(None, (_against_chance(known), _removed(others, other_basis)))]
+    moved, groups = groups_moved(reports), sum(len(report.groups) for report in reports)
+    found = "; ".join(said) or "nothing to align"
+    return f"{found}; {moved} of {groups} groups moved" if moved else f"{found}: averaged as they are"
+
+
+def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
+    """Return the reports that know of every group what chance removes, if there is any distance."""
+    return [report for report in reports if report.chance() is not None and report.before > 0]
+
+
+def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
+    """Return the number of groups that were moved in all reports (of the given parts, all if none)."""
+    groups = (group for report in reports for group in report.groups if group.part in parts or not parts)
+    return sum(group.moved > 0 for group in groups)
+
+
+def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
+    """Return the share of all reports' squared distance that the given parts removed (all if none)."""
+    return _share((report.share(*parts), report.before) for report in reports)
+
+
+def share_found(reports: Sequence[AlignmentReport], *parts: str) -> float:
+    """Return the share of all reports' squared distance that best elements remove, moved or not."""
+    return _share((report.found(*parts), report.before) for report in reports)
+
+
+def share_of_chance(reports: Sequence[AlignmentReport], *parts: str) -> float:
+    """Return the share of all reports' squared distance that chance removes, where it is known."""
+    return _share((report.chance(*parts) or 0.0, report.before) for report in reports)
+
+
+def _share(shares: Iterable[tuple[float, float]]) -> float:
+    weighted = [(share * before, before) for share, before in shares]
+    before = sum(own for _, own in weighted)
+    return sum(removed for removed, _ in weighted) / before if before > 0 else 0.0
+
+
+def percent(share: float) -> str:
+    """Return a share as ``12.7 %``."""
+    return f"{100 * share:.1f} %"
+
+
+def _against_chance(reports: Sequence[AlignmentReport]) -> str:
+    """Return what was found beside what chance removes, and what that means; empty without groups."""
+    present = {group.part for report in reports for group in report.groups}
+    known = {
+        name: (share_found(reports, *movement.parts), share_of_chance(reports, *movement.parts))
+        for name, movement in MOVEMENTS.items()
+        if present & {*movement.parts}
+    }
+    # Where nothing is found and chance finds nothing, one movement stands for all.
+    shown = {name: shares for name, shares in known.items() if any(shares)} or dict([*known.items()][:1])
+    if not shown:
+        return ""
+    beyond = [name for name, (found, chance) in shown.items() if found > chance]
+    if not groups_moved(reports):
+        shares = "; ".join(f"{name} {_beside(*both)}" for name, both in shown.items())
+        return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
+    causes = [MOVEMENTS[n].cause for n in beyond if groups_moved(reports, *MOVEMENTS[n].parts)]
+    shares = "; ".join(f"{name} {_beside(*both, of=' of the distance')}" for name, both in shown.items())
+    return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
+
+
+def _beside(found: float, chance: float, of: str = "") -> str:
+    return f"{percent(found)}{of}, chance {percent(chance)}"
+
+
+def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
+    """Return what was removed where chance is not known; empty without reports."""
+    if not reports:
+        return ""
+    shares = {name: share_removed(reports, *movement.parts) for name, movement in MOVEMENTS.items()}
+    shown = [f"{name} {percent(share)}" for name, share in shares.items() if abs(share) >= _VISIBLE]
+    removed = f"{', '.join(shown)} of the distance removed" if shown else "nothing removed"
+    whose = f"{counted(other_basis, 'reply', 'replies')} from another basis: " if other_basis else ""
+    return f"{whose}{removed}, chance not known"
+
+
+def run_lines(rounds: Mapping[int, Mapping[str, Any]], rows: Path | None = None) -> list[str]:
+    """Return the last lines of a run's log.
+
+    Args:
+        rounds: the metrics of training by round, ``Result.train_metrics_clientapp``.
+        rows: the file of the report's rows, None if there is none.
+    """
+    aligned = {number: metrics for number, metrics in sorted(rounds.items()) if MOVED in metrics}
+    lines = []
+    if aligned:
+        ends = dict.fromkeys((min(aligned), max(aligned)))
+        shares = "; ".join(f"round {number}: {_share_in(aligned[number])}" for number in ends)
+        moved = sum(metrics[MOVED] > 0 for metrics in aligned.values())
+        of = counted(len(aligned), "round", "rounds")
+        did = f"groups in {moved} of {of}" if moved else f"nothing in {of}"
+        lines.append(f"Alignment moved {did} ({shares}).")
+    elif rounds:
+        lines.append("Alignment was off.")
+    dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
+    if dropped:
+        replies = counted(sum(dropped.values()), "reply was", "replies were")
+        lines.append(f"{replies} dropped, in {counted(len(dropped), 'round', 'rounds')}.")
+    elif rounds:
+        lines.append("No reply was dropped.")
+    if rows is not None:
+        lines.append(f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'")
+    return lines
+
+
+def _share_in(metrics: Mapping[str, Any]) -> str:
+    chance = percent(metrics[CHANCE]) if CHANCE in metrics else "not known"
+    return f"{percent(metrics[FOUND])} of the distance, chance {chance}"
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """Return a number with its noun, ``1 reply`` or ``2 replies``."""
+    return f"{number} {one if number == 1 else several}"

@@ -26,7 +26,7 @@ TIMES_CHANCE = 1.5
 #: or where at least this share of the groups, each of them alone, moves beyond chance.
 GROUPS_BEYOND = 0.1
 
-#: The name of the line that counts every entry of whole models once.
+#: The name of a line about all parts.
 TOGETHER = "together"
 
 Row = Mapping[str, Any]
@@ -81,8 +81,8 @@ class Diagnosis:
             if unknown.
         clients: evidence from aligning each update but the first to the mean of those before it.
         base: evidence from aligning each update to the base.
-        whole: evidence from matching updates from another basis as whole models; chance is what a
-            random model of the same size loses.
+        whole: evidence from matching updates from another basis as whole models. Chance is what a
+            random model of the same size loses. The line ``TOGETHER`` counts each entry once.
     """
 
     cosines: tuple[float, ...]
@@ -115,11 +115,11 @@ class Diagnosis:
         both = [lines for lines in (self.clients, self.base) if lines]
         shown = next(filter(beyond_chance, both), both[0] if both else ())
         turned, groups = summed(shown, ROTATED), summed(shown)
-        whole = [line for line in self.whole if line.part == TOGETHER] or self.whole
+        whole = summed(self.whole, TOGETHER)
         return {
             "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
             "beyond": f"{groups.beyond} of {groups.groups} groups exceed it",
-            "matching": f"matching removes {_shares(summed(whole))}",
+            "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
         }
 
     def to_dict(self) -> dict[str, Any]:

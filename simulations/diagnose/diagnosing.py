@@ -99,8 +99,8 @@ def _rows(path: Path) -> list[Row]:
         raise FedrotError(f"'{path}' holds other rows than those of Reporting(rows=...).")
     if not rows:
         raise FedrotError(
-            f"'{path}' has no rows of an alignment: it is another file, or no arm aligned, or every reply "
-            "was dropped."
+            f"'{path}' has no rows of an alignment: it is another file, or no arm aligned, or every "
+            "reply was dropped."
         )
     if any("found" not in row for row in rows):
         raise FedrotError(

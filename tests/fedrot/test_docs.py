@@ -54,3 +54,9 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(merged[0], scope["aggregator"].mean.result()[name][0])
     first = 2 * scope["aggregator"].mean.result()[name] - last
     torch.testing.assert_close(merged[2], (2 * first[2] + last[2]) / 3)
+
+
+def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = _executed("diagnose.md", 1)
+    assert scope["diagnosis"].choice == "aligned"
+    assert capsys.readouterr().out == f"{scope['diagnosis'].sentence}\n"

@@ -26,13 +26,14 @@ JOINED = "joined"
 
 
 class Arm(BaseModel):
-    """One way to average: ``plain``, ``aligned@ANCHOR~EVIDENCE*CHANCE`` or ``PARTS@ANCHOR~EVIDENCE*CHANCE``.
+    """One way to average: ``plain``, ``aligned`` or ``PARTS``.
 
     ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
     another basis. ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, or ``whole``; the arm
-    moves these parts of every reply. ``@ANCHOR``, ``~EVIDENCE`` and ``*CHANCE`` may be left out: the
-    defaults are the strategy's anchor, the first of ``EVIDENCE`` and ``AlignmentOptions.chance``. Each may end in ``/AGGREGATION``; ``ensemble`` is
-    short for ``plain/ensemble``. ``joined`` trains one model on all clients' data.
+    moves these parts of every reply. Both may be followed by ``@ANCHOR``, then ``~EVIDENCE``, then
+    ``*CHANCE``; the defaults are the strategy's anchor, the first of ``EVIDENCE``, and
+    ``AlignmentOptions.chance``. Each may end in ``/AGGREGATION``; ``ensemble`` is short for
+    ``plain/ensemble``. ``joined`` trains one model on all clients' data.
     """
 
     model_config = ConfigDict(frozen=True)

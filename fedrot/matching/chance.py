@@ -1,7 +1,7 @@
 """What chance removes: the squared distance that the best element of a group removes from noise alone.
 
-The best element is a maximum, so it removes some distance whatever a client has learned. Where the
-client's difference ``c - a`` from the anchor is isotropic and small beside the anchor, a group with ``k``
+The best element is a maximum, so it removes some distance whatever a client has learned. Suppose that
+the client's difference from the anchor is isotropic and small beside the anchor. Then a group with ``k``
 free dimensions on ``n`` entries removes the share ``k / n`` of its squared norm: the part along the
 group's orbit. Elsewhere a null model is drawn and matched like a client: ``t a + s g`` with standard
 Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anchor and its distance.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -25,7 +25,7 @@ from fedrot.tensors import Tensors
 NEAR = 0.05
 
 #: Null models are drawn until their free dimensions or units are so many, but at most ``MOST_DRAWS``.
-ENOUGH, MOST_DRAWS = 500, 8
+ENOUGH, MOST_DRAWS = 4000, 16
 
 #: From noise alone, a group exceeds ``requirement`` once in so many times at most.
 ONCE_IN = 1000
@@ -123,15 +123,13 @@ def null_models(group: Group, anchor: Tensors, client: Tensors) -> Iterator[dict
 
     The numbers are drawn on the CPU with a seed of the group's own: they are the same in every run.
     """
-    own, across, entries = 0.0, 0.0, 0
-    rest = 0.0
-    for a, c in entries_once(group.slots, anchor, client):
-        own += float(a.double().square().sum())
-        across += float((a.double() * c.double()).sum())
-        rest += float(c.double().square().sum())
-        entries += a.numel()
-    slope = across / own if own > 0 else 0.0
-    size = (max(rest - slope * across, 0.0) / max(entries, 1)) ** 0.5
+    products = torch.zeros(3, dtype=torch.float64)
+    for pair in entries_once(group.slots, anchor, client):
+        a, c = (t.double().flatten() for t in pair)
+        products += torch.stack([a @ a, a @ c, c @ c]).cpu()
+    aa, ac, cc = products.tolist()
+    slope = ac / aa if aa > 0 else 0.0
+    size = (max(cc - slope * ac, 0.0) / entries_of(group, anchor)) ** 0.5
     names = dict.fromkeys(slot.tensor for slot in group.slots)
     generator = torch.Generator().manual_seed(zlib.crc32(group.name.encode()))
     for _ in range(min(-(-ENOUGH // max(group.kind.free, group.kind.units)), MOST_DRAWS)):

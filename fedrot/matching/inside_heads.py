@@ -125,9 +125,10 @@ class RotationSolver(HeadSolver):
         return cross
 
     def ceiling(self, action: HeadRotation, evidence: Tensor) -> Tensor:
-        """Return ``|H^-1/2 K|^2 / 2`` for ``M = H + K``, ``H`` symmetric and ``K`` skew; inf unless H > 0.
+        """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K`` with ``H`` symmetric and ``K`` skew.
 
-        For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``.
+        For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``. The bound is infinite
+        where ``H`` is not positive definite.
         """
         symmetric, skew = ((evidence + s * evidence.mT) / 2 for s in (1, -1))
         factor, failed = torch.linalg.cholesky_ex(symmetric)

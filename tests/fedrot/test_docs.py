@@ -60,3 +60,11 @@ def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> No
     scope = _executed("diagnose.md", 1)
     assert scope["diagnosis"].choice == "aligned"
     assert capsys.readouterr().out == f"{scope['diagnosis'].sentence}\n"
+
+
+def test_the_page_about_chance_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = _executed("chance.md", 1)
+    noise, turned = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"noise: found \d\.\d%, chance \d\.\d%", noise)
+    assert re.fullmatch(r"turned: found 99\.\d%, chance \d+\.\d%", turned)
+    assert all(row.moved for row in scope["report"].groups if row.part == "attention")

@@ -1,0 +1,1 @@
+"""The app of the benchmark of whole rounds in a deployment."""

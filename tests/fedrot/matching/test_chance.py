@@ -1,0 +1,325 @@
+"""What chance removes: formula and null models against sampling, and the rule that uses them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+
+import fedrot
+from fedrot.anchors import ANCHORS, align_round
+from fedrot.matching import chance
+from fedrot.matching.chance import Spread, null_models
+from fedrot.matching.inside_heads import RotationSolver
+from fedrot.matching.pairs import count_once
+from fedrot.symmetry import Group, symmetry_of
+from fedrot.symmetry.actions import HeadRotation
+from tests import families
+from tests.fedrot.oracles import seeded
+from tests.models import State
+
+#: The parts whose groups are judged one by one.
+JUDGED = ("heads", "attention", "rescale", "ffn")
+FREE = ("attention", "rescale")
+EVERYTHING = fedrot.AlignmentOptions(chance=0)
+
+
+def bert(width: int = 64, heads: int = 2, layers: int = 1) -> tuple[State, fedrot.Symmetry]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = BertConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=2 * width,
+            vocab_size=50,
+        )
+        state = BertForSequenceClassification(config).state_dict()
+    return dict(state), symmetry_of(config, state)
+
+
+def isotropic(state: State, scale: float, seed: int) -> State:
+    """Return the state with noise of one variance on all entries."""
+    generator = seeded(10_000 + seed)  # not the numbers that made the state
+    return {
+        name: tensor + scale * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in state.items()
+    }
+
+
+def available(symmetry: fedrot.Symmetry, parts: tuple[str, ...]) -> tuple[str, ...]:
+    present = {group.part for group in symmetry.groups}
+    return tuple(part for part in parts if part not in symmetry.refused and part in present)
+
+
+@pytest.mark.parametrize("name", families.MEMBERS)
+def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> None:
+    """Biases, ties, shared heads, phases and signs are counted: sampled shares agree for every group."""
+    state, symmetry = families.state_of(name), families.symmetry_for(name)
+    found, expected = defaultdict[str, float](float), dict[str, float]()
+    seeds = 24
+    for seed in range(seeds):
+        update = isotropic(state, 1e-4, seed)
+        for part in available(symmetry, FREE):
+            options = fedrot.AlignmentOptions(parts=(part,), chance=0)
+            for row in fedrot.align(update, state, symmetry, options).report.groups:
+                assert row.chance is not None
+                found[row.group] += row.found / row.before / seeds
+                expected[row.group] = row.chance / row.before
+    assert set(found) == {g.name for g in symmetry.groups if g.part in available(symmetry, FREE)}
+    free = {group.name: group.kind.free for group in symmetry.groups}
+    for group, share in found.items():
+        # The sampled share is a mean of chi-squared variables: four standard errors.
+        error = 4 * (2 / max(free[group], 1) / seeds) ** 0.5
+        assert share == pytest.approx(expected[group], rel=error), group
+        assert (expected[group] > 0) == (free[group] > 0)
+    both = [sum(shares[group] for group in found) for shares in (found, expected)]
+    assert both[0] == pytest.approx(both[1], rel=max(0.05, 4 * (2 / sum(free.values()) / seeds) ** 0.5))
+
+
+@pytest.mark.parametrize("name", families.MEMBERS)
+def test_noise_moves_hardly_any_group(name: str) -> None:
+    _check_that_noise_does_not_move(name, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "qwen3", "t5"])
+def test_much_noise_moves_hardly_any_group(name: str) -> None:
+    _check_that_noise_does_not_move(name, 0.3)
+
+
+def _check_that_noise_does_not_move(name: str, scale: float) -> None:
+    state, symmetry = families.state_of(name), families.symmetry_for(name)
+    options = fedrot.AlignmentOptions(parts=available(symmetry, JUDGED))
+    rows = [
+        row
+        for seed in range(20)
+        for row in fedrot.align(isotropic(state, scale, seed), state, symmetry, options).report.groups
+    ]
+    assert len(rows) >= 20
+    moved = [row for row in rows if row.moved]
+    assert len(moved) <= 0.01 * len(rows), moved
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.02, 0.06])
+def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
+    """An independent sample of noisy clients loses what the report of one of them says."""
+    state, symmetry = bert()
+    parts = ("attention", "ffn")
+    found, claimed = defaultdict[str, float](float), defaultdict[str, float](float)
+    for seed in range(8):
+        judged = fedrot.AlignmentOptions(parts=parts)
+        for row in fedrot.align(isotropic(state, scale, seed), state, symmetry, judged).report.groups:
+            assert row.chance is not None
+            claimed[row.group] += row.chance / row.before / 8
+        other, moving = (
+            isotropic(state, scale, 100 + seed),
+            fedrot.AlignmentOptions(parts=parts, chance=0),
+        )
+        for row in fedrot.align(other, state, symmetry, moving).report.groups:
+            found[row.group] += row.found / row.before / 8
+    assert len(found) == 3
+    for group, share in found.items():
+        assert claimed[group] == pytest.approx(share, rel=0.05, abs=5e-4), group
+
+
+def test_unrelated_models_share_what_random_matrices_share() -> None:
+    """A client that has nothing of the anchor: found is chance, and nothing moves."""
+    state, symmetry = bert()
+    other = {
+        n: t[torch.randperm(len(t), generator=seeded(1))] if t.ndim else t for n, t in state.items()
+    }
+    columns = {
+        n: t[:, torch.randperm(t.shape[1], generator=seeded(2))] for n, t in other.items() if t.ndim > 1
+    }
+    report = fedrot.align({**other, **columns}, state, symmetry, fedrot.AlignmentOptions()).report
+    for row in report.groups:
+        assert row.chance is not None
+        assert row.found == pytest.approx(row.chance, rel=0.1)
+        assert row.found > 0.05 * row.before
+        assert not row.moved
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("factor", [0.0, 1e6])
+def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> None:
+    """The first client, the mean of k others, an anchor that contains the client: all as sampled."""
+    state, symmetry = bert(heads=4)
+    if factor and anchor == "medoid":
+        factor = 1e5
+    options = fedrot.AlignmentOptions(parts=("attention",), chance=factor)
+    found, expected = torch.zeros(5), torch.zeros(5)
+    for seed in range(12):
+        updates = [(isotropic(state, 1e-5, 10 * seed + k), 1.0 + (k == 2)) for k in range(5)]
+        for k, result in enumerate(align_round(updates, state, symmetry, options, anchor)):
+            for row in result.alignment.report.groups:
+                assert row.chance is not None
+                found[k] += row.found / row.before
+                expected[k] += row.chance / row.before
+                assert bool(row.moved) is (factor == 0)
+    # Where nothing is moved, ``found`` is an upper bound.
+    excess = (found / expected - 1).tolist()
+    assert all(-0.05 < e < (0.05 if factor == 0 else 0.15) for e in excess), excess
+
+
+@given(st.integers(0, 10_000), st.floats(0.0, 3.0), st.integers(2, 6))
+def test_the_ceiling_is_never_below_the_best_gain(seed: int, scale: float, dim: int) -> None:
+    generator = seeded(seed)
+    rows = torch.randn(3, dim, 2 * dim, generator=generator, dtype=torch.float64)
+    other = rows + scale * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+    evidence = rows @ other.mT
+    solver, action = RotationSolver(), HeadRotation(3, dim)
+    gains = torch.linalg.svdvals(evidence).sum(-1) - solver.still(action, evidence)
+    ceiling = solver.ceiling(action, evidence)
+    assert bool((ceiling >= gains - 1e-9).all())
+    if scale < 1e-3:
+        torch.testing.assert_close(ceiling, gains, rtol=0.5, atol=1e-6)
+
+
+def test_a_turned_head_moves_and_comes_back() -> None:
+    state, symmetry = bert(layers=2)
+    turned = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
+    update = isotropic(turned, 1e-3, 2)
+    alignment = fedrot.align(update, state, symmetry)
+    rows = {row.group: row for row in alignment.report.groups}
+    assert len(rows) == 6
+    for group in symmetry.groups:
+        assert group.name not in rows or (rows[group.name].moved > 0) == (group.part == "attention")
+    assert alignment.report.found("attention") > 2 * (alignment.report.chance("attention") or 1)
+    for name, tensor in alignment.apply(update).items():
+        torch.testing.assert_close(tensor, state[name], atol=1e-2, rtol=0)
+
+
+def test_only_the_layer_with_evidence_moves() -> None:
+    state, symmetry = bert(layers=3)
+    turned = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
+    update = isotropic(state, 1e-3, 2) | {
+        name: tensor for name, tensor in isotropic(turned, 1e-3, 2).items() if "layer.1." in name
+    }
+    alignment = fedrot.align(update, state, symmetry)
+    assert {move.group.layer for move in alignment.moves} == {1}
+    moved = alignment.apply(update)
+    for name, tensor in update.items():
+        assert (moved[name] is tensor) == (
+            "layer.1.attention" not in name or "LayerNorm" in name or name.endswith("output.dense.bias")
+        )
+
+
+def test_what_does_not_move_stays_the_same_object() -> None:
+    state, symmetry = bert()
+    update = isotropic(state, 1e-3, 3)
+    alignment = fedrot.align(update, state, symmetry)
+    assert not alignment.moves
+    assert all(tensor is update[name] for name, tensor in alignment.apply(update).items())
+    for row in alignment.report.groups:
+        assert row.before == row.after
+        assert row.skipped is (row.part == "attention")
+        assert row.found <= 1.5 * (row.chance or 0.0)
+
+
+def test_few_free_dimensions_need_more_evidence() -> None:
+    """One angle may exceed 1.5 times chance by luck, thousands of them cannot."""
+    assert chance.requirement(_group(1, 2), 1.0, 1.5) == pytest.approx(10.83, abs=0.01)
+    assert chance.requirement(_group(12, 64), 1.0, 1.5) == 1.5
+    assert chance.requirement(_group(12, 64), 1.0, 0.0) == 0
+    assert chance.requirement(_group(12, 64), 2.0, 3.0) == 6
+
+
+def _group(heads: int, dim: int) -> Group:
+    return Group("g", 0, "attention", HeadRotation(heads, dim), ())
+
+
+def test_entries_are_counted_once() -> None:
+    state, symmetry = bert(width=8, heads=2)
+    shapes = {name: tuple(t.shape) for name, t in state.items()}
+    counts = {
+        g.name.split(".")[-1]: count_once(g.slots, shapes)
+        for g in symmetry.groups
+        if g.part == "attention"
+    }
+    # Queries and keys with biases; values with biases, and output projections without.
+    assert counts == {"qk": 2 * (64 + 8), "vo": 2 * 64 + 8}
+    (qk,) = (g for g in symmetry.groups if g.name.endswith("qk"))
+    assert count_once((*qk.slots, *qk.slots), shapes) == counts["qk"]
+    both = (qk.slots[0], replace(qk.slots[0], axis=1))
+    assert count_once(both, shapes) == 64
+
+
+def test_null_models_keep_distance_and_projection() -> None:
+    state, symmetry = bert()
+    update = isotropic(state, 0.04, 4)
+    for group in symmetry.groups:
+        names = {slot.tensor for slot in group.slots}
+        flat = [torch.cat([m[n].double().flatten() for n in sorted(names)]) for m in (state, update)]
+        drawn = list(null_models(group, state, update))
+        assert 1 <= len(drawn) <= 16
+        for model in drawn:
+            assert {n for n in update if model[n] is not update[n]} == names
+            null = torch.cat([model[n].double().flatten() for n in sorted(names)])
+            assert (null - flat[0]).norm() == pytest.approx((flat[1] - flat[0]).norm().item(), rel=0.1)
+            slope = (flat[1] - null) @ flat[0] / (flat[0] @ flat[0])
+            assert slope == pytest.approx(0, abs=0.1)
+        again = next(null_models(group, state, update))
+        assert all(torch.equal(again[n], drawn[0][n]) for n in names)
+
+
+def test_spread_of_a_mean_of_equals() -> None:
+    spread = Spread()
+    for k in range(1, 5):
+        spread = spread.towards(1 / k, {"moved": True, "still": False})
+        assert spread.across == pytest.approx(1 / k)
+        assert spread.along["still"] == pytest.approx(1 / k)
+        assert spread.along["moved"] == 0
+    inside = spread.containing(0.25, {"moved": True, "still": False})
+    assert inside.across == pytest.approx(-0.25)
+    assert inside.along == pytest.approx({"moved": 0, "still": -0.25})
+
+
+@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_from_a_trained_start_moves_hardly_any_group(optimiser: type) -> None:
+    """Gradients avoid the orbit: clients of one trained start stay below chance."""
+    generator = seeded(5)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = BertConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            vocab_size=40,
+        )
+        model = BertForSequenceClassification(config).eval()
+    words = torch.randint(40, (256, 8), generator=generator)
+    labels = (words[:, :4].sum(1) > words[:, 4:].sum(1)).long()
+
+    def train(rows: Tensor, steps: int, make: type, lr: float) -> None:
+        optimizer = make(model.parameters(), lr=lr)
+        for step in range(steps):
+            batch = rows[16 * step % len(rows) :][:16]
+            optimizer.zero_grad()
+            model(input_ids=words[batch], labels=labels[batch]).loss.backward()
+            optimizer.step()
+
+    train(torch.arange(256), 60, torch.optim.AdamW, 1e-3)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    symmetry = symmetry_of(config, start)
+    rows = []
+    for _ in range(20):
+        model.load_state_dict(start)
+        train(
+            torch.randperm(256, generator=generator)[:64],
+            8,
+            optimiser,
+            1e-2 if optimiser is torch.optim.SGD else 1e-4,
+        )
+        update = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        rows += fedrot.align(update, start, symmetry).report.groups
+    assert all(row.before > 0 for row in rows)
+    assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)

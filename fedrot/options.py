@@ -48,7 +48,7 @@ class AlignmentOptions:
     layers: str | Collection[int] = "all"
     ridge: float = 0.0
     within_heads: str = "rotation"
-    chance: float = 1.5
+    chance: float = 1.1
     threshold: float = 0.0
     sweeps: int = 20
     tolerance: float = 1e-4

@@ -100,6 +100,14 @@ def test_a_near_client_is_certified_without_an_assignment(monkeypatch: pytest.Mo
     assert not alignment.moves
 
 
+def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> None:
+    anchor, order = state_of(NAME), torch.tensor([2, 0, 1])
+    neurons = [f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    client = {**anchor, **{name: anchor[name][order] for name in neurons}}
+    aligned = fedrot.align(client, anchor, symmetry_for(NAME), FFN).apply(client)
+    assert all(torch.equal(aligned[name], anchor[name]) for name in neurons)
+
+
 def test_neurons_alone_are_matched_where_experts_stay() -> None:
     anchor, symmetry = state_of(NAME), symmetry_for(NAME)
     rng = seeded(3)

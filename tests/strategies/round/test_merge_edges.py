@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
     FedAvg,
 )
 from torch import Tensor
@@ -423,6 +424,19 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
     assert metrics.get("fedrot-replies-dropped", 0) == 0
     assert metrics["loss"] == pytest.approx(1.0)
     assert report.exists()
+
+
+class AlignedAdam(Aligned, FedAdam):
+    """Makes a step from the mean of the aligned updates."""
+
+
+def test_a_step_beyond_float32_leaves_the_model_as_it_was(warnings: Callable[[], str]) -> None:
+    strategy = AlignedAdam(CONFIG, eta=1e39)
+    with np.errstate(over="ignore", invalid="ignore"):
+        arrays, metrics = finished(strategy, answers(strategy, bare(honest())))
+    assert arrays is None
+    assert "the aggregation is not finite" in warnings()
+    assert (metrics["fedrot-round-failed"], metrics["fedrot-replies-accepted"]) == (1, 3)
 
 
 # --- statistics that nobody uses ---------------------------------------------------------------------

@@ -66,10 +66,26 @@ def published() -> Iterator[Published]:
             width = PRETRAINED_WIDTH if config["model"] else width
             arm = arms.get(WHOLE, arms.get(ALIGNED))
             own = [_with_evidence(r, width) for r in rows if (r["setting"], r["arm"]) == (setting, arm)]
-            seeds = sorted({row["seed"] for row in own})
-            by_seed = (diagnosis_of(row for row in own if row["seed"] == seed) for seed in seeds)
+            by_seed = _by(("seed",), own).values()
             better = better_average([row for row in results if row["setting"] == setting], arms)
             yield Published(run, setting, better, diagnosis_of(own), tuple(by_seed))
+
+
+def by_round(arm: str) -> dict[int, list[str]]:
+    """Return the choices of all settings and seeds of ``rounds``, by the number of the round."""
+    found: dict[int, list[str]] = {}
+    rows = [row for row in read_rows(RESULTS / "rounds", "alignment.jsonl") if row["arm"] == arm]
+    own = _by(("round", "setting", "seed"), [_with_evidence(row, 128) for row in rows])
+    for (number, *_), one in own.items():
+        found.setdefault(number, []).append(one.choice)
+    return found
+
+
+def _by(keys: tuple[str, ...], rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], Diagnosis]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return {key: diagnosis_of(groups[key]) for key in sorted(groups)}
 
 
 def _with_evidence(row: dict[str, Any], width: int) -> dict[str, Any]:

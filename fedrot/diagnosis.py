@@ -21,9 +21,10 @@ from fedrot.tensors import Tensors, check_update
 PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
 
 #: Alignment is advised where the rotations of all heads together remove more than so many times chance,
+#: which is more evidence than ``AlignmentOptions.chance`` asks for by default,
 TIMES_CHANCE = 1.5
 
-#: or where at least this share of the groups, each of them alone, moves beyond chance.
+#: or where at least this share of the groups does, each of them alone.
 GROUPS_BEYOND = 0.1
 
 #: The name of a line about all parts.
@@ -41,8 +42,8 @@ class Evidence:
         before: squared distance of the groups' weights to their anchors.
         found: squared distance that the best elements remove.
         chance: squared distance that chance removes, None if not known.
-        groups, moved, beyond: number of groups, of those that move, and of those of them whose best
-            elements remove more than ``TIMES_CHANCE`` times chance.
+        groups, moved, beyond: number of groups, of those that move, and of those of them that remove
+            more than ``TIMES_CHANCE`` times chance.
     """
 
     part: str
@@ -118,7 +119,7 @@ class Diagnosis:
         whole = summed(self.whole, TOGETHER)
         return {
             "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
-            "beyond": f"{groups.beyond} of {groups.groups} groups exceed it",
+            "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times it",
             "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
         }
 

@@ -84,7 +84,7 @@ def test_clients_that_turned_against_each_other_are_named() -> None:
         (part, layer) for layer in range(LAYERS) for part in ("attention", "ffn")
     ]
     assert str(found).startswith("Clients have turned against each other: average with FedRot, anchor ")
-    assert str(found).endswith(f", and {6 * LAYERS} of {6 * LAYERS} groups exceed it.")
+    assert str(found).endswith(f", and {6 * LAYERS} of {6 * LAYERS} groups exceed 1.5 times it.")
 
 
 def test_a_first_client_that_turned_is_named_although_the_others_did_not() -> None:
@@ -194,7 +194,7 @@ def test_the_sentence_shows_the_evidence_that_decides() -> None:
     found = Diagnosis((0.9, 0.9), (line(3.5, 6.1),), (line(12.7, 6.1, moved=9, beyond=9),), ())
     assert str(found) == (
         "Clients have turned against each other: average with FedRot, anchor 'running'; rotation 12.7 % "
-        "of the distance, chance 6.1 %, and 9 of 20 groups exceed it."
+        "of the distance, chance 6.1 %, and 9 of 20 groups exceed 1.5 times it."
     )
 
 

@@ -100,12 +100,10 @@ def better_average(rows: list[dict[str, Any]], arms: dict[str, str]) -> str:
     values, gains = final_values(rows), dict[str, float]()
     setting, start = rows[0]["setting"], rows[0]["start"]
     for choice, arm in arms.items():
-        pairs = {
-            metric: compare_seeds(
-                *(values[Place(setting, start, a, metric)] for a in (arm, PLAIN)), metric
-            )
-            for metric in dict.fromkeys((*headline(rows), "loss"))
-        }
+        pairs = {}
+        for metric in dict.fromkeys((*headline(rows), "loss")):
+            ours, theirs = (values[Place(setting, start, one, metric)] for one in (arm, PLAIN))
+            pairs[metric] = compare_seeds(ours, theirs, metric)
         verdicts = {pair.verdict for pair in pairs.values()}
         if "better" in verdicts and "worse" not in verdicts:
             gains[choice] = -pairs["loss"].mean
@@ -148,10 +146,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     if options.train:
-        for setting, seed, found in trained(
-            options.train, options.data_dir, options.only, options.seeds
-        ):
-            print(f"{setting}, seed {seed}: {found.choice}. {found}", flush=True)
+        how = (options.train, options.data_dir, options.only, options.seeds)
+        for setting, seed, diagnosis in trained(*how):
+            print(f"{setting}, seed {seed}: {diagnosis.choice}. {diagnosis}", flush=True)
         return
     found = list(published())
     for one in found:

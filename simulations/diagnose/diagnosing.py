@@ -40,8 +40,9 @@ class Found:
     @property
     def title(self) -> str:
         """What is diagnosed, in words."""
-        rounds = f"{'rounds' if len(self.rounds) > 1 else 'round'} {_ranges(self.rounds)}"
-        return ", ".join(filter(None, [self.name, self.rounds and rounds]))
+        several = "rounds" if len(self.rounds) > 1 else "round"
+        rounds = f"{several} {_ranges(self.rounds)}" if self.rounds else ""
+        return ", ".join(filter(None, [self.name, rounds]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -87,7 +88,7 @@ def diagnose_run(path: Path) -> list[Found]:
 def _rows(path: Path) -> list[Row]:
     file = path / ALIGNMENT if path.is_dir() else path
     try:
-        rows = [row for row in read_rows(file.parent, file.name) if "before" in row]
+        rows: list[Row] = [row for row in read_rows(file.parent, file.name) if "before" in row]
     except FileNotFoundError as error:
         raise FedrotError(
             f"'{path}' is neither a run nor the rows of one: it has no {ALIGNMENT}. To diagnose saved "

@@ -85,11 +85,8 @@ def test_saved_models_are_diagnosed_in_tables_and_a_sentence(save: Any) -> None:
     assert {(line["part"], line["layer"]) for line in found["base"]} == {
         (part, layer) for part in ("attention", "ffn") for layer in range(LAYERS)
     }
-    expected = fedrot.diagnose(
-        *(_floats(states) for states in (state_of(NAME),)),
-        [_floats(state) for state in updates(("attention", "ffn"))],
-        symmetry_for(NAME),
-    )
+    clients = [_floats(state) for state in updates(("attention", "ffn"))]
+    expected = fedrot.diagnose(_floats(state_of(NAME)), clients, symmetry_for(NAME))
     assert found["sentence"] == str(expected)
 
 

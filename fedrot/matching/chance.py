@@ -87,11 +87,9 @@ def near_share(group: Group, tensors: Tensors, before: float, spread: Spread) ->
     """
     if not group.kind.free:
         return None
-    size = sum(
-        float(torch.linalg.vector_norm(slot.of(tensors[slot.tensor].detach()).float())) ** 2
-        for slot in group.slots
-    )
-    if before > NEAR * size:
+    blocks = (slot.of(tensors[slot.tensor].detach()).float() for slot in group.slots)
+    norms = torch.stack([torch.linalg.vector_norm(block) for block in blocks])
+    if before > NEAR * float(norms.double().square().sum()):
         return None
     entries = entries_of(group, tensors)
     return group.kind.free / entries * spread.factor(group, entries)

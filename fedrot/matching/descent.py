@@ -120,9 +120,7 @@ class _Descent:
     def _accepted(self, group: Group, match: Match) -> Move | None:
         """Note a match; return its move unless it removes less than is required."""
         chance = self.problem.chance(group, match, solver_of(group))
-        # Inside a moved head the element is kept: the head's place was chosen for it.
-        bound = any(move.group.name == group.within for move in self.moves)
-        short = match.gain < self.problem.required(group, match.before, chance) and not bound
+        short = match.gain < self.problem.required(group, match.before, chance)
         element = None if short else match.element
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after

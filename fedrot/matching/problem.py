@@ -105,13 +105,17 @@ class Match:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of an anchor and of a client, the options, and activations if there are any."""
+    """The tensors of an anchor and of a client, the options, and activations if there are any.
+
+    ``applied`` names the groups whose moves the client's tensors contain.
+    """
 
     anchor: Anchor
     client: Tensors
     symmetry: Symmetry
     options: AlignmentOptions
     activations: Activations | None = None
+    applied: frozenset[str] = frozenset()
 
     def near_chance(self, group: Group, before: float) -> float | None:
         """Return the squared distance that chance removes from a group, None if no formula tells it.
@@ -143,14 +147,21 @@ class Problem:
         return sum(gains) / len(gains) * anchor.spread.factor(group, entries)
 
     def required(self, group: Group, before: float, chance: float | None) -> float:
-        """Return the squared distance that a group's element has to remove for the group to move."""
+        """Return the squared distance that a group's element has to remove for the group to move.
+
+        Inside a moved head it is nothing: the head's place was chosen for the best element.
+        """
+        if group.within in self.applied:
+            return 0.0
         needed = 0.0 if chance is None else requirement(group, chance, self.options.chance)
         return max(needed, self.options.threshold * before)
 
     def moved(self, moves: Sequence[Move]) -> Problem:
         """Return the problem with the moves applied to the client."""
         activations = None if self.activations is None else self.activations.moved(moves)
-        return replace(self, client=apply_moves(self.client, moves), activations=activations)
+        applied = self.applied.union(move.group.name for move in moves)
+        client = apply_moves(self.client, moves)
+        return replace(self, client=client, activations=activations, applied=applied)
 
     def pairs(self, group: Group) -> list[Pair]:
         """Return the pairs of all slots of a group."""

@@ -17,17 +17,20 @@ from fedrot.precision import full_float32
 from fedrot.research import OptimalTransport
 from tests.families import config_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
-from tests.models import EVERYTHING, FULL, State, largest_difference
+from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "qwen3")
-ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"))
+ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"), chance=0)
 OPTIONS = {
     "default": fedrot.AlignmentOptions(),
-    "layers": fedrot.AlignmentOptions(parts=FULL),
-    "orders": fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"), within_heads="permutation"),
-    "heads": fedrot.AlignmentOptions(parts=("heads",)),
+    "eager": EAGER,
+    "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
+    "orders": fedrot.AlignmentOptions(
+        parts=("heads", "attention", "ffn"), within_heads="permutation", chance=0
+    ),
+    "heads": fedrot.AlignmentOptions(parts=("heads",), chance=0),
     "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2, restarts=1),
-    "biases": fedrot.AlignmentOptions(canonical_biases=True, ridge=0.1),
+    "biases": fedrot.AlignmentOptions(canonical_biases=True, ridge=0.1, chance=0),
 }
 #: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
 #: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.
@@ -99,7 +102,9 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
     anchor, near, far = _models(family)
     with Pretend() as device:
         here, there = (device.put(t) for t in (anchor, near if which == "near" else far))
-        alignment = fedrot.align(there, here, symmetry)
+        # Far from the anchor, chance is found by matching null models, for each of which the host waits.
+        options = fedrot.AlignmentOptions() if which == "near" else EAGER
+        alignment = fedrot.align(there, here, symmetry, options)
         assert 0 < device.reads <= READS[which] * symmetry.layers
         if which == "near":
             assert device.uploads == 0
@@ -125,7 +130,7 @@ def test_reads_do_not_grow_with_the_heads(
     # How many steps an iteration takes depends on the numbers.
     monkeypatch.setattr(procrustes, "NEWTON_SCHULZ_STEPS", 0)
     anchor, near, _ = _models(family)
-    options = fedrot.AlignmentOptions(parts=("heads", "attention"))
+    options = fedrot.AlignmentOptions(parts=("heads", "attention"), chance=0)
     counts = []
     for heads in (few, many):
         symmetry = fedrot.symmetry_of({**config_of(family).to_dict(), **heads}, anchor)
@@ -166,7 +171,7 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
     symmetry = symmetry_for("bert")
     anchor, *clients = _models("bert")
     build, kinds = AGGREGATORS[which]
-    options = ORDERS if "fisher" in kinds else fedrot.AlignmentOptions()
+    options = ORDERS if "fisher" in kinds else EAGER
 
     def merged(put: Callable[[State], State]) -> State:
         aggregator = build()
@@ -210,7 +215,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> N
 
     def aligned(put: Callable[[State], State]) -> list[Mapping[str, Tensor]]:
         updates = [(put(client), weight) for client, weight in clients]
-        found = fedrot.align_round(updates, put(broadcast), symmetry, None, anchor, whole)
+        found = fedrot.align_round(updates, put(broadcast), symmetry, EAGER, anchor, whole)
         return [result.tensors for result in found]
 
     wanted = aligned(dict)
@@ -224,10 +229,10 @@ def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> N
 def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
     symmetry = symmetry_for("llama")
     anchor, near, _ = ({k: t.to(dtype) for k, t in model.items()} for model in _models("llama"))
-    wanted = fedrot.align(near, anchor, symmetry).apply(near)
+    wanted = fedrot.align(near, anchor, symmetry, EAGER).apply(near)
     with Pretend() as device:
         there = device.put(near)
-        found = _fetched(fedrot.align(there, device.put(anchor), symmetry).apply(there))
+        found = _fetched(fedrot.align(there, device.put(anchor), symmetry, EAGER).apply(there))
     assert {tensor.dtype for tensor in found.values()} == {dtype}
     assert largest_difference(found, wanted) <= 1e-6
 

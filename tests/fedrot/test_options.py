@@ -40,7 +40,7 @@ def test_layers_and_parts_restrict_what_moves() -> None:
     ]
     for layers, expected in chosen:
         for parts in (("attention",), ("ffn",), FULL):
-            options = fedrot.AlignmentOptions(parts=parts, layers=layers)
+            options = fedrot.AlignmentOptions(parts=parts, layers=layers, chance=0)
             aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
             changed = {key for key in update if not torch.equal(aligned[key], update[key])}
             assert changed == touched_by(names, parts, expected), (layers, parts)
@@ -65,6 +65,9 @@ def test_bad_layers_are_refused(layers: Any) -> None:
         ({"parts": "ffn"}, "part"),
         ({"ridge": -1.0}, "ridge"),
         ({"ridge": float("nan")}, "ridge"),
+        ({"chance": -1.0}, "chance"),
+        ({"chance": float("nan")}, "chance"),
+        ({"chance": float("inf")}, "chance"),
         ({"threshold": 1.0}, "threshold"),
         ({"threshold": -0.1}, "threshold"),
         ({"threshold": float("nan")}, "threshold"),
@@ -94,9 +97,9 @@ def test_threshold_skips_small_gains_and_says_so() -> None:
     name = "bert-classifier"
     anchor, symmetry = state_of(name), symmetry_for(name)
     update = near(anchor, 0.3)
-    free = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL))
+    free = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL, chance=0))
     shares = {row["group"]: 1 - row["after"] / row["before"] for row in free.report.rows()}
-    options = fedrot.AlignmentOptions(parts=FULL, threshold=0.9)
+    options = fedrot.AlignmentOptions(parts=FULL, threshold=0.9, chance=0)
     strict = fedrot.align(update, anchor, symmetry, options)
     assert max(shares.values()) < 0.9
     assert not strict.moves
@@ -122,7 +125,7 @@ def test_threshold_never_separates_heads_from_their_rotation(scrambled: tuple[st
     anchor, symmetry = state_of(name), symmetry_for(name)
     noisy = near(anchor, 0.2)
     update = fedrot.random_equivalent(noisy, symmetry, 5, scrambled)
-    options = fedrot.AlignmentOptions(parts=("heads", "attention"), threshold=0.2)
+    options = fedrot.AlignmentOptions(parts=("heads", "attention"), threshold=0.2, chance=0)
     alignment = fedrot.align(update, anchor, symmetry, options)
     moved = {move.group.name for move in alignment.moves}
     for layer in range(2):

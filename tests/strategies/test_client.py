@@ -29,7 +29,7 @@ from fedrot.strategies import FedRot, Matching, align_mod, match_at_client, want
 from fedrot.strategies.client_matching import request
 from fedrot.strategies.settings import Execution
 from fedrot.strategies.wire.records import STATISTICS, read_statistics, statistics_record
-from tests.models import State, config_of, near
+from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import Client, FakeGrid, failure, largest_difference, reply, tensors_of
@@ -149,8 +149,9 @@ def test_scrambled_clients_give_plain_fedavg_the_unscrambled_average() -> None:
         grid = FakeGrid({100 + i: app_of(sends(u), mods) for i, u in enumerate(sent)})
         return FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord(base), 1).arrays
 
-    aligned = average([align_mod(CONFIG)], scramble=True)
-    assert largest_difference(aligned, average([align_mod(CONFIG)], scramble=False)) < 1e-5
+    mods = [align_mod(CONFIG, EAGER)]
+    aligned = average(mods, scramble=True)
+    assert largest_difference(aligned, average(mods, scramble=False)) < 1e-5
     assert largest_difference(aligned, average([], scramble=True)) > 0.1
 
 
@@ -345,10 +346,10 @@ def test_diagonal_fisher_merges_scrambled_clients_that_align_first() -> None:
         grid = FakeGrid({100 + i: app_of(sends(u), mods) for i, u in enumerate(sent)})
         return strategy.start(grid, ArrayRecord(base), 1).arrays
 
-    mods = [align_mod(CONFIG, statistics=squares)]
+    mods = [align_mod(CONFIG, EAGER, squares)]
     expected = merged(False, mods)
     assert largest_difference(merged(True, mods), expected) < 1e-5
-    plain = FedRot(CONFIG, anchor="global", fraction_evaluate=0.0)
+    plain = FedRot(CONFIG, anchor="global", options=EAGER, fraction_evaluate=0.0)
     grid = FakeGrid({100 + i: app_of(sends(u), []) for i, u in enumerate(honest)})
     assert largest_difference(plain.start(grid, ArrayRecord(base), 1).arrays, expected) > 1e-4
 

@@ -9,7 +9,7 @@ import fedrot
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import OtherBasis
 from tests.families import MEMBERS, config_of, model_of, state_of, symmetry_for
-from tests.models import near
+from tests.models import EAGER, near
 from tests.strategies.fakes import broadcast, largest_difference, reply
 
 
@@ -21,7 +21,7 @@ def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: st
     scrambled = [fedrot.random_equivalent(u, symmetry, seed) for seed, u in enumerate(honest)]
     results: list[ArrayRecord] = []
     for updates in (honest, scrambled):
-        strategy = FedRot(config_of(name), anchor=anchor, fraction_evaluate=0.0)
+        strategy = FedRot(config_of(name), anchor=anchor, options=EAGER, fraction_evaluate=0.0)
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates, strict=True))
         replies = [reply(m, u, 10 + i, i) for i, (m, u) in sent]

@@ -39,7 +39,7 @@ from torch import nn
 
 import fedrot
 from fedrot.strategies import Aligned, FedRot, OtherBasis, align_mod
-from tests.models import State, config_of, near, squared_distance
+from tests.models import EAGER, State, config_of, near, squared_distance
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
 
@@ -77,7 +77,7 @@ class Case:
     def aligned(self, **ours: Any) -> Strategy:
         """Return the strategy with alignment in front; where clients clip, they align themselves."""
         args, settings = self.arguments()
-        given: dict[str, Any] = {"anchor": "global", "align": not self.mods, **ours}
+        given: dict[str, Any] = {"anchor": "global", "options": EAGER, "align": not self.mods, **ours}
         return in_front_of(self.strategy)(CONFIG, *args, **settings, **given)
 
 
@@ -142,7 +142,7 @@ def run(strategy: Strategy, scramble: bool, mods: tuple[Any, ...] = ()) -> Resul
 def finished(name: str, scramble: bool, aligned: bool) -> Result:
     """Return the end of a case, with alignment where it belongs or without."""
     case = CASES[name]
-    at_clients = (align_mod(CONFIG),) if aligned and case.mods else ()
+    at_clients = (align_mod(CONFIG, EAGER),) if aligned and case.mods else ()
     return run(case.aligned() if aligned else case.plain(), scramble, (*case.mods, *at_clients))
 
 
@@ -160,7 +160,7 @@ def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
     assert gap(honest, scrambled) < case.rounding * moved
     assert gap(honest, finished(name, scramble=True, aligned=False)) > 0.5 * moved
     # The same, had the clients aligned: what the strategy is given and what it does are not changed.
-    at_clients = run(case.plain(), True, (*case.mods, align_mod(CONFIG)))
+    at_clients = run(case.plain(), True, (*case.mods, align_mod(CONFIG, EAGER)))
     assert gap(scrambled, at_clients) < case.rounding * moved
     assert len(honest.train_metrics_clientapp) == ROUNDS
 
@@ -168,7 +168,7 @@ def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
 @pytest.mark.parametrize("name", ["server, adaptive", "client, adaptive"])
 def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
     case = CASES[name]
-    mods = (*case.mods, align_mod(CONFIG)) if case.mods else ()
+    mods = (*case.mods, align_mod(CONFIG, EAGER)) if case.mods else ()
     norms = []
     for scramble in (False, True):
         strategy: Any = case.aligned()
@@ -283,7 +283,7 @@ def test_a_privacy_wrapper_around_alignment_is_refused_before_training(name: str
 def test_a_privacy_wrapper_around_a_strategy_that_moves_nothing_is_fine(name: str) -> None:
     case: Any = CASES[name]
     ours = case.strategy(FedRot(CONFIG, align=False, **COMMON), **case.settings)
-    result = run(ours, True, (*case.mods, align_mod(CONFIG)))
+    result = run(ours, True, (*case.mods, align_mod(CONFIG, EAGER)))
     expected = finished(name, scramble=True, aligned=True)
     assert gap(result, expected) < ROUNDED * gap(expected, state())
 
@@ -297,7 +297,7 @@ def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
         return answer
 
     strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)(
-        CONFIG, FedAvg(weighted_by_key="rows", **COMMON), anchor="global", **FIXED
+        CONFIG, FedAvg(weighted_by_key="rows", **COMMON), anchor="global", options=EAGER, **FIXED
     )
     expected = finished("server, fixed", scramble=True, aligned=True)
     assert gap(run(strategy, True, (renamed,)), expected) < 1e-5

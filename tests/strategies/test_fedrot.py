@@ -24,6 +24,7 @@ from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.settings import Execution, Reporting
+from tests.models import EAGER
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, largest_difference, reply
 
 CONFIG = BertConfig(
@@ -71,7 +72,7 @@ def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None
     assert "``running`` if not given" in str(Aligned.__doc__)
     base, results = model(), {}
     for name in ("", "running", "global"):
-        strategy = FedRot(CONFIG, anchor=name) if name else FedRot(CONFIG)
+        strategy = FedRot(CONFIG, options=EAGER, **({"anchor": name} if name else {}))
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates(base, scale=0.3), strict=True))
         answers = [reply(m, u, 10, i) for i, (m, u) in sent]
@@ -102,7 +103,7 @@ def test_every_fedavg_argument_works() -> None:
 def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
-    strategy = FedRot(symmetry, anchor=anchor)
+    strategy = FedRot(symmetry, anchor=anchor, options=EAGER)
     messages = broadcast(strategy, base)
     honest = updates(base)
     scrambled = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(honest)]
@@ -124,7 +125,7 @@ def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
 def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bool) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
-    options = fedrot.AlignmentOptions(canonical_biases=canonical)
+    options = fedrot.AlignmentOptions(canonical_biases=canonical, chance=0)
     strategy = FedRot(CONFIG, anchor="global", options=options)
     messages = broadcast(strategy, base)
     sent, weights = updates(base), [1, 5, 14]
@@ -462,7 +463,7 @@ def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
 
 def test_a_threshold_skips_and_says_so() -> None:
     base = model()
-    options = fedrot.AlignmentOptions(threshold=0.99)
+    options = fedrot.AlignmentOptions(threshold=0.99, chance=0)
     strategy = FedRot(CONFIG, anchor="global", options=options)
     messages = broadcast(strategy, base)
     sent = updates(base)
@@ -522,8 +523,9 @@ def test_the_mixin_works_in_front_of_a_server_optimiser() -> None:
         return strategy.start(grid, ArrayRecord(base), 2).arrays
 
     options = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, "eta": 0.01}
-    honest = run(AlignedAdam(CONFIG, anchor="global", **options), scramble=False)
-    scrambled = run(AlignedAdam(CONFIG, anchor="global", **options), scramble=True)
+    aligned = {"anchor": "global", "options": EAGER}
+    honest = run(AlignedAdam(CONFIG, **aligned, **options), scramble=False)
+    scrambled = run(AlignedAdam(CONFIG, **aligned, **options), scramble=True)
     # Adam divides by the size of the change, so rounding grows where nothing changed.
     assert largest_difference(honest, scrambled) < 1e-3
     assert largest_difference(honest, run(FedAdam(**options), scramble=True)) > 5e-3

@@ -27,15 +27,16 @@ from fedrot.aggregation.layerwise import (
 from fedrot.transport import Move, apply_moves
 from tests.families import MEMBERS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
-from tests.models import EVERYTHING, FULL, State, largest_difference
+from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
 CPU = torch.device("cpu")
 NEURONS = 96
 OPTIONS = {
     "default": fedrot.AlignmentOptions(),
-    "layers": fedrot.AlignmentOptions(parts=FULL),
-    "biases": fedrot.AlignmentOptions(canonical_biases=True),
-    "last": fedrot.AlignmentOptions(layers="last:1"),
+    "eager": EAGER,
+    "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
+    "biases": fedrot.AlignmentOptions(canonical_biases=True, chance=0),
+    "last": fedrot.AlignmentOptions(layers="last:1", chance=0),
     "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2),
     "nothing": fedrot.AlignmentOptions(parts=()),
 }
@@ -338,10 +339,10 @@ def test_pinned_memory_is_not_filled_again_before_it_was_sent(
     with Pretend():
         moved = {
             name: tensor.cpu()
-            for part in align_by_layer(client, anchor, symmetry, None, DEVICE)
+            for part in align_by_layer(client, anchor, symmetry, EAGER, DEVICE)
             for name, tensor in part.tensors.items()
         }
-    wanted = fedrot.align(client, anchor, symmetry).apply(client)
+    wanted = fedrot.align(client, anchor, symmetry, EAGER).apply(client)
     assert {tensor.dtype for tensor in moved.values()} == {dtype}
     assert largest_difference(moved, wanted) <= torch.finfo(dtype).eps
 

@@ -18,6 +18,7 @@ from tests.fedrot.oracles import along, dense_on, random_moves, seeded
 from tests.models import (
     CASES,
     DIM,
+    EAGER,
     EVERYTHING,
     FEW,
     FULL,
@@ -116,7 +117,7 @@ def _alignment(name: str, parts: tuple[str, ...]) -> tuple[State, fedrot.Alignme
     anchor = state_of(name)
     symmetry = fedrot.symmetry_of(config_of(name), anchor)
     client = fedrot.random_equivalent(near(anchor, 0.1), symmetry, 3, parts)
-    alignment = fedrot.align(client, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+    alignment = fedrot.align(client, anchor, symmetry, replace(EAGER, parts=parts))
     assert {move.group.part for move in alignment.moves} == {g.part for g in symmetry.select(parts)}
     return client, alignment
 

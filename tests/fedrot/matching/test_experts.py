@@ -22,7 +22,7 @@ from tests.fedrot.oracles import seeded
 from tests.models import State, largest_difference, near, squared_distance
 
 NAME, EXPERTS, NEURONS = "mixtral", 3, 20
-FFN = fedrot.AlignmentOptions(parts=("ffn",))
+FFN = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
 
 
 def _groups(kind: type) -> list[Group]:

@@ -36,7 +36,7 @@ def _best_by_trying_all(name: str, update: dict[str, torch.Tensor], parts: tuple
         for inner in itertools.product(orders, repeat=kind.groups):
             moves = [Move(heads, torch.tensor(outer)), Move(queries, torch.tensor(inner))]
             moved = apply_moves(update, moves)
-            options = fedrot.AlignmentOptions(parts=parts, layers=(0,))
+            options = fedrot.AlignmentOptions(parts=parts, layers=(0,), chance=0)
             found = fedrot.align(moved, anchor, symmetry, options) if parts else None
             aligned = moved if found is None else found.apply(moved)
             best = min(best, squared_distance(aligned, anchor))
@@ -49,7 +49,7 @@ def test_hidden_orders_are_found_through_noise(name: str, scale: float) -> None:
     """As good as trying every order, and the best phases and rotations for each."""
     anchor, symmetry = state_of(name), symmetry_for(name)
     update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, ("heads", "attention"))
-    options = fedrot.AlignmentOptions(parts=("heads", "attention"), layers=(0,))
+    options = fedrot.AlignmentOptions(parts=("heads", "attention"), layers=(0,), chance=0)
     found = fedrot.align(update, anchor, symmetry, options)
     reached = squared_distance(found.apply(update), anchor)
     assert reached <= _best_by_trying_all(name, update, ("attention",)) * (1 + 1e-9)
@@ -61,8 +61,8 @@ def test_hidden_orders_are_found_through_noise(name: str, scale: float) -> None:
 def test_unrelated_models_never_lose_by_an_order(name: str, seed: int, ridge: float) -> None:
     """The scores of groups are bounds: an order is kept only if it is worth something in the end."""
     anchor, update, symmetry = state_of(name), state_of(name, seed), symmetry_for(name)
-    without = fedrot.AlignmentOptions(parts=("attention",), ridge=ridge)
-    ordered = fedrot.AlignmentOptions(parts=("heads", "attention"), ridge=ridge)
+    without = fedrot.AlignmentOptions(parts=("attention",), ridge=ridge, chance=0)
+    ordered = fedrot.AlignmentOptions(parts=("heads", "attention"), ridge=ridge, chance=0)
     distances = [
         squared_distance(fedrot.align(update, anchor, symmetry, options).apply(update), anchor)
         for options in (without, ordered)
@@ -76,7 +76,7 @@ def test_unrelated_models_never_lose_by_an_order(name: str, seed: int, ridge: fl
 def test_orders_alone_are_found_too(name: str) -> None:
     anchor, symmetry = state_of(name), symmetry_for(name)
     update = fedrot.random_equivalent(near(anchor, 0.3), symmetry, 2, ("heads",))
-    options = fedrot.AlignmentOptions(parts=("heads",), layers=(0,))
+    options = fedrot.AlignmentOptions(parts=("heads",), layers=(0,), chance=0)
     aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
     assert squared_distance(aligned, anchor) <= _best_by_trying_all(name, update, ()) * (1 + 1e-9)
 

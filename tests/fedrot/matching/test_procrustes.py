@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from tests.models import (
     state_of,
     symmetry_for,
 )
+
+ROTATIONS = fedrot.AlignmentOptions(parts=("attention",), chance=0)
 
 
 def _procrustes_value(rotation: Tensor, m: Tensor) -> float:
@@ -58,7 +61,7 @@ def test_rotation_is_not_beaten(name: str, regime: str) -> None:
     update = state_of(name, 6) if regime == "unrelated" else near(anchor, 0.3)
     if regime == "scrambled":
         update = fedrot.random_equivalent(update, symmetry, 2, ("attention",))
-    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+    alignment = fedrot.align(update, anchor, symmetry, ROTATIONS)
     rng = seeded(3)
     for move in alignment.moves:
         pair = move.group.name.rsplit(".", 1)[1]
@@ -122,7 +125,7 @@ def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
         for leaf in ("weight", "bias"):
             anchor[f"{names.of(0, module)}.{leaf}"][:half] = 0
     symmetry = symmetry_for(name)
-    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+    alignment = fedrot.align(update, anchor, symmetry, ROTATIONS)
     found = next(m.element[0] for m in alignment.moves if m.group.name == "encoder.layer.0.qk")
     m = cross(anchor, update, names, 0, 0, "qk").numpy()
     u, sigma, vh = np.linalg.svd(m)
@@ -154,9 +157,7 @@ def test_ridge_option_shrinks_angles_and_gains() -> None:
     symmetry = symmetry_for(name)
     update = state_of(name, 3)
     reports = [
-        fedrot.align(
-            update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",), ridge=ridge)
-        ).report
+        fedrot.align(update, anchor, symmetry, replace(ROTATIONS, ridge=ridge)).report
         for ridge in (0.0, 0.1, 1.0, 10.0, 1e4)
     ]
     shares = [report.share() for report in reports]

@@ -83,7 +83,7 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pyt
             order.append(Move(group, torch.arange(group.kind.units).flip(0)))
     client = near(anchor, 0.01)
     moved = apply_moves(client, order)
-    options = fedrot.AlignmentOptions(parts=("ffn",))
+    options = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
     alignment = fedrot.align(moved, anchor, symmetry, options)
     assert called == [len(order)] == [2]
     assert largest_difference(alignment.apply(moved), client) == 0

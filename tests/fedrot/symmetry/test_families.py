@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, FIXED, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
-from tests.models import EVERYTHING, FULL, largest_difference, near, squared_distance
+from tests.models import EAGER, EVERYTHING, FULL, largest_difference, near, squared_distance
 
 BOTH = [(name, attention) for name, member in MEMBERS.items() for attention in member.attention]
 
@@ -93,7 +95,7 @@ def test_distance_never_grows_and_is_reported_as_it_is(name: str, scale: float |
     whole = _parts(symmetry, fedrot.WHOLE_MODEL)
     before = squared_distance(update, anchor)
     for parts in (("attention", "ffn"), _parts(symmetry, FULL), whole):
-        alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+        alignment = fedrot.align(update, anchor, symmetry, replace(EAGER, parts=parts))
         after = squared_distance(alignment.apply(update), anchor)
         assert after <= before * (1 + 1e-12)
         report = alignment.report
@@ -104,7 +106,7 @@ def test_distance_never_grows_and_is_reported_as_it_is(name: str, scale: float |
 def test_the_function_of_an_aligned_model_is_the_update_s(name: str) -> None:
     anchor, update, symmetry = state_of(name), state_of(name, 1), symmetry_for(name)
     parts = _parts(symmetry)
-    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+    alignment = fedrot.align(update, anchor, symmetry, replace(EAGER, parts=parts))
     aligned = outputs(name, alignment.apply(update))
     expected = outputs(name, update)
     assert (aligned - expected).abs().max() <= 1e-9 * expected.abs().max()
@@ -174,7 +176,7 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
 ) -> None:
     """In what is moved, and in the rows of the report."""
     anchor, update, symmetry = state_of(name), state_of(name, 1), symmetry_for(name)
-    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(layers=layers))
+    alignment = fedrot.align(update, anchor, symmetry, replace(EAGER, layers=layers))
     aligned = alignment.apply(update)
     changed = {key for key in update if not torch.equal(aligned[key], update[key])}
     prefix = "albert." if name == "albert-groups" else ""
@@ -192,7 +194,7 @@ def test_phases_beat_random_phases_and_reflections_are_no_option() -> None:
     """The closed form is the best element of the group, and stays inside it."""
     anchor, update, symmetry = state_of("llama"), state_of("llama", 1), symmetry_for("llama")
     group = next(g for g in symmetry.select(("attention",)) if g.name.endswith("qk"))
-    options = fedrot.AlignmentOptions(parts=("attention",), layers=(group.layer,))
+    options = fedrot.AlignmentOptions(parts=("attention",), layers=(group.layer,), chance=0)
     alignment = fedrot.align(update, anchor, symmetry, options)
     aligned = alignment.apply(update)
     names = {slot.tensor for slot in group.slots}

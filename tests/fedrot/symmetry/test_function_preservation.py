@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fedrot
 from tests.models import (
     CASES,
     DIM,
+    EAGER,
     EVERY,
     EVERYTHING,
     FEW,
@@ -335,7 +337,7 @@ def test_degenerate_weights_keep_the_function(
     for which, state in (("client", client), ("anchor", anchor)):
         if where in (which, "both"):
             degrade(state, CASES[name].names)
-    aligned = fedrot.align(client, anchor, symmetry, fedrot.AlignmentOptions(parts=parts)).apply(client)
+    aligned = fedrot.align(client, anchor, symmetry, replace(EAGER, parts=parts)).apply(client)
     assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
     assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-10
     before = squared_distance(client, anchor)
@@ -351,7 +353,7 @@ def test_degenerate_weights_in_float32_keep_the_function(
     client = near(anchor, 0.3)
     degrade(client, CASES[name].names)
     symmetry = symmetry_for(name)
-    aligned = fedrot.align(client, anchor, symmetry).apply(client)
+    aligned = fedrot.align(client, anchor, symmetry, EAGER).apply(client)
     assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
     assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-4
 
@@ -364,6 +366,6 @@ def test_degenerate_client_equal_to_its_anchor_does_not_move(
     anchor = state_of(name)
     degrade(anchor, CASES[name].names)
     symmetry = symmetry_for(name)
-    alignment = fedrot.align(anchor, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL))
+    alignment = fedrot.align(anchor, anchor, symmetry, replace(EAGER, parts=FULL))
     assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12
     assert alignment.report.after <= 1e-20

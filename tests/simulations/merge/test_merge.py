@@ -83,9 +83,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A classifier and a neighbour of it."""
+    """A classifier and a neighbour of it in other coordinates."""
     model = model_of("bert-classifier")
-    return saved(model, tmp_path / "a"), saved(neighbour(model), tmp_path / "b")
+    return saved(model, tmp_path / "a"), saved(scrambled(neighbour(model)), tmp_path / "b")
 
 
 # What comes out
@@ -186,7 +186,7 @@ def test_the_dtype_is_the_anchors_unless_another_is_asked_for(
 ) -> None:
     model = model_of("distilbert-classifier")
     a = saved(copy.deepcopy(model).bfloat16(), tmp_path / "a")
-    b = saved(neighbour(model), tmp_path / "b")
+    b = saved(scrambled(neighbour(model)), tmp_path / "b")
     code, output = invoke(a, b, "--out", tmp_path / "out", *(["--dtype", dtype] if dtype else []))
     assert code == 0, output
     tensors = load_file(tmp_path / "out" / "model.safetensors")

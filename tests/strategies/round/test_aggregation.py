@@ -25,7 +25,7 @@ from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
-from tests.models import DIM, HEADS, WIDTH, State, config_of, near
+from tests.models import DIM, EAGER, HEADS, WIDTH, State, config_of, near
 from tests.strategies.aggregating import (
     ANCHOR,
     DOWN,
@@ -95,7 +95,7 @@ def test_regmean_merges_what_alignment_moved(anchor: str) -> None:
 def test_scrambled_clients_give_the_unscrambled_regmean(anchor: str, form: Any) -> None:
     collect = partial(grams, form=form, symmetry=SYMMETRY)
     clients = honest(collect)
-    strategy = FedRot(config_of(NAME), anchor=anchor, aggregation=RegMean)
+    strategy = FedRot(config_of(NAME), anchor=anchor, aggregation=RegMean, options=EAGER)
     expected, _ = play(strategy, clients)
     result, _ = play(strategy, scrambled(clients, collect))
     assert largest_difference(result, expected) <= 1e-4
@@ -392,7 +392,7 @@ def test_bad_statistics_are_dropped_with_their_client_and_the_round_goes_on(
     case: str, place: int, warnings: Callable[[], str]
 ) -> None:
     change, reason = BAD[case]
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean, options=EAGER)
     messages = ask(strategy, state(), 4)
     good = [answer(m, c, i + 1) for i, (m, c) in enumerate(zip(messages, honest(), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -673,7 +673,7 @@ def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
     assert apart(result, expected) == 0
     (note,) = [json.loads(line) for line in report.read_text().splitlines()]
     assert (note["tensor"], note["note"][:14]) == ("soup", "3 of 4 updates")
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=soup)
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=soup, options=EAGER)
     moved = [
         Client(fedrot.random_equivalent(c.update, SYMMETRY, i), c.weight, {}) for i, c in enumerate(bare)
     ]
@@ -691,7 +691,9 @@ def test_optimal_transport_without_regularisation_permutes(align: bool) -> None:
         for i, c in enumerate(clients)
     ]
     transport = partial(OptimalTransport, SYMMETRY, regularisation=0.0, anchor=base)
-    strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=transport)
+    strategy = FedRot(
+        config_of(NAME), align=align, anchor="global", aggregation=transport, options=EAGER
+    )
     expected, _ = play(strategy, clients)
     if not align:
         assert apart(expected, mean(clients)) <= 1e-6

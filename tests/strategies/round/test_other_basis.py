@@ -20,6 +20,7 @@ from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.settings import OtherBasis
 from tests.models import (
     BARE,
+    EAGER,
     State,
     config_of,
     near,
@@ -118,7 +119,7 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members
     honest[-1] = (honest[-1][0], 90.0)
     # The late joiner is the heaviest and comes first.
     for given, accepted in ((OtherBasis(options=WHOLE), 1e-4), (OtherBasis(build), 0.05)):
-        strategy = FedRot(config_of(NAME), anchor=anchor, other_basis=given)
+        strategy = FedRot(config_of(NAME), anchor=anchor, options=EAGER, other_basis=given)
         expected, ordinary = play(strategy, base, honest[::-1])
         result, metrics = play(strategy, base, [late, *honest[-2::-1]])
         assert (ordinary["fedrot-replies-other-basis"], metrics["fedrot-replies-other-basis"]) == (0, 1)

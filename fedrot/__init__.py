@@ -14,6 +14,7 @@ from fedrot.collect.fisher import collect_fisher
 from fedrot.collect.gram import collect_gram
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.collect.trained import completed
+from fedrot.diagnosis import diagnose
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
@@ -43,6 +44,7 @@ __all__ = [
     "collect_fisher",
     "collect_gram",
     "completed",
+    "diagnose",
     "random_equivalent",
     "random_inputs",
     "research",

@@ -10,7 +10,7 @@ Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -137,3 +137,29 @@ def null_models(group: Group, anchor: Tensors, client: Tensors) -> Iterator[dict
             noise = torch.randn(a.shape, generator=generator, dtype=torch.float32).to(a)
             drawn[name] = slope * a + size * noise
         yield {**client, **drawn}
+
+
+def null_model(anchor: Tensors, client: Tensors, groups: Iterable[Group]) -> dict[str, Tensor]:
+    """Return one null model for groups that depend on each other.
+
+    Each tensor on which they act is replaced by a random one of its own ``t`` and ``s``; tied tensors
+    stay tied.
+    """
+    drawn: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    null = dict(client)
+    for name in dict.fromkeys(slot.tensor for group in groups for slot in group.slots):
+        c, a = client[name].detach(), anchor[name].detach()
+        key = (c.data_ptr(), tuple(c.shape))
+        if key not in drawn:
+            drawn[key] = _null_tensor(a, c, zlib.crc32(name.encode()))
+        null[name] = drawn[key]
+    return null
+
+
+def _null_tensor(a: Tensor, c: Tensor, seed: int) -> Tensor:
+    ours, theirs = (t.double().flatten() for t in (a, c))
+    size = float(ours @ ours)
+    slope = float(ours @ theirs) / size if size > 0 else 0.0
+    spread = float(torch.linalg.vector_norm(theirs - slope * ours)) / max(a.numel(), 1) ** 0.5
+    noise = torch.randn(a.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return slope * a + spread * noise.to(a)

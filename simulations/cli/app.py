@@ -292,3 +292,40 @@ def check(
         (say if found.holds else complain_in_red)(verdict(found))
     if not found.holds:
         raise typer.Exit(FAILED)
+
+
+@command(
+    app,
+    "fedrot diagnose models/base models/client-0 models/client-1",
+    "fedrot diagnose runs/mine",
+    "fedrot diagnose alignment.jsonl",
+)
+def diagnose(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="A run folder, or the rows file that a strategy wrote; or a base and the updates that "
+            "were trained from it: folders of saved models, .safetensors files or hub names."
+        ),
+    ],
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Of .safetensors files: config.json, or a folder with one."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say whether clients have turned against each other, and which average to take."""
+    from fedrot.simulations.diagnose.diagnosing import diagnose_models, diagnose_run, tables
+
+    with nullcontext() if as_json else console.status(escape(f"Diagnosing {what[0]}")):
+        one = len(what) == 1
+        found = diagnose_run(Path(what[0])) if one else [diagnose_models(what, config)]
+    if as_json:
+        typer.echo(json.dumps({"diagnoses": [each.to_dict() for each in found]}))
+        return
+    for each in found:
+        for table in tables(each):
+            console.print(table)
+    for each in found:
+        say(": ".join(filter(None, [each.title, each.diagnosis.sentence])))

@@ -88,6 +88,13 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: any(str(model).endswith(".safetensors") for model in v["models"]),
         ),
     ),
+    "diagnose": (
+        Effect(
+            ("config",),
+            "on bare .safetensors files: a folder has its own configuration",
+            lambda v: any(str(model).endswith(".safetensors") for model in v["what"]),
+        ),
+    ),
     "check": (Effect(("model", "parts", "seed"), "without --list", lambda v: not v["list_families"]),),
 }
 

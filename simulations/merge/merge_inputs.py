@@ -138,16 +138,21 @@ def check_mergeable(one: SavedModel, other: SavedModel) -> None:
             )
 
 
+def check_values(model: SavedModel) -> None:
+    """Raise ``UpdateError`` if a tensor holds NaN or Inf."""
+    with about(model.path):
+        # Tensor by tensor: read pages stay in memory as long as one tensor of a file is kept.
+        for name in model.tensors.names:
+            check_finite(model.tensors.read([name]))
+
+
 def aligned(
     models: Sequence[SavedModel], weights: Sequence[float], options: AlignmentOptions, batches: Batches
 ) -> list[tuple[Input, InputReport]]:
     """Align all models to the first, one at a time; two models are mapped at once."""
     first, *others = models
     for model in models:
-        with about(model.path):
-            # Tensor by tensor: read pages stay in memory as long as one tensor of a file is kept.
-            for name in model.tensors.names:
-                check_finite(model.tensors.read([name]))
+        check_values(model)
     ours = first.tensors.read()
     symmetry = symmetry_of(first.config, ours)
     anchor, evidence = Anchor(ours), _evidence(first, symmetry, options, batches)

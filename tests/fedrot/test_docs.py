@@ -56,6 +56,12 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(merged[2], (2 * first[2] + last[2]) / 3)
 
 
+def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = _executed("diagnose.md", 1)
+    assert scope["diagnosis"].choice == "aligned"
+    assert capsys.readouterr().out == f"{scope['diagnosis'].sentence}\n"
+
+
 def test_the_page_about_chance_runs(capsys: pytest.CaptureFixture[str]) -> None:
     scope = _executed("chance.md", 1)
     noise, turned = capsys.readouterr().out.splitlines()

@@ -29,6 +29,7 @@ LAYERS = (
     ("alignment",),
     ("aggregation",),
     ("anchors", "research"),
+    ("diagnosis",),
 )
 
 

@@ -36,6 +36,7 @@ IDLE = {
     "simulate --out o --task image --max-length 9": "--max-length has an effect only on texts",
     "barrier a b --out o --task image --max-length 9": "--max-length has an effect only on texts",
     "barrier a b --out o --rows 9 --methods vanilla,whole": "--rows has an effect only with a method",
+    "diagnose a b --config c": "--config has an effect only on bare .safetensors files",
     "check m --list": "MODEL has an effect only without --list. Leave it out.",
     "check --list --seed 0 --parts ffn": "--parts and --seed have an effect only without --list",
     "report {file} --markdown m": "--markdown has an effect only for a run folder",
@@ -52,6 +53,7 @@ AT_WORK = (
     "barrier a b --out o --rows 9 --methods vanilla,whole+data",
     "barrier a b --out o --rows 9 --max-length 9",
     "simulate --out o --partition dirichlet:0 --layers 1 --width 8 --heads 2 --dropout 0 --max-length 9",
+    "diagnose a.safetensors b --config c",
     "check nowhere/nothing/at/all --seed 1 --parts ffn",
 )
 

@@ -1,0 +1,310 @@
+"""``diagnose``: whether clients have turned against each other, and which average to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedrot.alignment import Alignment, align
+from fedrot.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
+from fedrot.errors import FedrotError
+from fedrot.matching.chance import null_model
+from fedrot.matching.problem import Anchor
+from fedrot.matching.stages import COUPLED
+from fedrot.options import AlignmentOptions
+from fedrot.report import AlignmentReport
+from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry
+from fedrot.tensors import Tensors, check_update
+
+#: What to do with updates: average them as they are, align them first, or match the whole models.
+PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
+
+#: Alignment is advised where the rotations of all heads together remove more than so many times chance,
+#: which is more evidence than ``AlignmentOptions.chance`` asks for by default,
+TIMES_CHANCE = 1.5
+
+#: or where at least this share of the groups does, each of them alone.
+GROUPS_BEYOND = 0.1
+
+#: The name of a line about all parts.
+TOGETHER = "together"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the best elements of one part and layer remove, summed over groups and updates.
+
+    Attributes:
+        layer: None for groups of the whole model, and for a sum over layers.
+        before: squared distance of the groups' weights to their anchors.
+        found: squared distance that the best elements remove.
+        chance: squared distance that chance removes, None if not known.
+        groups, moved, beyond: number of groups, of those that move, and of those of them that remove
+            more than ``TIMES_CHANCE`` times chance.
+    """
+
+    part: str
+    layer: int | None
+    before: float
+    found: float
+    chance: float | None
+    groups: int
+    moved: int
+    beyond: int
+
+    @property
+    def share(self) -> float:
+        """The share of the squared distance that the best elements remove."""
+        return self.found / self.before if self.before > 0 else 0.0
+
+    @property
+    def chance_share(self) -> float | None:
+        """The share that chance removes, None if not known."""
+        if self.chance is None:
+            return None
+        return self.chance / self.before if self.before > 0 else 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """``found`` in units of ``chance``, None if there is none."""
+        return self.found / self.chance if self.chance else None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What updates have to gain from alignment; ``print(diagnosis)`` shows it in one sentence.
+
+    Attributes:
+        cosines: of each update's embeddings with the base's, see ``fedrot.anchors.base_cosine``; empty
+            if unknown.
+        clients: evidence from aligning each update but the first to the mean of those before it.
+        base: evidence from aligning each update to the base.
+        whole: evidence from matching updates from another basis as whole models. Chance is what a
+            random model of the same size loses. The line ``TOGETHER`` counts each entry once.
+    """
+
+    cosines: tuple[float, ...]
+    clients: tuple[Evidence, ...]
+    base: tuple[Evidence, ...]
+    whole: tuple[Evidence, ...]
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    @property
+    def choice(self) -> str:
+        """The average to take: ``plain``, ``aligned`` or ``whole``."""
+        return choice(self.clients, self.base, self.whole)
+
+    @property
+    def sentence(self) -> str:
+        """The average to take, and the numbers that speak for it."""
+        far = [cosine for cosine in self.cosines if cosine < SAME_BASIS]
+        advice = _ADVICE[self.choice].format(**self._numbers())
+        if not far:
+            return advice[0].upper() + advice[1:]
+        shared = "" if self.whole else ", and share one"
+        return (
+            f"{len(far)} of {len(self.cosines)} updates come from another basis than the base (cosine "
+            f"of the embeddings {_ranged(far)}){shared}; {advice}"
+        )
+
+    def _numbers(self) -> dict[str, str]:
+        both = [lines for lines in (self.clients, self.base) if lines]
+        shown = next(filter(beyond_chance, both), both[0] if both else ())
+        turned, groups = summed(shown, ROTATED), summed(shown)
+        whole = summed(self.whole, TOGETHER)
+        return {
+            "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
+            "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times it",
+            "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain data."""
+        return {"choice": self.choice, "sentence": self.sentence, **asdict(self)}
+
+
+#: The part whose groups have enough free dimensions to tell evidence from chance.
+ROTATED = "attention"
+
+_ADVICE = {
+    PLAIN: "nothing beyond chance: average as they are; {rotation}.",
+    ALIGNED: (
+        "clients have turned against each other: average with FedRot, anchor 'running'; {rotation}, and "
+        "{beyond}."
+    ),
+    WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); {matching}.",
+}
+
+
+def choice(clients: Sequence[Evidence], base: Sequence[Evidence], whole: Sequence[Evidence]) -> str:
+    """Return which average to take, given the evidence as in ``Diagnosis``."""
+    if whole:
+        return WHOLE
+    return ALIGNED if beyond_chance(clients) or beyond_chance(base) else PLAIN
+
+
+def beyond_chance(lines: Sequence[Evidence]) -> bool:
+    """Return whether rotations together, or enough groups alone, remove more than chance."""
+    turned, groups = summed(lines, ROTATED), summed(lines)
+    together = turned.chance is not None and turned.found > TIMES_CHANCE * turned.chance
+    return together or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
+
+
+def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> Diagnosis:
+    """Find out whether clients have turned against each other, and which average to take.
+
+    Updates are aligned to the running mean of those before them, and to the base. What that removes of
+    the squared distance is compared with what chance removes (``fedrot.matching.chance``). An update
+    from another basis is matched as a whole model, and so is a random model of its size. Nothing is
+    changed.
+
+    Example: ``print(fedrot.diagnose(base, [update_1, update_2], symmetry))``.
+
+    Args:
+        base: tensors of the model that the clients received.
+        updates: tensors of the clients' models, of the same names and shapes; two or more tell whether
+            clients have turned against each other.
+        symmetry: from ``symmetry_of``.
+
+    Raises:
+        FedrotError: there are no updates.
+        UpdateError: see ``align``.
+        SymmetryError: the symmetry is none, or an update would have to be matched as a whole model,
+            which this model's residual stream does not allow.
+    """
+    check_symmetry(symmetry)
+    if not updates:
+        raise FedrotError("There are no updates to diagnose. Give one at least, better two or more.")
+    for tensors in (base, *updates):
+        check_update(tensors, symmetry.shapes)
+    cosines = tuple(base_cosine(update, base, symmetry) for update in updates)
+    options = AlignmentOptions()
+    anchor, alone = Anchor(base), list[Row]()
+    for update, cosine in zip(updates, cosines, strict=True):
+        if cosine >= SAME_BASIS:
+            alone += align(update, anchor, symmetry, options).report.rows()
+    clients, whole = _to_each_other(base, updates, cosines, symmetry, options)
+    return Diagnosis(cosines, evidence(clients), evidence(alone), evidence(whole))
+
+
+def _to_each_other(
+    base: Tensors,
+    updates: Sequence[Tensors],
+    cosines: Sequence[float],
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+) -> tuple[list[Row], list[Row]]:
+    """Align updates to their running mean; return rows of updates in its basis and in other bases.
+
+    If most updates come from another basis than the base, the first of these takes the base's place.
+    Alignments in the base's own basis to the base itself are left out.
+    """
+    far = [update for update, cosine in zip(updates, cosines, strict=True) if cosine < SAME_BASIS]
+    centre = far[0] if 2 * len(far) > len(updates) > 1 else base
+    matched = AlignmentOptions(WHOLE_MODEL)
+    near, whole = list[Row](), list[Row]()
+
+    match = finder(centre, symmetry, options, matched)
+
+    def find(update: Tensors, to: Anchor) -> Alignment:
+        alignment = match(update, to)
+        if _coupled(alignment.report.rows()):
+            null = null_model(to.tensors, update, symmetry.select(matched.parts))
+            drawn = align(null, to.tensors, symmetry, matched).report
+            whole.extend(_whole_rows(alignment.report, drawn))
+        elif to.tensors is not base and to.tensors is not update:
+            near.extend(alignment.report.rows())
+        return alignment
+
+    running = RunningAnchor(Anchor(centre), find)
+    for update in [centre] * (centre is not base) + [u for u in updates if u is not centre]:
+        running.accept(running.align(update).apply(update), 1.0)
+    return near, whole
+
+
+def _coupled(rows: Iterable[Row]) -> bool:
+    """Whether these rows of one alignment are those of a whole model."""
+    return any(row["part"] in COUPLED for row in rows)
+
+
+def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
+    """Return the rows of a whole model; what the null model loses is what chance removes."""
+    total = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
+    given, drawn = ([*r.rows(), {**total, "before": r.before, "after": r.after}] for r in (report, null))
+    return [_whole_row(row, _removed(other)) for row, other in zip(given, drawn, strict=True)]
+
+
+def _whole_row(row: Row, chance: float | None = None) -> dict[str, Any]:
+    # Of whole models a row's ``found`` lacks the first guess of the residual stream.
+    return {**row, "found": _removed(row), "chance": chance}
+
+
+def _removed(row: Row) -> float:
+    return float(row["before"] - row["after"])
+
+
+def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
+    """Return the diagnosis of a finished run from its alignment's rows.
+
+    Args:
+        rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if there are several,
+            ``seed``.
+    """
+    near, whole = list[Row](), list[Row]()
+    by_update: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        by_update.setdefault((row.get("seed"), row["round"], row["client"]), []).append(row)
+    for own in by_update.values():
+        if _coupled(own):
+            whole += map(_whole_row, own)
+        else:
+            near += own
+    return Diagnosis((), evidence(near), (), evidence(whole))
+
+
+def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
+    """Return the evidence of rows by part and layer, in the order of the rows."""
+    found: dict[tuple[str, int], list[Evidence]] = {}
+    for row in rows:
+        chance, moved = row.get("chance"), row["moved"] > 0
+        beyond = moved and chance is not None and row["found"] > TIMES_CHANCE * chance
+        layer = None if row["layer"] == NO_LAYER else row["layer"]
+        numbers = (float(row["before"]), float(row["found"]), chance, 1, int(moved), int(beyond))
+        one = Evidence(row["part"], layer, *numbers)
+        found.setdefault((row["part"], row["layer"]), []).append(one)
+    return tuple(_sum(lines, lines[0].part, lines[0].layer) for lines in found.values())
+
+
+def summed(lines: Iterable[Evidence], part: str | None = None) -> Evidence:
+    """Return the evidence of all layers of a part, of all parts if None."""
+    return _sum([line for line in lines if part in (None, line.part)], part or TOGETHER, None)
+
+
+def _sum(lines: Sequence[Evidence], part: str, layer: int | None) -> Evidence:
+    known = [line.chance for line in lines if line.chance is not None]
+    return Evidence(
+        part,
+        layer,
+        before=sum(line.before for line in lines),
+        found=sum(line.found for line in lines),
+        chance=sum(known) if known and len(known) == len(lines) else None,
+        groups=sum(line.groups for line in lines),
+        moved=sum(line.moved for line in lines),
+        beyond=sum(line.beyond for line in lines),
+    )
+
+
+def _shares(line: Evidence) -> str:
+    chance = line.chance_share
+    beside = "not known" if chance is None else f"{100 * chance:.1f} %"
+    return f"{100 * line.share:.1f} % of the distance, chance {beside}"
+
+
+def _ranged(values: Sequence[float]) -> str:
+    low, high = f"{min(values, default=0):.2f}", f"{max(values, default=0):.2f}"
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,167 @@
+"""Diagnosis of saved models and of finished runs, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedrot.diagnosis import ROTATED, Diagnosis, Evidence, diagnose, diagnosis_of, summed
+from fedrot.errors import FedrotError
+from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.merge.merge_inputs import check_mergeable, check_values
+from fedrot.simulations.models.saved_model import open_saved_model
+from fedrot.simulations.report.summaries import Row
+from fedrot.simulations.report.tables import number_style, terminal_table
+from fedrot.symmetry import symmetry_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: The rows of a run folder.
+ALIGNMENT = "alignment.jsonl"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A diagnosis of the rounds of one arm that ask for the same average; of saved models, alone.
+
+    Attributes:
+        name: setting, start and arm, as far as the rows name them.
+        rounds: the numbers of the rounds.
+    """
+
+    name: str
+    rounds: tuple[int, ...]
+    diagnosis: Diagnosis
+
+    @property
+    def title(self) -> str:
+        """What is diagnosed, in words."""
+        several = "rounds" if len(self.rounds) > 1 else "round"
+        rounds = f"{several} {_ranges(self.rounds)}" if self.rounds else ""
+        return ", ".join(filter(None, [self.name, rounds]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {"name": self.name, "rounds": self.rounds, **self.diagnosis.to_dict()}
+
+
+def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
+    """Diagnose saved models, the base first; files are mapped, and read when they are needed.
+
+    Args:
+        names: folders written by ``save_pretrained``, bare ``.safetensors`` files or names on the hub.
+        config: of bare files.
+
+    Raises:
+        FedrotError: a model cannot be opened, or is of another architecture than the base.
+    """
+    base, *updates = [open_saved_model(name, config) for name in names]
+    for update in updates:
+        check_mergeable(base, update)
+    for model in (base, *updates):
+        check_values(model)
+    ours, theirs = base.tensors.read(), [update.tensors.read() for update in updates]
+    return Found("", (), diagnose(ours, theirs, symmetry_of(base.config, ours)))
+
+
+def diagnose_run(path: Path) -> list[Found]:
+    """Diagnose every arm of a finished run that aligned, by rounds that ask for the same average.
+
+    Args:
+        path: a run folder, or the file of ``Reporting(rows=...)``.
+
+    Raises:
+        FedrotError: there are no such rows, or they do not say what chance removes.
+    """
+    rows = _rows(path)
+    by_arm: dict[str, list[Row]] = {}
+    for row in rows:
+        named = (str(row[key]) for key in ("setting", "start", "arm") if row.get(key))
+        by_arm.setdefault(", ".join(named), []).append(row)
+    return [found for name, own in by_arm.items() for found in _by_choice(name, own, path)]
+
+
+def _rows(path: Path) -> list[Row]:
+    file = path / ALIGNMENT if path.is_dir() else path
+    try:
+        rows: list[Row] = [row for row in read_rows(file.parent, file.name) if "before" in row]
+    except FileNotFoundError as error:
+        raise FedrotError(
+            f"'{path}' is neither a run nor the rows of one: it has no {ALIGNMENT}. To diagnose saved "
+            "models, give the base and its updates."
+        ) from error
+    except ValueError as error:  # Binary files are no text.
+        raise FedrotError(f"'{path}' is no file of rows: {error}") from error
+    if not all({"part", "layer", "round", "client"} <= row.keys() for row in rows):
+        raise FedrotError(f"'{path}' holds other rows than those of Reporting(rows=...).")
+    if not rows:
+        raise FedrotError(
+            f"'{path}' has no rows of an alignment: it is another file, or no arm aligned, or every "
+            "reply was dropped."
+        )
+    if any("found" not in row for row in rows):
+        raise FedrotError(
+            f"'{path}' was written by an older fedrot, whose rows do not say what chance removes. Run "
+            "it again, or give the base and its updates as saved models."
+        )
+    return rows
+
+
+def _by_choice(name: str, rows: Iterable[Row], path: Path) -> Iterator[Found]:
+    """Yield one diagnosis for all rounds with the same choice, in the order of their first round."""
+    by_round: dict[int, list[Row]] = {}
+    for row in rows:
+        by_round.setdefault(int(row["round"]), []).append(row)
+    alike: dict[str, list[int]] = {}
+    for number in sorted(by_round):
+        found = diagnosis_of(by_round[number])
+        turned = summed(found.clients, ROTATED)
+        if turned.groups and turned.chance is None:
+            raise FedrotError(
+                f"'{path}' does not say what chance removes in round {number}: the run moved whatever "
+                "helps (chance 0) or matched activations. Run it with the default, or give the base and "
+                "its updates as saved models."
+            )
+        alike.setdefault(found.choice, []).append(number)
+    for numbers in alike.values():
+        own = [row for number in numbers for row in by_round[number]]
+        yield Found(name, tuple(numbers), diagnosis_of(own))
+
+
+def tables(found: Found) -> Iterator[Table]:
+    """Yield a table of each kind of evidence: a line per part and layer, alike layers in their order."""
+    of_run = bool(found.rounds)
+    titles = {
+        "clients": found.title if of_run else "Updates to the mean of those before",
+        "base": "Updates to the base",
+        "whole": ", ".join(filter(None, [found.title, "updates matched as whole models"])),
+    }
+    for name, title in titles.items():
+        lines: tuple[Evidence, ...] = getattr(found.diagnosis, name)
+        if not lines:
+            continue
+        columns = ("part", "layer", "share found", "chance", "ratio", "moved")
+        table = terminal_table(title[0].upper() + title[1:], columns, ("part",), fold=True)
+        for _, own in groupby(sorted(lines, key=lambda line: line.part), lambda line: line.part):
+            for line in own:
+                table.add_row(*_cells(line))
+            table.add_section()
+        yield table
+
+
+def _cells(line: Evidence) -> tuple[str, ...]:
+    layer = "model" if line.layer is None else str(line.layer)
+    chance = "not known" if line.chance_share is None else f"{line.chance_share:.1%}"
+    ratio = "-" if line.ratio is None else f"{line.ratio:{number_style(line.ratio, decimals=2)}}"
+    return (line.part, layer, f"{line.share:.1%}", chance, ratio, f"{line.moved} of {line.groups}")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ``1-2, 5``."""
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)

@@ -32,6 +32,7 @@ class JsonLines(logging.Formatter):
     ``lost``                            WARNING  the round gives no new model, with the reason
     ``metrics``                         INFO     the round ends; metrics whose names start with fedrot-
     ``stage, client, dropped``          WARNING  an evaluation is dropped; ``stage`` is "evaluate"
+    ``guard, kept, plain, aligned``     INFO     the better of two means is kept, see ``Guard``
     ``checkpoint, seconds``             INFO     a checkpoint is written to this folder
     ``checkpoint, damaged``             WARNING  a checkpoint is damaged, with the reason; no ``round``
     ``checkpoint, resumed``             INFO     the run is resumed after ``round``

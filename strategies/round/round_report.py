@@ -38,6 +38,7 @@ class Round:
     notes: dict[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
     waiting: float = 0.0
+    guard: dict[str, float | int] = field(default_factory=dict)
 
     def drop(self, client: int, reason: str) -> None:
         """Note a reply that is not averaged, and why."""
@@ -106,7 +107,7 @@ class Round:
 
     def metrics(self) -> dict[str, float | int]:
         """Return the round's figures, over all clients."""
-        return {name: of(self) for name, of in FIGURES.items()}
+        return {name: of(self) for name, of in FIGURES.items()} | self.guard
 
     def losses(self) -> dict[str, float | int]:
         """Return the figures that are reported without alignment, too: those of ``LOSSES`` but 0."""
@@ -156,7 +157,8 @@ class Round:
         failed = [{"client": client, "failed": reason} for client, reason in self.failed]
         notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
         lost = [{"lost": self.lost}] if self.lost else []
-        return [{"round": self.number, **row} for row in [*aligned, *dropped, *failed, *notes, *lost]]
+        rows = [*aligned, *dropped, *failed, *notes, *lost, *([self.guard] if self.guard else [])]
+        return [{"round": self.number, **row} for row in rows]
 
 
 def legible(reason: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from tests.strategies.aggregating import (
     play,
     scrambled,
 )
-from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.classifier import SYMMETRY, build, state
 from tests.strategies.fakes import FakeGrid, reply, tensors_of, timeless
 
 ROUNDS, CLIENTS = 2, 3
@@ -123,7 +124,9 @@ def kept(result: Result) -> list[Any]:
 
 
 def unguarded(better: str, build: Callable[..., FedAvg] = FedRot, **given: Any) -> Result:
-    return run(build, **given, **({"options": UNMOVED} if better == "plain" else {}))
+    if better == "plain":
+        given["options"] = UNMOVED
+    return run(build, **given)
 
 
 # --- which mean is kept ------------------------------------------------------------------------------
@@ -264,9 +267,11 @@ def test_every_way_to_take_updates(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(evaluate=points(better), rounds=1, guard="accuracy", **given)
-    wanted = unguarded(better, rounds=1, **given)
-    # Views of messages lie elsewhere in memory in every run, which changes the order of sums.
-    within = 0.0 if given.get("execution") != Execution() else 1e-6
+    # The plain mean is the same for every anchor.
+    anchor = {"anchor": "running"} if better == "plain" else {}
+    wanted = unguarded(better, rounds=1, **{**given, **anchor})
+    # Views of messages lie elsewhere in memory in every run: last bits differ, and rotations with them.
+    within = 0.0 if given.get("execution") != Execution() else 5e-3
     assert apart(result.arrays, tensors_of(wanted.arrays)) <= within
 
 
@@ -303,8 +308,9 @@ def test_both_means_are_of_the_same_clients() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("anchor", ["running", "consensus"])
+@pytest.mark.parametrize("anchor", ["running", "first"])
 def test_a_round_on_a_device(anchor: str, better: str) -> None:
+    """Layer by layer, and whole updates at a time."""
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]
 
     def played(**given: Any) -> ArrayRecord:
@@ -345,6 +351,23 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
     assert resumed.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
 
 
+def test_the_page_about_the_guard_runs() -> None:
+    page = Path(__file__).parents[3] / "docs" / "guard.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    scored: list[Any] = []
+
+    def accuracy(model: Any, data: Any) -> float:
+        scored.append(data)
+        return 1.0 / len(scored)
+
+    names = {name: globals()[name] for name in ("ArrayRecord", "FedRot", "MetricRecord")}
+    grid = FakeGrid({100 + i: scrambling(i) for i in range(CLIENTS)})
+    scope = {**names, "accuracy": accuracy, "grid": grid, "model": build(), "validation_data": "rows"}
+    exec(compile(block.replace("num_rounds=3", "num_rounds=1"), page.name, "exec"), scope)
+    assert scored == ["rows"] * 3
+    assert kept(scope["result"]) == [0]
+
+
 # --- what is refused ---------------------------------------------------------------------------------
 
 
@@ -369,7 +392,7 @@ def test_a_wrong_evaluation_is_refused_when_the_guard_is_built() -> None:
 
 
 def _private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
-    settings = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": CLIENTS}
+    settings: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": CLIENTS}
     return AlignedPrivacy(symmetry, FedAvg(), **settings, anchor="global", **given)
 
 
@@ -420,10 +443,10 @@ def test_tensors_of_a_round_are_those_that_were_received() -> None:
         def on_update(self, update: Any) -> None:
             seen.append(update)
 
-    client = scrambled(honest(grams), grams)[1]
-    play(Watched(SYMMETRY, aggregation=RegMean, options=fedrot.AlignmentOptions(chance=0)), [client])
-    (update,) = seen
-    for name, tensor in client.update.items():
-        assert torch.equal(update.received[name].to(tensor.dtype), tensor)
-    for name, gram in client.statistics["gram"].items():
-        torch.testing.assert_close(update.received_statistics["gram"][name], gram)
+    clients = scrambled(honest(grams), grams)
+    play(Watched(SYMMETRY, aggregation=RegMean, options=fedrot.AlignmentOptions(chance=0)), clients)
+    for update, client in zip(seen, clients, strict=True):
+        for name, tensor in client.update.items():
+            assert torch.equal(update.received[name].to(tensor.dtype), tensor)
+        for name, gram in client.statistics["gram"].items():
+            torch.testing.assert_close(update.received_statistics["gram"][name], gram)

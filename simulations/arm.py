@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from fedrot.aggregation import aggregations, entry_named
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
-from fedrot.strategies import DEFAULT_ANCHOR
+from fedrot.strategies import DEFAULT_ANCHOR, Guard
 from fedrot.symmetry import WHOLE_MODEL
 
 #: Evidence for matching replies in another basis: weights and activations on random tokens, weights
@@ -26,14 +26,18 @@ JOINED = "joined"
 
 
 class Arm(BaseModel):
-    """One way to average: ``plain``, ``aligned`` or ``PARTS``.
+    """One way to average: ``plain``, or aligned, as ``PARTS@ANCHOR~EVIDENCE*CHANCE:METRIC``.
 
-    ``aligned`` is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
-    another basis. ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, or ``whole``; the arm
-    moves these parts of every reply. Both may be followed by ``@ANCHOR``, then ``~EVIDENCE``, then
-    ``*CHANCE``; the defaults are the strategy's anchor, the first of ``EVIDENCE``, and
-    ``AlignmentOptions.chance``. Each may end in ``/AGGREGATION``; ``ensemble`` is short for
-    ``plain/ensemble``. ``joined`` trains one model on all clients' data.
+    ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, or ``whole``; the arm moves these parts
+    of every reply. ``aligned`` in their place is ``FedRot`` with its defaults: the default parts, and
+    the whole model for replies in another basis. What follows may be left out: the defaults are the
+    strategy's anchor, the first of ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
+
+    ``aligned:loss`` is ``FedRot(guard="loss")``. This guard evaluates the two means on the clients' own
+    held-out rows (``holdout``): nobody trains on them, and tables report the held-out split.
+
+    Each may end in ``/AGGREGATION``; ``ensemble`` is short for ``plain/ensemble``. ``joined`` trains one
+    model on all clients' data.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -44,6 +48,7 @@ class Arm(BaseModel):
     anchor: str = DEFAULT_ANCHOR
     evidence: str = EVIDENCE[0]
     chance: float = AlignmentOptions.chance
+    guard: str = ""
     aggregation: str = AGGREGATIONS[0]
     other_basis: bool = False
 
@@ -54,7 +59,8 @@ class Arm(BaseModel):
             return cls(name=text, align=False)
         full = f"plain/{text}" if text in AGGREGATIONS else text
         move, slash, aggregation = full.partition("/")
-        before, star, chance = move.partition("*")
+        unguarded, colon, guard = move.partition(":")
+        before, star, chance = unguarded.partition("*")
         rest, _, evidence = before.partition("~")
         what, _, anchor = rest.partition("@")
         aggregation = aggregation if slash else AGGREGATIONS[0]
@@ -72,7 +78,7 @@ class Arm(BaseModel):
         if move != what and not entry_named(aggregation).follows_rotations:
             raise ValueError(
                 f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
-                "statistics cannot follow rotations; leave out the anchor and the evidence"
+                "statistics cannot follow rotations; leave out what follows the parts"
             )
         named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
@@ -84,7 +90,12 @@ class Arm(BaseModel):
             AlignmentOptions(parts=parts, chance=factor)
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
-        arm = {"name": text, "align": True, "parts": parts, "other_basis": other_basis}
+        if colon:
+            try:
+                Guard(guard)
+            except ValueError as error:
+                raise ValueError(f"arm '{text}': {error}") from error
+        arm = {"name": text, "align": True, "parts": parts, "other_basis": other_basis, "guard": guard}
         return cls.model_validate({**arm, **chosen, "chance": factor})
 
     @property

@@ -105,7 +105,8 @@ class SimulationConfig(BaseModel):
     arms: tuple[str, ...] = Field(
         ("plain", "aligned"),
         description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
-        "/AGGREGATION such as aligned/regmean; ensemble, joined; separated by commas.",
+        ":METRIC of a guard such as aligned:loss, or /AGGREGATION such as aligned/regmean; ensemble, "
+        "joined; separated by commas.",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
     rounds: int = Field(3, gt=0, description="Rounds of federated training.")
@@ -171,9 +172,9 @@ class SimulationConfig(BaseModel):
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
-        if not self.holdout and any(arm.takes("score") for arm in arms):
+        if not self.holdout and any(arm.guard or arm.takes("score") for arm in arms):
             raise ValueError(
-                "the greedy soup chooses models by clients' held-out rows; holdout must not be 0"
+                "greedy soups and guards choose models by clients' held-out rows; holdout must not be 0"
             )
         return self
 

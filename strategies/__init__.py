@@ -11,6 +11,7 @@ from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.reporting.json_log import JsonLines
 from fedrot.strategies.reporting.metrics_log import MetricsLog
+from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, wanted_statistics
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpointing",
     "Execution",
     "FedRot",
+    "Guard",
     "JsonLines",
     "Matching",
     "MetricsLog",

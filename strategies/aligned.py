@@ -23,6 +23,7 @@ from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog,
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
+from fedrot.strategies.round.guard import Guard, comparison_of
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import (
     OF_THE_MEAN,
@@ -75,6 +76,7 @@ class Aligned(Strategy):
         execution: device, precision on the wire, spill folder, determinism.
         checkpointing: where to write checkpoints, and where to resume.
         reporting: files that receive what happened.
+        guard: name of a metric, or ``Guard``: keep the plain mean where it is better on server's data.
 
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
@@ -90,7 +92,7 @@ class Aligned(Strategy):
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
     not_in_checkpoints = (
         *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting", "metrics_log"),
-        *("other_bases", "_checkpoints", "_device", "_broadcast", "_config"),
+        *("other_bases", "comparison", "_checkpoints", "_device", "_broadcast", "_config"),
         *("_grid", "_timeout", "_sent", "_sent_to_evaluate", "_clients"),
     )
 
@@ -106,6 +108,7 @@ class Aligned(Strategy):
         execution: Execution | None = None,
         checkpointing: Checkpointing | None = None,
         reporting: Reporting | None = None,
+        guard: str | Guard | None = None,
         **kwargs: Any,
     ) -> None:
         arguments.check_described(type(self).__name__, symmetry, align)
@@ -118,6 +121,8 @@ class Aligned(Strategy):
         self.options = checked_options(options)
         self.align = align
         self.other_bases = OtherBases(other_basis)
+        possible = self.other_bases.possible_options
+        self.comparison = comparison_of(guard, align, self.options, possible)
         self.robustness = robustness or Robustness()
         self.execution = execution or Execution()
         self.checkpointing = checkpointing or Checkpointing()
@@ -167,6 +172,8 @@ class Aligned(Strategy):
         self._timeout = timeout
         lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         checkpoints, resume = self._checkpoints, self.checkpointing.resume
+        if self.comparison is not None:
+            evaluate_fn = self.comparison.evaluating(evaluate_fn, self.aggregator(1) is not None)
         with self.metrics_log as metrics:
             evaluating = metrics.evaluating(evaluate_fn)
             given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
@@ -278,7 +285,7 @@ class Aligned(Strategy):
         build = self.aggregator(this_round.number)
         if build is None:
             return ListMerge(store, this_round)
-        return AggregatorMerge(build, this_round, Mean() if build is Mean else None)
+        return AggregatorMerge(build, this_round, Mean() if build is Mean else None, self.comparison)
 
     def on_update(self, update: Update) -> None:
         """Called with every update in the round's coordinates, before it is merged."""

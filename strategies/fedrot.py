@@ -18,6 +18,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.flower_compat import MetricsFunction
+from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.round.merge import Aggregated, AggregatorMerge, ListMerge, Merge, Wrapped
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
@@ -80,6 +81,7 @@ class FedRot(Aligned, FedAvg):
         execution: Execution | None = None,
         checkpointing: Checkpointing | None = None,
         reporting: Reporting | None = None,
+        guard: str | Guard | None = None,
     ) -> None:
         super().__init__(
             symmetry,
@@ -91,6 +93,7 @@ class FedRot(Aligned, FedAvg):
             execution=execution,
             checkpointing=checkpointing,
             reporting=reporting,
+            guard=guard,
             fraction_train=fraction_train,
             fraction_evaluate=fraction_evaluate,
             min_train_nodes=min_train_nodes,

@@ -55,6 +55,14 @@ def evaluate_held_out(task: Task, model: nn.Module) -> dict[str, float]:
     return training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
 
 
+def evaluate_at_clients(task: Task, seed: int, model: nn.Module) -> dict[str, float]:
+    """Return the metrics of a model on all clients' own held-out rows of the training split.
+
+    Soups and guards choose by them: the held-out split, of which the tables report, chooses nothing.
+    """
+    return training.evaluate(model, task, task.train, _rows_of_all(task, seed, held_out=True))
+
+
 def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
     """Return a copy of a model with other tensors."""
     model = copy.deepcopy(shell)
@@ -66,10 +74,7 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
     """Return a function that builds the arm's aggregator, None for FedAvg's mean."""
 
     def score() -> Callable[[Tensors], float]:
-        rows = _rows_of_all(task, seed, held_out=True)
-        return lambda tensors: (
-            -training.evaluate(with_state(shell, tensors), task, task.train, rows)["loss"]
-        )
+        return lambda tensors: -evaluate_at_clients(task, seed, with_state(shell, tensors))["loss"]
 
     def symmetry() -> Symmetry:
         config: Any = shell.config

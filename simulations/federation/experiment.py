@@ -22,6 +22,7 @@ from fedrot.simulations.arm import JOINED, Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.arms import (
     aggregation_of,
+    evaluate_at_clients,
     evaluate_ensemble,
     evaluate_held_out,
     train_joined,
@@ -30,7 +31,7 @@ from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.federation.run_folder import RunFolder
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies import FedRot
+from fedrot.strategies import FedRot, Guard
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.inbox import client_id, own_id
@@ -191,6 +192,7 @@ class ArmStrategy(FedRot):
             align=at_server,
             execution=Execution(deterministic=True),
             reporting=Reporting(report, all_metrics=True),
+            guard=Guard(arm.guard, evaluate=self.evaluate_mean) if arm.guard else None,
             fraction_train=config.fraction_train,
             fraction_evaluate=1.0 if config.holdout else 0.0,
             min_train_nodes=1,
@@ -217,6 +219,11 @@ class ArmStrategy(FedRot):
         super().on_update(update)
         if self.cell.arm.ensemble:
             self.updates.append(update.tensors)
+
+    def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate a mean that the guard compares, on the clients' own held-out rows."""
+        self.network.load_state_dict(arrays.to_torch_state_dict())
+        return MetricRecord(dict(evaluate_at_clients(self.cell.task, self.cell.seed, self.network)))
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the global model, or the ensemble of the last round's updates."""

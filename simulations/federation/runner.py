@@ -56,6 +56,11 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         task = task_of(config.to_json())
         for seed in config.seeds:
             task.clients(seed)
+        known = task.objective.diverged()
+        for _, _, arm in config.cells():
+            if arm.guard and arm.guard not in known:
+                listed = ", ".join(known)
+                raise FedrotError(f"arm '{arm.name}': no metric '{arm.guard}' here; one of {listed}")
         model = build_model(config, task.data, seed=0)
         if config.moves:
             symmetry_of(model_config(config, task.data), model.state_dict())

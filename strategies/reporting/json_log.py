@@ -33,6 +33,7 @@ class JsonLines(logging.Formatter):
     ``metrics``                         INFO     the round ends; metrics whose names start with fedrot-
     ``verdict, moved``                  INFO     what alignment found, and the number of moved groups
     ``stage, client, dropped``          WARNING  an evaluation is dropped; ``stage`` is "evaluate"
+    ``guard, kept, plain, aligned``     INFO     the better of two means is kept, see ``Guard``
     ``checkpoint, seconds``             INFO     a checkpoint is written to this folder
     ``checkpoint, damaged``             WARNING  a checkpoint is damaged, with the reason; no ``round``
     ``checkpoint, resumed``             INFO     the run is resumed after ``round``

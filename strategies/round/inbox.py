@@ -193,7 +193,8 @@ class Inbox:
             unused = "', '".join(sorted(statistics))
             log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
             statistics = {}
-        return Update(client_id(message), message, record, tensors, weight, statistics, tensors)
+        as_received = tensors, statistics
+        return Update(client_id(message), message, record, tensors, weight, statistics, *as_received)
 
     def _check_loss(self, content: RecordDict) -> None:
         if self.loss_key is None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Protocol
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
-from torch import Tensor
 
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.aggregation.layerwise import fold_by_layer
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import metrics_function, without_metrics
 from fedrot.strategies.round.aligner import LayerwiseAligner
+from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
 from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
@@ -72,9 +72,13 @@ class Merge(Protocol):
 
 @dataclass
 class _Candidate:
-    """An aggregator, and per update it took: the client, why others refused it, the metrics."""
+    """An aggregator, and per update it took: the client, why others refused it, the metrics.
+
+    ``plain``, if there is a guard, takes the same updates as they were received.
+    """
 
     aggregator: Aggregator
+    plain: Aggregator | None = None
     taken: list[tuple[int, str, RecordDict]] = field(default_factory=list)
 
     def add(self, update: Update, refusal: str = "") -> None:
@@ -82,20 +86,27 @@ class _Candidate:
         self.note(update, refusal)
 
     def note(self, update: Update, refusal: str = "") -> None:
+        if self.plain is not None:
+            self.plain.add(update.received, update.weight, update.received_statistics)
         self.taken.append((update.client, refusal or _ODD, without_arrays(update.message.content)))
 
 
 class AggregatorMerge:
     """Adds updates to an aggregator as they come; the one that most updates agree with counts.
 
-    ``mean`` is the aggregator if it is a plain mean, which refuses no form of update.
+    ``mean`` is the aggregator if it is a plain mean, which refuses no form of update. ``comparison``
+    chooses between the result and that of the same updates as they were received.
     """
 
     def __init__(
-        self, build: Callable[[], Aggregator], this_round: Round, mean: Mean | None = None
+        self,
+        build: Callable[[], Aggregator],
+        this_round: Round,
+        mean: Mean | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
-        self._build, self.this_round, self.mean = build, this_round, mean
-        self._candidates = [_Candidate(build() if mean is None else mean)]
+        self._build, self.this_round, self.mean, self.comparison = build, this_round, mean, comparison
+        self._candidates = [self._candidate(build() if mean is None else mean)]
         self._gone: list[tuple[int, str, RecordDict]] = []
 
     def add(self, update: Update) -> bool:
@@ -106,6 +117,9 @@ class AggregatorMerge:
             self.this_round.drop(update.client, str(error))
             return False
 
+    def _candidate(self, aggregator: Aggregator) -> _Candidate:
+        return _Candidate(aggregator, self._build() if self.comparison is not None else None)
+
     def _taker(self, update: Update) -> _Candidate:
         refusals: list[UpdateError] = []
         for candidate in self._candidates:
@@ -115,7 +129,7 @@ class AggregatorMerge:
                 refusals.append(error)
             else:
                 return candidate
-        another = _Candidate(self._build())
+        another = self._candidate(self._build())
         with suppress(UpdateError):
             another.add(update, str(refusals[0]))
             if len(self._candidates) == CANDIDATES:
@@ -132,52 +146,75 @@ class AggregatorMerge:
         """The candidate that took most updates so far, the first of equals."""
         return max(self._candidates, key=lambda candidate: len(candidate.taken))
 
-    def chosen(self) -> tuple[Aggregator, list[RecordDict]]:
-        """Return the best aggregator and the metrics of its clients; drop the updates of the others."""
+    def chosen(self) -> tuple[list[Aggregator], list[RecordDict]]:
+        """Return the best aggregator and the metrics of its clients; drop the updates of the others.
+
+        With a guard, the aggregator of the same updates as they were received comes second.
+        """
         best = self._best
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
         for client, refusal, _ in self._gone + others:
             self.this_round.drop(client, refusal)
         self._candidates, self._gone, self.mean = [], [], None
-        return best.aggregator, [content for _, _, content in best.taken]
+        both = [best.aggregator] if best.plain is None else [best.aggregator, best.plain]
+        return both, [content for _, _, content in best.taken]
 
     def result(self, wrapped: Wrapped) -> Aggregated:
         """Return the merged model, after a strategy that looks at the mean has had its turn."""
         this_round = self.this_round
         merged, contents = self._merged(wrapped)
         metrics = _train_metrics(wrapped, contents) if contents else None
-        if merged is None:
-            return None, metrics
-        if wrapped.wrapped_class is FedAvg:
-            return as_sent(merged, wrapped.broadcast), metrics
+        if merged is None or wrapped.wrapped_class is FedAvg:
+            return merged, metrics
         # To strategies that look at nothing else, the mean is a round's only update.
-        mean = of_mean(as_sent(merged, plain(wrapped.broadcast)), wrapped.weighted_by)
+        mean = of_mean(merged, wrapped.weighted_by)
         with without_metrics(wrapped.strategy):
             arrays, _ = wrapped.aggregate(this_round.number, [mean])
         if arrays is None or not this_round.finite(from_arrays(arrays)):
             return None, metrics
         return restored(arrays, wrapped.broadcast), metrics
 
-    def _merged(self, wrapped: Wrapped) -> tuple[dict[str, Tensor] | None, list[RecordDict]]:
-        """Return the merged tensors, None if the round failed, and the metrics of the clients.
+    def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, list[RecordDict]]:
+        """Return the merged model, None if the round failed, and the metrics of the clients.
 
-        The aggregator, which may be larger than the model, is released when this returns.
+        The aggregators, which may be larger than the model, are released when this returns.
         """
-        plain_mean = self.mean
-        aggregator, contents = self.chosen()
-        self.this_round.accepted = len(contents)
-        if not self.this_round.enough(wrapped.min_replies):
+        is_mean, this_round, comparison = self.mean is not None, self.this_round, self.comparison
+        aggregators, contents = self.chosen()
+        this_round.accepted = len(contents)
+        if not this_round.enough(wrapped.min_replies):
             return None, contents
-        merged = aggregator.result() if plain_mean is None else plain_mean.result("cpu", last=True)
+        sent = wrapped.broadcast if wrapped.wrapped_class is FedAvg else plain(wrapped.broadcast)
+        if comparison is None or not comparison.needed(this_round):
+            return self._encoded(aggregators[0], is_mean, sent), contents
+        as_received = self._encoded(aggregators.pop(), is_mean, sent)
+        aligned = self._encoded(aggregators.pop(), is_mean, sent)
+        if as_received is None or aligned is None:
+            return None, contents
+        return comparison.kept(this_round, aligned, as_received), contents
+
+    def _encoded(self, aggregator: Aggregator, is_mean: bool, sent: ArrayRecord) -> ArrayRecord | None:
+        """Return an aggregator's result encoded as ``sent``, None if it is not finite."""
+        if is_mean:
+            assert isinstance(aggregator, Mean)
+            merged = aggregator.result("cpu", last=True)
+        else:
+            merged = aggregator.result()
         self.this_round.note(aggregator.notes)
-        return (merged if self.this_round.finite(merged) else None), contents
+        return as_sent(merged, sent) if self.this_round.finite(merged) else None
 
 
 class LayerwiseMerge(AggregatorMerge):
     """Aligns each update on a GPU layer by layer, and adds it to a mean that the GPU holds."""
 
-    def __init__(self, this_round: Round, mean: Mean, aligner: LayerwiseAligner) -> None:
-        super().__init__(Mean, this_round, mean)
+    def __init__(
+        self,
+        this_round: Round,
+        mean: Mean,
+        aligner: LayerwiseAligner,
+        comparison: Comparison | None = None,
+    ) -> None:
+        super().__init__(Mean, this_round, mean, comparison)
         self._held, self._aligner = mean, aligner
 
     def add(self, update: Update) -> bool:
@@ -204,7 +241,7 @@ class ListMerge:
     def add(self, update: Update) -> bool:
         """Keep the update's message."""
         message = with_tensors(update, self._store)
-        self._held.append(replace(update, message=message, tensors={}, statistics={}, received={}))
+        self._held.append(update.holding({}, {}, message))
         return True
 
     def result(self, wrapped: Wrapped) -> Aggregated:

@@ -39,6 +39,7 @@ class Round:
     notes: dict[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
     waiting: float = 0.0
+    guard: dict[str, float | int] = field(default_factory=dict)
 
     def drop(self, client: int, reason: str) -> None:
         """Note a reply that is not averaged, and why."""
@@ -112,7 +113,7 @@ class Round:
         """
         chosen = {name: figure for name, figure in FIGURES.items() if every or figure.default}
         found = {name: figure.of(self) for name, figure in chosen.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in found.items() if value is not None} | self.guard
 
     def losses(self) -> dict[str, float | int]:
         """Return the figures that are reported without alignment, too, but those that are 0."""
@@ -165,7 +166,8 @@ class Round:
         failed = [{"client": client, "failed": reason} for client, reason in self.failed]
         notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
         lost = [{"lost": self.lost}] if self.lost else []
-        return [{"round": self.number, **row} for row in [*aligned, *dropped, *failed, *notes, *lost]]
+        rows = [*aligned, *dropped, *failed, *notes, *lost, *([self.guard] if self.guard else [])]
+        return [{"round": self.number, **row} for row in rows]
 
 
 def legible(reason: str) -> str:

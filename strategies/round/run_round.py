@@ -73,10 +73,11 @@ def aligned_merge(
     """
     if plan is None:
         return merge, Unaligned(broadcast)
-    mean = merge.mean if isinstance(merge, AggregatorMerge) else None
+    ours = merge if isinstance(merge, AggregatorMerge) else None
+    mean, comparison = (ours.mean, ours.comparison) if ours is not None else (None, None)
     if plan.by_layer and mean is not None:
         layerwise = LayerwiseAligner(plan, broadcast, this_round, mean)
-        return LayerwiseMerge(this_round, mean, layerwise), layerwise
+        return LayerwiseMerge(this_round, mean, layerwise, comparison), layerwise
     return merge, Aligner(plan, broadcast, this_round, mean, exchange)
 
 

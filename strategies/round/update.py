@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from flwr.app import ArrayRecord, Message
@@ -26,6 +26,7 @@ class Update:
         weight: number of examples, or another positive weight.
         statistics: by kind, then by tensor name; they belong to ``tensors``.
         received: the tensors as they were received: views of the message's arrays where possible.
+        received_statistics: the statistics as they were received, which belong to ``received``.
     """
 
     client: int
@@ -35,6 +36,12 @@ class Update:
     weight: float
     statistics: Statistics = field(default_factory=dict)
     received: Tensors = field(default_factory=dict)
+    received_statistics: Statistics = field(default_factory=dict)
+
+    def holding(self, tensors: Tensors, statistics: Statistics, message: Message) -> Update:
+        """Return the update with another message, and these tensors and statistics, as received."""
+        found = replace(self, message=message, tensors=tensors, statistics=statistics)
+        return replace(found, received=tensors, received_statistics=statistics)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import tempfile
 from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -129,8 +128,7 @@ def _held(update: Update, store: Store) -> Callable[[], Update]:
         tensors |= {f"{kind}{_SLASH}{name}": value for name, value in by_name.items()}
     message = copy.copy(update.message)
     message.content = without_arrays(message.content)
-    kept = replace(update, message=message, tensors={}, statistics={}, received={})
-    return partial(_read, kept, store.put(tensors))
+    return partial(_read, update.holding({}, {}, message), store.put(tensors))
 
 
 def _read(update: Update, stored: Stored) -> Update:
@@ -139,7 +137,7 @@ def _read(update: Update, stored: Stored) -> Update:
         kind, _, name = key.partition(_SLASH)
         found.setdefault(kind, {})[name] = tensor
     tensors = found.pop(_UPDATE)
-    return replace(update, tensors=tensors, statistics=found, received=tensors)
+    return update.holding(tensors, found, update.message)
 
 
 def beyond(distances: Sequence[float], bound: float) -> dict[int, str]:

@@ -274,6 +274,20 @@ def test_the_grammar_of_arms(name: str) -> None:
     assert SimulationConfig.model_validate_json(config.to_json()) == config
 
 
+def test_an_arm_with_a_guard() -> None:
+    arm = Arm.parse("attention@consensus~weights*0:macro_f1/regmean")
+    assert (arm.guard, arm.chance, arm.evidence) == ("macro_f1", 0.0, "weights")
+    assert arm.aggregation == "regmean"
+    guarded, unguarded = Arm.parse("aligned*0:loss"), Arm.parse("aligned*0")
+    assert unguarded.guard == ""
+    assert unguarded.model_copy(update={"name": guarded.name, "guard": "loss"}) == guarded
+
+
+def test_a_guard_needs_held_out_rows() -> None:
+    with pytest.raises(ValueError, match="holdout must not be 0"):
+        SimulationConfig(holdout=0, arms=("plain", "aligned:loss"))
+
+
 def test_every_anchor_and_every_evidence_can_be_asked_for() -> None:
     for anchor in ANCHORS:
         assert Arm.parse(f"aligned@{anchor}").anchor == anchor
@@ -384,6 +398,9 @@ BAD_ARMS = {
     "aligned@median~oracle": "unknown anchor 'median'",
     "whole~clients": "'clients' goes with 'aligned'",
     "whole@consensus~learned": "'learned' goes with 'aligned'",
+    "plain:loss": "'plain'",
+    "aligned:": "name of a metric",
+    "aligned:points": "'points' does not say",
     "attention+ffn~clients": "'clients' goes with 'aligned'",
     "output~learned": "'learned' goes with 'aligned'",
 }

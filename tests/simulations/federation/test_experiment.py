@@ -37,6 +37,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+GUARD = ("plain", "aligned", "kept-aligned")
+
+
 @dataclass(frozen=True)
 class Trained:
     """One training: rows, seed and epochs."""
@@ -193,6 +196,19 @@ def test_models_are_evaluated_on_what_they_were_not_trained_on(play: Play) -> No
     found = iter(run.evaluated)
     for those in expected:
         assert sorted(itertools.islice(found, len(those))) == sorted(those)
+
+
+def test_a_guard_chooses_by_rows_that_no_table_reports(play: Play) -> None:
+    run = play(arms=("aligned*0:accuracy",), starts=("scrambled",))
+    held = tuple(row for c in range(2) for row in run.task.client_rows(0, c)[1].tolist())
+    # Two means per round. The test split is for the tables: at the start, after every round, and in the
+    # last one for the two clients alone.
+    assert run.evaluated.count(("train", held)) == 2 * 2
+    assert run.evaluated.count(("test", tuple(range(17)))) == 3 + 2
+    values = {name: run.values(f"fedrot-guard-{name}", scope="alignment") for name in GUARD}
+    # Rotations of heads leave the bias, which this accuracy is: of equal means the plain one is kept.
+    assert list(values["plain"].values()) == list(values["aligned"].values())
+    assert list(values["kept-aligned"].values()) == [0, 0]
 
 
 def test_what_is_recorded_of_clients(play: Play) -> None:

@@ -774,7 +774,7 @@ def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, 
         tensors = {"w": torch.full((2,), float(client))}
         answered = reply(message, {}, 1, client)
         merge.add(Update(client, answered, "arrays", tensors, 1.0, {form: {}}))
-    aggregator, contents = merge.chosen()
+    (aggregator,), contents = merge.chosen()
     assert isinstance(aggregator, OfOneForm)
     assert aggregator.form == ahead
     members = [client for client, form in enumerate(forms) if form == ahead]

@@ -34,7 +34,8 @@ OPTIONS = {
 }
 #: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
 #: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.
-READS = {"near": 16, "far": 30}
+#: The sizes of a layer's groups beside their anchor are four times more.
+READS = {"near": 16, "far": 34}
 
 
 @pytest.fixture(autouse=True)

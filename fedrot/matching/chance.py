@@ -10,7 +10,7 @@ Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -25,7 +25,7 @@ from fedrot.tensors import Tensors
 NEAR = 0.05
 
 #: Null models are drawn until their free dimensions or units are so many, but at most ``MOST_DRAWS``.
-ENOUGH, MOST_DRAWS = 4000, 16
+ENOUGH, MOST_DRAWS = 2000, 8
 
 #: From noise alone, a group exceeds ``requirement`` once in so many times at most.
 ONCE_IN = 1000
@@ -116,27 +116,51 @@ def _quantile(free: int) -> float:
     return float(chdtri(free, 1 / ONCE_IN)) / free if free else 0.0
 
 
-def null_models(group: Group, anchor: Tensors, client: Tensors) -> Iterator[dict[str, Tensor]]:
-    """Yield null models of a client: its tensors, with those of the group replaced.
+def null_models(
+    groups: Sequence[Group], anchor: Tensors, client: Tensors
+) -> Iterator[dict[str, Tensor]]:
+    """Yield null models of a client: its tensors, with those of the groups replaced.
 
-    The numbers are drawn on the CPU with a seed of the group's own: they are the same in every run.
+    The groups share no tensor. The numbers are drawn on the CPU with a seed of each group's own, so that
+    every run draws the same.
     """
+    lines = [(group, *_line(group, anchor, client)) for group in groups]
+    seeds = {group.name: zlib.crc32(group.name.encode()) for group in groups}
+    generators = {name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()}
+    fewest = min(max(group.kind.free, group.kind.units) for group in groups)
+    for _ in range(min(-(-ENOUGH // fewest), MOST_DRAWS)):
+        drawn = {}
+        for group, slope, size in lines:
+            for name in dict.fromkeys(slot.tensor for slot in group.slots):
+                a, generator = anchor[name].detach(), generators[group.name]
+                noise = torch.randn(a.shape, generator=generator, dtype=torch.float32).to(a)
+                drawn[name] = slope * a + size * noise
+        yield {**client, **drawn}
+
+
+def _line(group: Group, anchor: Tensors, client: Tensors) -> tuple[float, float]:
+    """Return ``t`` and ``s`` of a group's null model."""
     products = torch.zeros(3, dtype=torch.float64)
     for pair in entries_once(group.slots, anchor, client):
         a, c = (t.double().flatten() for t in pair)
         products += torch.stack([a @ a, a @ c, c @ c]).cpu()
     aa, ac, cc = products.tolist()
     slope = ac / aa if aa > 0 else 0.0
-    size = (max(cc - slope * ac, 0.0) / entries_of(group, anchor)) ** 0.5
-    names = dict.fromkeys(slot.tensor for slot in group.slots)
-    generator = torch.Generator().manual_seed(zlib.crc32(group.name.encode()))
-    for _ in range(min(-(-ENOUGH // max(group.kind.free, group.kind.units)), MOST_DRAWS)):
-        drawn = {}
-        for name in names:
-            a = anchor[name].detach()
-            noise = torch.randn(a.shape, generator=generator, dtype=torch.float32).to(a)
-            drawn[name] = slope * a + size * noise
-        yield {**client, **drawn}
+    return slope, (max(cc - slope * ac, 0.0) / entries_of(group, anchor)) ** 0.5
+
+
+def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
+    """Return the groups in lists within which no two act on one tensor."""
+    batches: list[tuple[list[Group], set[str]]] = []
+    for group in groups:
+        tensors = {slot.tensor for slot in group.slots}
+        batch = next((batch for batch in batches if not batch[1] & tensors), None)
+        if batch is None:
+            batch = ([], set())
+            batches.append(batch)
+        batch[0].append(group)
+        batch[1].update(tensors)
+    return [batch for batch, _ in batches]
 
 
 def null_model(anchor: Tensors, client: Tensors, groups: Iterable[Group]) -> dict[str, Tensor]:

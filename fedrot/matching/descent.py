@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedrot.matching.chance import null_models, without_common_tensors
 from fedrot.matching.pairs import distance_once
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
@@ -106,10 +107,12 @@ class _Descent:
         for place, (stage, groups) in enumerate(self.stages.items()):
             if stage == skip:
                 continue
+            matches = match_stage(groups, self.problem)
+            chances = self._chances(groups, matches)
             found = [
                 move
-                for group, match in zip(groups, match_stage(groups, self.problem), strict=True)
-                if (move := self._accepted(group, match)) is not None
+                for group, match, chance in zip(groups, matches, chances, strict=True)
+                if (move := self._accepted(group, match, chance)) is not None
             ]
             self.moves += found
             later = (group for groups in [*self.stages.values()][place + 1 :] for group in groups)
@@ -117,9 +120,37 @@ class _Descent:
             if self.coupled or _tensors(m.group for m in found) & _tensors(later):
                 self.problem = self.problem.moved(found)
 
-    def _accepted(self, group: Group, match: Match) -> Move | None:
+    def _chances(self, groups: Sequence[Group], matches: Sequence[Match]) -> list[float | None]:
+        """Return the squared distance that chance removes from each group, None where it is not known.
+
+        It is not known where groups depend on each other or activations have a say. Far from the anchor
+        it is drawn, unless nothing depends on it.
+        """
+        problem = self.problem
+        if problem.options.coupled or problem.activations is not None:
+            return [None] * len(groups)
+        near = [problem.near_chance(g, m.before) for g, m in zip(groups, matches, strict=True)]
+        both = list(zip(groups, matches, near, strict=True))
+        asked = problem.options.chance > 0
+        far = [g for g, m, c in both if c is None and m.element is not None and asked]
+        drawn = self._drawn(far)
+        known = {g.name: c for g, m, c in both if c is not None} | drawn
+        return [known.get(g.name, 0.0 if m.element is None else None) for g, m, _ in both]
+
+    def _drawn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the squared distance that chance removes from each group: the mean over null models."""
+        anchor = self.problem.anchor.forgetful()
+        options = replace(self.problem.options, chance=0.0, threshold=0.0)
+        found: dict[str, list[float]] = {group.name: [] for group in groups}
+        for batch in without_common_tensors(groups):
+            for client in null_models(batch, anchor.tensors, self.problem.client):
+                null = replace(self.problem, anchor=anchor, client=client, options=options)
+                for group, match in zip(batch, match_stage(batch, null), strict=True):
+                    found[group.name].append(match.gain)
+        return {name: sum(gains) / len(gains) for name, gains in found.items()}
+
+    def _accepted(self, group: Group, match: Match, chance: float | None) -> Move | None:
         """Note a match; return its move unless it removes less than is required."""
-        chance = self.problem.chance(group, match, solver_of(group))
         short = match.gain < self.problem.required(group, match.before, chance)
         element = None if short else match.element
         skipped = element is None and match.gain > 0

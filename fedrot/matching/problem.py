@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from fedrot.collect.activations import Activations
 from fedrot.errors import UpdateError
 from fedrot.matching import assignment
-from fedrot.matching.chance import Spread, entries_of, near_share, null_models, requirement
+from fedrot.matching.chance import Spread, near_share, requirement
 from fedrot.matching.pairs import Pair, by_sign, distance_once, pairs, squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Symmetry
@@ -126,25 +126,6 @@ class Problem:
             return None
         share = near_share(group, self.anchor.tensors, before, self.anchor.spread)
         return None if share is None else share * before
-
-    def chance(self, group: Group, match: Match, solver: Callable[..., list[Match]]) -> float | None:
-        """Return the squared distance that chance removes from a matched group, None if not known."""
-        if self.options.coupled or self.activations is not None:
-            return None
-        near = self.near_chance(group, match.before)
-        if near is not None or match.element is None:
-            return near or 0.0
-        return self._drawn_chance(group, solver) if self.options.chance > 0 else None
-
-    def _drawn_chance(self, group: Group, solver: Callable[..., list[Match]]) -> float:
-        """Return the squared distance that chance removes from a group, by drawing null models."""
-        anchor, options = self.anchor.forgetful(), replace(self.options, chance=0.0, threshold=0.0)
-        gains = []
-        for client in null_models(group, anchor.tensors, self.client):
-            drawn = replace(self, anchor=anchor, client=client, options=options)
-            gains.append(solver([group], drawn)[0].gain)
-        entries = entries_of(group, anchor.tensors)
-        return sum(gains) / len(gains) * anchor.spread.factor(group, entries)
 
     def required(self, group: Group, before: float, chance: float | None) -> float:
         """Return the squared distance that a group's element has to remove for the group to move.

@@ -258,7 +258,7 @@ def test_null_models_keep_distance_and_projection() -> None:
     for group in symmetry.groups:
         names = {slot.tensor for slot in group.slots}
         flat = [torch.cat([m[n].double().flatten() for n in sorted(names)]) for m in (state, update)]
-        drawn = list(null_models(group, state, update))
+        drawn = list(null_models([group], state, update))
         assert 1 <= len(drawn) <= 16
         for model in drawn:
             assert {n for n in update if model[n] is not update[n]} == names
@@ -266,7 +266,7 @@ def test_null_models_keep_distance_and_projection() -> None:
             assert (null - flat[0]).norm() == pytest.approx((flat[1] - flat[0]).norm().item(), rel=0.1)
             slope = (flat[1] - null) @ flat[0] / (flat[0] @ flat[0])
             assert slope == pytest.approx(0, abs=0.1)
-        again = next(null_models(group, state, update))
+        again = next(null_models([group], state, update))
         assert all(torch.equal(again[n], drawn[0][n]) for n in names)
 
 

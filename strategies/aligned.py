@@ -140,6 +140,7 @@ class Aligned(Strategy):
         self._sent: list[Metadata] = []
         self._sent_to_evaluate: list[Metadata] = []
         self._clients: dict[int, int] = {}
+        self._verdicts: dict[int, str] = {}
 
     def summary(self) -> None:
         """Log what is aligned and how replies are taken, then the summary of the strategy behind."""
@@ -182,7 +183,8 @@ class Aligned(Strategy):
                 result = super().start(lazy, initial_arrays, *given)
             else:
                 result = run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
-        for line in run_lines(result.train_metrics_clientapp, self.reporting.rows_path):
+        metrics_by_round, rows = result.train_metrics_clientapp, self.reporting.rows_path
+        for line in run_lines(metrics_by_round, self._verdicts, rows):
             log(INFO, line)
         return result
 
@@ -195,6 +197,7 @@ class Aligned(Strategy):
         # Both at once: files of one run get one number.
         begin_rows((self.reporting.rows_path, self.metrics_log.path), after_round)
         self.metrics_log.begin(after_round)
+        self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -241,7 +244,7 @@ class Aligned(Strategy):
         ours = this_round.metrics(every) if self.align else this_round.losses()
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, this_round.rows())
-        this_round.log_end(ours, self.align)
+        self._verdicts[server_round] = this_round.log_end(ours, self.align)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
         self.metrics_log.write(server_round, TRAIN, metrics)
         this_round.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())

@@ -140,8 +140,8 @@ class Round:
                 f"and start again. The reason: {reasons.pop()}"
             )
 
-    def log_end(self, figures: Mapping[str, float | int], aligned: bool) -> None:
-        """Log how many replies came and what they cost, and then the verdict."""
+    def log_end(self, figures: Mapping[str, float | int], aligned: bool) -> str:
+        """Log how many replies came and what they cost, and then the verdict, which is returned."""
         counts = (self.accepted, len(self.dropped), len(self.failed), self.waiting, self.aligning)
         message = (
             "Round %d: %d replies accepted, %d dropped, %d failed, %.2f s of waiting, "
@@ -153,6 +153,7 @@ class Round:
         found = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
         fields = {"verdict": found, "moved": verdict.groups_moved(reports)}
         self._log(INFO, fields, "Round %d: %s", self.number, found)
+        return found
 
     @property
     def aligning(self) -> float:

@@ -30,7 +30,7 @@ MOVEMENTS = {
     "rescaling": Movement(("rescale",), "heads had changed their scale"),
 }
 
-#: The metrics that ``run_lines`` reads.
+#: Names of metrics.
 FOUND, CHANCE = "fedrot-share-found", "fedrot-share-chance"
 MOVED, DROPPED = "fedrot-groups-moved", "fedrot-replies-dropped"
 
@@ -48,8 +48,9 @@ def verdict(
 ) -> str:
     """Return what alignment found in a round, for the log.
 
-    Shares are of the squared distance before alignment, over all replies whose chance is known. Of
-    other replies (another basis, ``residual`` or ``output``, activations) it says what was removed.
+    A movement's shares are of the squared distance that its groups had before alignment, over all
+    replies whose chance is known. Of other replies (another basis, ``residual`` or ``output``,
+    activations) it says what was removed of the whole distance.
 
     Args:
         reports: of all aligned replies.
@@ -65,7 +66,7 @@ def verdict(
     if not accepted:
         return "no reply accepted: the model stays as it was"
     if lost:
-        return f"no new model: {lost}"
+        return f"no new model: {lost.removesuffix('.')}"
     if not aligned:
         return "alignment is off: averaged as they are"
     reports = list(reports)
@@ -93,14 +94,14 @@ def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
     return _share((report.share(*parts), report.before) for report in reports)
 
 
-def share_found(reports: Sequence[AlignmentReport], *parts: str) -> float:
+def share_found(reports: Sequence[AlignmentReport]) -> float:
     """Return the share of all reports' squared distance that best elements remove, moved or not."""
-    return _share((report.found(*parts), report.before) for report in reports)
+    return _share((report.found(), report.before) for report in reports)
 
 
-def share_of_chance(reports: Sequence[AlignmentReport], *parts: str) -> float:
+def share_of_chance(reports: Sequence[AlignmentReport]) -> float:
     """Return the share of all reports' squared distance that chance removes, where it is known."""
-    return _share((report.chance(*parts) or 0.0, report.before) for report in reports)
+    return _share((report.chance() or 0.0, report.before) for report in reports)
 
 
 def _share(shares: Iterable[tuple[float, float]]) -> float:
@@ -116,12 +117,14 @@ def percent(share: float) -> str:
 
 def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     """Return what was found beside what chance removes, and what that means; empty without groups."""
-    present = {group.part for report in reports for group in report.groups}
-    known = {
-        name: (share_found(reports, *movement.parts), share_of_chance(reports, *movement.parts))
-        for name, movement in MOVEMENTS.items()
-        if present & {*movement.parts}
-    }
+    known = {}
+    for name, movement in MOVEMENTS.items():
+        groups = [g for report in reports for g in report.groups if g.part in movement.parts]
+        if groups:
+            # Each movement by the distance of its own groups: that does not depend on the other parts.
+            before = sum(g.before for g in groups) or 1.0
+            found, chance = sum(g.found for g in groups), sum(g.chance or 0.0 for g in groups)
+            known[name] = (found / before, chance / before)
     # Where nothing is found and chance finds nothing, one movement stands for all.
     shown = {name: shares for name, shares in known.items() if any(shares)} or dict([*known.items()][:1])
     if not shown:
@@ -150,22 +153,24 @@ def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
     return f"{whose}{removed}, chance not known"
 
 
-def run_lines(rounds: Mapping[int, Mapping[str, Any]], rows: Path | None = None) -> list[str]:
+def run_lines(
+    rounds: Mapping[int, Mapping[str, Any]], verdicts: Mapping[int, str], rows: Path | None = None
+) -> list[str]:
     """Return the last lines of a run's log.
 
     Args:
         rounds: the metrics of training by round, ``Result.train_metrics_clientapp``.
+        verdicts: by round; the first and the last are repeated.
         rows: the file of the report's rows, None if there is none.
     """
-    aligned = {number: metrics for number, metrics in sorted(rounds.items()) if MOVED in metrics}
+    moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]
     lines = []
-    if aligned:
-        ends = dict.fromkeys((min(aligned), max(aligned)))
-        shares = "; ".join(f"round {number}: {_share_in(aligned[number])}" for number in ends)
-        moved = sum(metrics[MOVED] > 0 for metrics in aligned.values())
-        of = counted(len(aligned), "round", "rounds")
-        did = f"groups in {moved} of {of}" if moved else f"nothing in {of}"
-        lines.append(f"Alignment moved {did} ({shares}).")
+    if moved:
+        of = counted(len(moved), "round", "rounds")
+        did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
+        lines.append(f"Alignment moved {did}.")
+        ends = dict.fromkeys((min(verdicts), max(verdicts))) if verdicts else ()
+        lines += [f"Round {number}: {verdicts[number]}." for number in ends]
     elif rounds:
         lines.append("Alignment was off.")
     dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
@@ -177,11 +182,6 @@ def run_lines(rounds: Mapping[int, Mapping[str, Any]], rows: Path | None = None)
     if rows is not None:
         lines.append(f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'")
     return lines
-
-
-def _share_in(metrics: Mapping[str, Any]) -> str:
-    chance = percent(metrics[CHANCE]) if CHANCE in metrics else "not known"
-    return f"{percent(metrics[FOUND])} of the distance, chance {chance}"
 
 
 def counted(number: int, one: str, several: str) -> str:

@@ -56,11 +56,11 @@ def test_clients_that_had_turned() -> None:
     )
 
 
-def test_shares_are_of_the_distance_of_all_clients_and_parts() -> None:
-    """A client ten times as far away counts ten times; the feed-forward layers count too."""
+def test_shares_are_of_the_distance_of_all_clients() -> None:
+    """A client ten times as far away counts ten times, and the feed-forward layers do not count."""
     near_by = report(*rows("attention", 0.3, moved=1), *rows("ffn", 0.0, chance=0.0))
     far = report(*rows("attention", 0.1, moved=1, of=1000.0), *rows("ffn", 0.0, chance=0.0, of=1000.0))
-    assert found(near_by, far).startswith("rotation 5.9 % of the distance, chance 3.0 %: clients")
+    assert found(near_by, far).startswith("rotation 11.8 % of the distance, chance 6.1 %: clients")
 
 
 def test_nothing_beyond_chance() -> None:
@@ -94,9 +94,9 @@ def test_every_movement_is_named_and_only_those_beyond_chance_are_a_cause() -> N
     scaled = rows("rescale", 0.001, chance=0.004, moved=1)
     client = report(*turned, *rows("heads", 0.2, chance=0.0, moved=1), *scaled)
     assert found(client) == (
-        "rotation 8.0 % of the distance, chance 2.0 %; permutation 6.7 % of the distance, chance 0.0 %; "
-        "rescaling 0.0 % of the distance, chance 0.1 %: clients had turned against each other and units "
-        "had changed places; 3 of 3 groups moved"
+        "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance "
+        "0.0 %; rescaling 0.1 % of the distance, chance 0.4 %: clients had turned against each other "
+        "and units had changed places; 3 of 3 groups moved"
     )
 
 
@@ -153,27 +153,24 @@ def test_rounds_without_a_model(aligned: bool) -> None:
         "no reply accepted: the model stays as it was"
     )
     assert found(accepted=1, aligned=aligned, lost="1 good replies, 2 needed.") == (
-        "no new model: 1 good replies, 2 needed."
+        "no new model: 1 good replies, 2 needed"
     )
 
 
 # --- the run -----------------------------------------------------------------------------------------
 
 
-def figures(share: float, chance: float | None, moved: int, dropped: int = 0) -> dict[str, float]:
-    known = {} if chance is None else {CHANCE: chance}
-    return {FOUND: share, **known, MOVED: moved, DROPPED: dropped}
+def figures(moved: int, dropped: int = 0) -> dict[str, float]:
+    return {FOUND: 0.1, CHANCE: 0.05, MOVED: moved, DROPPED: dropped}
 
 
 def test_the_last_lines_of_a_run() -> None:
-    rounds = {
-        1: figures(0.127, 0.061, 12, 1),
-        2: figures(0.07, 0.061, 3, 2),
-        10: figures(0.03, 0.061, 0),
-    }
-    assert run_lines(rounds, Path("runs/a.jsonl")) == [
-        "Alignment moved groups in 2 of 3 rounds (round 1: 12.7 % of the distance, chance 6.1 %; "
-        "round 10: 3.0 % of the distance, chance 6.1 %).",
+    rounds = {1: figures(12, 1), 2: figures(3, 2), 10: figures(0)}
+    verdicts = {1: f"rotation 12.7 %: {TURNED}", 2: "said only once", 10: "nothing beyond chance"}
+    assert run_lines(rounds, verdicts, Path("runs/a.jsonl")) == [
+        "Alignment moved groups in 2 of 3 rounds.",
+        "Round 1: rotation 12.7 %: clients had turned against each other.",
+        "Round 10: nothing beyond chance.",
         "3 replies were dropped, in 2 rounds.",
         "Rows of the rounds: 'runs/a.jsonl'. A page of them: fedrot report 'runs/a.jsonl'",
     ]
@@ -184,19 +181,14 @@ def test_the_last_lines_of_a_run() -> None:
     [
         ({}, []),
         (
-            {1: figures(0.4, None, 5)},
-            [
-                "Alignment moved groups in 1 of 1 round (round 1: 40.0 % of the distance, chance not "
-                "known).",
-                "No reply was dropped.",
-            ],
+            {1: figures(5)},
+            ["Alignment moved groups in 1 of 1 round.", "Round 1: verdict.", "No reply was dropped."],
         ),
         (
-            {1: figures(0.02, 0.061, 0), 2: figures(0.01, 0.061, 0)},
+            {1: figures(0), 2: figures(0)},
             [
-                "Alignment moved nothing in 2 rounds (round 1: 2.0 % of the distance, chance 6.1 %; "
-                "round 2: 1.0 % of the distance, chance 6.1 %).",
-                "No reply was dropped.",
+                "Alignment moved nothing in 2 rounds.",
+                *("Round 1: verdict.", "Round 2: verdict.", "No reply was dropped."),
             ],
         ),
         (
@@ -206,7 +198,7 @@ def test_the_last_lines_of_a_run() -> None:
     ],
 )
 def test_short_runs(rounds: dict[int, dict[str, float]], expected: list[str]) -> None:
-    assert run_lines(rounds) == expected
+    assert run_lines(rounds, dict.fromkeys(rounds, "verdict")) == expected
 
 
 def turned(client: int) -> State:
@@ -236,16 +228,17 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
     path = tmp_path / "rows.jsonl"
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Reporting(path))
     lines = lines_of(caplog, strategy, [turned(client) for client in range(3)], 1)
-    counts, sentence = [line for line in lines if line.startswith("Round 1: ")]
+    counts, sentence, _ = [line for line in lines if line.startswith("Round 1: ")]
     assert counts.startswith("Round 1: 3 replies accepted, 0 dropped, 0 failed, ")
     assert "clients had turned against each other; 2 of 18 groups moved" in sentence
     first, *_, last = lines[lines.index(sentence) + 1 :]
     assert "Aggregated MetricRecord" in first
-    assert lines[-3].startswith("Alignment moved groups in 1 of 1 round (round 1: ")
-    assert lines[-2] == "No reply was dropped."
+    assert lines[-4:-1] == [
+        "Alignment moved groups in 1 of 1 round.",
+        f"{sentence}.",
+        "No reply was dropped.",
+    ]
     assert str(path) in last
-    shares = sentence.removeprefix("Round 1: rotation ").partition(":")[0]
-    assert f"round 1: {shares}" in lines[-3]
 
 
 def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +248,7 @@ def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     sentence = next(line for line in lines if "chance" in line)
     assert sentence.startswith("Round 1: nothing beyond chance (rotation ")
     assert sentence.endswith("): averaged as they are")
-    assert lines[-2].startswith("Alignment moved nothing in 1 round (")
+    assert lines[-3:-1] == ["Alignment moved nothing in 1 round.", f"{sentence}."]
 
 
 def test_a_resumed_run_sums_up_the_rounds_before(
@@ -267,8 +260,12 @@ def test_a_resumed_run_sums_up_the_rounds_before(
     for rounds in (1, 2):
         strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, checkpointing=checkpoints)
         lines = lines_of(caplog, strategy, updates, rounds)
-    assert "Round 1: " not in "".join(lines)
-    assert "2 rounds (round 1: " in lines[-2]
+    first, second = lines[-3:-1]
+    assert lines[-4].startswith("Alignment moved groups in ")
+    assert lines[-4].endswith(" of 2 rounds.")
+    assert first.startswith("Round 1: ")
+    assert lines.count(first[:-1]) == 0
+    assert lines.count(second[:-1]) == 1
 
 
 def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,13 +273,13 @@ def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFix
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, other_basis=OtherBasis(build))
     updates = [near(state(), 0.02, 1), permuted(near(state(), 0.02, 2), 2), near(state(), 0.02, 3)]
     lines = lines_of(caplog, strategy, updates, 1)
-    (sentence,) = [line for line in lines if "chance not known" in line]
+    sentence, _ = [line for line in lines if "chance not known" in line]
     assert re.match(r"Round 1: .*rotation \d\.\d %.*, chance \d\.\d %", sentence)
     assert "; 1 reply from another basis: rotation " in sentence
 
     # The first of these is the round's anchor.
     lines = lines_of(caplog, strategy, [permuted(near(state(), 0.02, i), i) for i in (2, 3)], 1)
-    assert lines[-2].endswith("% of the distance, chance not known).")
+    assert "of the distance removed, chance not known; " in lines[-2]
     default = {name for name, figure in FIGURES.items() if figure.default}
     record = next(line for line in lines if "Aggregated MetricRecord" in line)
     assert CHANCE not in record

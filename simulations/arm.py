@@ -75,10 +75,10 @@ class Arm(BaseModel):
             return cls(name=text, align=False, aggregation=aggregation)
         if aggregation in ENSEMBLES:
             raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
-        if move != what and not entry_named(aggregation).follows_rotations:
+        if (rest != what or before != rest or colon) and not entry_named(aggregation).follows_rotations:
             raise ValueError(
                 f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
-                "statistics cannot follow rotations; leave out what follows the parts"
+                "statistics cannot follow rotations; leave out the anchor, the evidence and the guard"
             )
         named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))

@@ -96,18 +96,21 @@ def _repaired(
 
 
 VANILLA = "vanilla"
-_WHOLE = AlignmentOptions(parts=WHOLE_MODEL)
+# Published methods move whatever removes anything: no method asks what chance removes.
+_EAGER = AlignmentOptions(chance=0)
+_WHOLE = replace(_EAGER, parts=WHOLE_MODEL)
 
 METHODS: dict[str, MatchingMethod] = {
     VANILLA: MatchingMethod(),
     # Zhang et al. (2025)
-    "rotation": MatchingMethod(AlignmentOptions()),
-    "rotation+heads": MatchingMethod(AlignmentOptions(parts=("heads", "attention", "ffn"))),
+    "rotation": MatchingMethod(_EAGER),
+    "rotation+heads": MatchingMethod(replace(_EAGER, parts=("heads", "attention", "ffn"))),
     # Ainsworth et al. (2023): permutations found from weights
     "git-rebasin": MatchingMethod(replace(_WHOLE, within_heads="permutation")),
     # Verma & Elbayad (2024): permutations found from activations
     "verma": MatchingMethod(
-        AlignmentOptions(
+        replace(
+            _EAGER,
             parts=("residual", "heads", "attention", "ffn"),
             within_heads="permutation",
             activation_weight=1.0,

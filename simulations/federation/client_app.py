@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ class Job:
     cache: str  # Folder of results that arms share; empty for none.
     learn: bool  # Matching is refined by gradient descent.
     align: tuple[str, ...]  # Parts that the client itself aligns.
+    chance: float  # See AlignmentOptions.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -75,6 +76,7 @@ class Job:
             cache=str(config["cache"]),
             learn=bool(config["learn"]),
             align=tuple(part for part in str(config["align"]).split("+") if part),
+            chance=cast(float, config["chance"]),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -135,7 +137,8 @@ def train(message: Message, context: Context) -> Message:
         state = fedrot.random_equivalent(state, job.symmetry(state), seed=job.stream)
     if job.align:
         # As align_mod does, but before the statistics of the update are computed.
-        received, options = arrays.to_torch_state_dict(), AlignmentOptions(parts=job.align)
+        received = arrays.to_torch_state_dict()
+        options = AlignmentOptions(parts=job.align, chance=job.chance)
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
     content = _content(context, metrics)
     content["arrays"] = ArrayRecord(state)

@@ -145,6 +145,7 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         "cache": str(scratch) if shared_cache else "",
         "learn": cell.arm.evidence == "learned",
         "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
+        "chance": cell.arm.chance,
     }
     try:
         result = strategy.start(

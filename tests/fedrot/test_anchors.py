@@ -95,20 +95,7 @@ def test_scrambling_every_client_does_not_change_the_mean(
         assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize(
-    "anchor",
-    [
-        *("global", "running", "first", "medoid"),
-        pytest.param(
-            "consensus",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="Chance far from an anchor that contains the client is too high: groups that had "
-                "been brought back stay where they were, and the others follow them.",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("anchor", ANCHORS)
 def test_by_default_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
     anchor: str,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +243,7 @@ def answered(
         "cache": "",
         "learn": False,
         "align": "",
+        "chance": 1.1,
         **{name.replace("_", "-"): value for name, value in options.items()},
     }
     if "statistics" in job:
@@ -453,13 +453,10 @@ def test_the_metrics_of_a_shared_training_are_its_own(
     assert not any(name.startswith("alone-") for name in metrics(2))
 
 
-def test_clients_that_align_first_send_the_unscrambled_update_and_fisher(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # By default, what is noise alone does not move, and only scrambled clients would be fitted to it.
-    monkeypatch.setattr(client_app, "AlignmentOptions", partial(fedrot.AlignmentOptions, chance=0))
+def test_clients_that_align_first_send_the_unscrambled_update_and_fisher(task: Task) -> None:
     received = initial(task.config)
-    options = {"align": "attention+ffn", "statistics": "fisher"}
+    # With more, what is noise alone stays, and only scrambled clients are fitted to it.
+    options = {"align": "attention+ffn", "chance": 0.0, "statistics": "fisher"}
     update, fisher = ask(task.config, received, 0, start="same", **options)
     again, same = ask(task.config, received, 0, start="scrambled", **options)
     lost, other = ask(task.config, received, 0, start="scrambled", statistics="fisher")

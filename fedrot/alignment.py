@@ -20,8 +20,8 @@ from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.biases import canonical_biases
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
+from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.tensors import Tensors, check_update
-from fedrot.transport import Move, apply_moves
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import SymmetryError
 from fedrot.precision import Float64
 from fedrot.symmetry.groups import WHOLE_MODEL, Group, Symmetry
+from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import settings_of
-from fedrot.transport import Move, apply_moves
 
 #: Accepted change of an output, relative to the largest, in float64.
 TOLERANCE = 1e-6

@@ -56,13 +56,11 @@ class Aligned(Strategy):
     front of differential-privacy wrappers, ``class Private(Aligned, ServerSideFixedClipping): ...``;
     these take ``anchor="global"`` only.
 
-    Replies are fetched, checked, aligned and added to the mean one at a time, in the order of arrival:
-    memory does not grow with the number of clients. All of a round's updates are kept by strategies that
-    look at every update (medians, Krum, q-FedAvg, privacy wrappers), by the anchors ``consensus`` and
-    ``medoid``, by ``align=False`` without an aggregation of fedrot's, and by the settings that say so.
-
-    A reply is dropped with a warning, and the round goes on, if it is not a finite update of the
-    broadcast model, has no examples, comes twice, or was not asked for.
+    Replies are aligned and added to the mean one at a time, in the order of arrival. All of a round's
+    updates are kept by strategies that look at every update (medians, Krum, privacy wrappers), by the
+    anchors ``consensus`` and ``medoid``, by ``align=False``, and by the settings that say so. A reply is
+    dropped with a warning if it is not a finite update of the broadcast model, has no examples, comes
+    twice, or was not asked for.
 
     Args:
         symmetry: the model's transformers configuration (object or dictionary), or a ``Symmetry``.
@@ -76,14 +74,13 @@ class Aligned(Strategy):
         execution: device, precision on the wire, spill folder, determinism.
         checkpointing: where to write checkpoints, and where to resume.
         reporting: files that receive what happened.
-        guard: name of a metric, or ``Guard``: keep the plain mean where it is better on server's data.
+        guard: name of a metric, or ``Guard``: the plain mean is kept where it is better.
 
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
-            differential privacy of the strategy behind; the spill folder cannot be written to;
-            TensorBoard is asked for and not installed. In the first round: the symmetry does not fit
-            the model, a privacy wrapper is around this strategy, or every reply is dropped for the
-            same reason.
+            privacy of the strategy behind; the spill folder cannot be written to; TensorBoard is not
+            installed. In the first round: the symmetry does not fit the model, a privacy wrapper is
+            around this strategy, or every reply is dropped for the same reason.
     """
 
     #: True if statistics of replies are used.
@@ -348,8 +345,7 @@ class Aligned(Strategy):
 
     @property
     def _weighting(self) -> object:
-        """The strategy that weights updates: this one, or the one that it wraps."""
-        return getattr(self, "strategy", self)
+        return getattr(self, "strategy", self)  # a privacy wrapper has the strategy that weights updates
 
     @property
     def _weighted_by(self) -> str:

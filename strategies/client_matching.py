@@ -24,7 +24,7 @@ from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.actions import HeadLinear, HeadRotation
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp

@@ -107,17 +107,9 @@ class FedRot(Aligned, FedAvg):
         )
         if statistics_every < 1:
             raise FedrotError(f"statistics_every is {statistics_every}; it must be 1 or more.")
-        if isinstance(aggregation, str):
-            aggregation = aggregation_named(aggregation)
-        if aggregation is not None and not callable(aggregation):
-            raise FedrotError(
-                f"aggregation is a {type(aggregation).__name__}; give a name, or a class, aggregation="
-                "fedrot.aggregation.RegMean, or a function without arguments that builds an aggregator "
-                "anew for every round."
-            )
-        self.aggregation = aggregation
+        self.aggregation = _builder(aggregation)
         self.statistics_every = statistics_every
-        self._kinds = aggregation().needs if aggregation is not None else ()
+        self._kinds = self.aggregation().needs if self.aggregation is not None else ()
         self._check_rotations()
 
     def _check_rotations(self) -> None:
@@ -170,6 +162,18 @@ class FedRot(Aligned, FedAvg):
         if self.aggregator(this_round.number) is None:
             return _FedAvgMerge(store, this_round)
         return super().merge(this_round, store)
+
+
+def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[], Aggregator] | None:
+    """Return the function that builds an aggregation given by name or as such a function."""
+    found = aggregation_named(aggregation) if isinstance(aggregation, str) else aggregation
+    if found is not None and not callable(found):
+        raise FedrotError(
+            f"aggregation is a {type(found).__name__}; give a name, or a class, aggregation="
+            "fedrot.aggregation.RegMean, or a function without arguments that builds an aggregator "
+            "anew for every round."
+        )
+    return found
 
 
 class _FedAvgMerge:

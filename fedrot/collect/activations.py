@@ -22,8 +22,8 @@ from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.symmetry.actions import HeadRotation, InsideHeads
 from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
+from fedrot.symmetry.moves import Move
 from fedrot.tensors import Tensors, check_update, diagonal_blocks
-from fedrot.transport import Move
 
 #: Choices of the layers that show the residual stream (Verma & Elbayad 2024, section 3.3).
 RESIDUAL_SITES = ("last", "all", "first", "identity")

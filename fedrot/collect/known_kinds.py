@@ -18,8 +18,8 @@ from fedrot.collect.statistic_kinds import FISHER, GRAMS, STATISTIC_KINDS, TRAIN
 from fedrot.errors import FedrotError
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slot
+from fedrot.symmetry.moves import Move
 from fedrot.tensors import compute_dtype, diagonal_blocks
-from fedrot.transport import Move
 
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8

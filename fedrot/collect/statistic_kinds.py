@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import Slot
+from fedrot.symmetry.moves import Move
 from fedrot.tensors import Tensors
-from fedrot.transport import Move
 
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]

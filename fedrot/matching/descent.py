@@ -18,7 +18,7 @@ from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.groups import Group, Slot
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 
 #: The moves, one per moved group in the order of application, and the report, without the time.
 Solution = tuple[tuple[Move, ...], AlignmentReport]

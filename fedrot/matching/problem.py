@@ -16,8 +16,8 @@ from fedrot.matching.chance import Spread, near_share, requirement
 from fedrot.matching.pairs import Pair, by_sign, distance_once, pairs, squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.tensors import Tensors, check_finite
-from fedrot.transport import Move, apply_moves
 
 
 @dataclass

@@ -15,7 +15,7 @@ from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, solves
 from fedrot.symmetry.actions import Permutation, SignedPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 
 
 @solves(Permutation, SignedPermutation)

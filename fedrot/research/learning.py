@@ -22,9 +22,9 @@ from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Kind, SignedPermutation
 from fedrot.symmetry.groups import Group, Slot, Symmetry
 from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.symmetry.moves import Move
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import Tensors
-from fedrot.transport import Move
 
 #: Differentiable loss of a model's tensors on one batch.
 Loss = Callable[[Tensors, Tensors], Tensor]

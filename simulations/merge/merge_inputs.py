@@ -24,8 +24,8 @@ from fedrot.report import AlignmentReport
 from fedrot.simulations.models.model_files import about
 from fedrot.simulations.models.saved_model import ARCHITECTURE, SavedModel, check_alike, check_bundled
 from fedrot.symmetry import Symmetry, symmetry_of
+from fedrot.symmetry.moves import apply_moves
 from fedrot.tensors import Tensors, check_finite, compute_dtype
-from fedrot.transport import apply_moves
 
 Batches = Sequence[Mapping[str, Tensor]]
 

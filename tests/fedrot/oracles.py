@@ -9,7 +9,7 @@ from torch import Tensor
 import fedrot
 from fedrot.symmetry.actions import HeadRotation, Kind, Permutation, Rescale, SignedPermutation
 from fedrot.symmetry.groups import Slot
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 from tests.models import DIM, Names, State
 
 Array = np.ndarray

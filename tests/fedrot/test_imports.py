@@ -23,7 +23,7 @@ LAYERS = (
     ("errors", "precision", "_io"),
     ("tensors",),
     ("symmetry",),
-    ("options", "report", "transport"),
+    ("options", "report"),
     ("collect",),
     ("check", "matching"),
     ("alignment",),

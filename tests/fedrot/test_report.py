@@ -11,7 +11,7 @@ import torch
 
 import fedrot
 from fedrot.report import moved_units
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests import families
 from tests.fedrot.pairs import PAIRS, only, touched_by
 from tests.models import (

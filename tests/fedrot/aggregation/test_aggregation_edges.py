@@ -17,7 +17,7 @@ import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean, check_statistics
 from fedrot.collect.statistic_kinds import transport_statistics
 from fedrot.research import OptimalTransport
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 from tests.fedrot.oracles import Array, seeded
 from tests.models import (
     DIM,

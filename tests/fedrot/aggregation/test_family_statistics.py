@@ -17,8 +17,8 @@ from fedrot.precision import Float64
 from fedrot.research import unit_statistics
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.moves import Move
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from fedrot.transport import Move
 from tests.families import MEMBERS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import scrambled

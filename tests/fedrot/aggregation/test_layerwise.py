@@ -24,7 +24,7 @@ from fedrot.aggregation.layerwise import (
     merged_report,
     parts_of,
 )
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import MEMBERS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.symmetry.actions import HeadLinear, HeadRotation
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 from tests.fedrot.oracles import along, dense_on, random_moves, seeded
 from tests.models import (
     CASES,

@@ -16,7 +16,7 @@ from fedrot.matching.problem import Anchor, Problem
 from fedrot.report import moved_units
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State, largest_difference, near, squared_distance

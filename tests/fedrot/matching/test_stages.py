@@ -15,7 +15,7 @@ from fedrot.matching import stages
 from fedrot.matching.problem import Match, Problem
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
 
 NAME = "bert-classifier"

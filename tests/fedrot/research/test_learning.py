@@ -15,7 +15,7 @@ from fedrot.research import Learned, learn_alignment, loss_of
 from fedrot.research.learning import LearningOptions, _in_heads, _initial, _matrix, _multiplied
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
-from fedrot.transport import Move
+from fedrot.symmetry.moves import Move
 from tests import families
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (

@@ -19,7 +19,7 @@ from fedrot.symmetry.actions import (
     Rescale,
     SignedPermutation,
 )
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.fedrot.oracles import along, dense, moved_densely, random_moves, seeded
 from tests.models import EVERYTHING, largest_difference, state_of, symmetry_for
 

@@ -10,8 +10,8 @@ import torch
 import fedrot
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
+from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, FIXED, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.models import EAGER, EVERYTHING, FULL, largest_difference, near, squared_distance
 

@@ -13,7 +13,7 @@ from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import EVERYTHING, largest_difference, squared_distance

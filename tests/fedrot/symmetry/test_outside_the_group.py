@@ -22,9 +22,9 @@ from fedrot.symmetry.actions import (
 from fedrot.symmetry.families import FAMILIES
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.mixture import ExpertNeurons
+from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import family_of
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from fedrot.transport import Move, apply_moves
 from tests.families import ALIBI, FIXED, MEMBERS, answers, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State

@@ -27,7 +27,7 @@ from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import DIM, HEADS, State, config_of
 from tests.strategies.aggregating import (
     ANCHOR,

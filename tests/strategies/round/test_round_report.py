@@ -15,7 +15,7 @@ import fedrot
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.round_report import FIGURES
 from fedrot.strategies.settings import Robustness
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import ALL_METRICS, Client, broadcast, failure, reply

@@ -15,7 +15,7 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.round.round_report import FIGURES
 from fedrot.strategies.round.verdict import CHANCE, DROPPED, FOUND, MOVED, run_lines, verdict
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
-from fedrot.transport import Move, apply_moves
+from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, State, near
 from tests.strategies.classifier import SYMMETRY, build, permuted, state
 from tests.strategies.fakes import ArrayRecord, FakeGrid, reply

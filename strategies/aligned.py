@@ -180,8 +180,8 @@ class Aligned(Strategy):
                 result = super().start(lazy, initial_arrays, *given)
             else:
                 result = run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
-        metrics_by_round, rows = result.train_metrics_clientapp, self.reporting.rows_path
-        for line in run_lines(metrics_by_round, self._verdicts, rows):
+        said = run_lines(result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path)
+        for line in said:
             log(INFO, line)
         return result
 
@@ -191,7 +191,6 @@ class Aligned(Strategy):
 
     def begin(self, after_round: int | None) -> None:
         """Prepare the files of reports and metrics for a run, see ``begin_rows``."""
-        # Both at once: files of one run get one number.
         begin_rows((self.reporting.rows_path, self.metrics_log.path), after_round)
         self.metrics_log.begin(after_round)
         self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
@@ -204,7 +203,6 @@ class Aligned(Strategy):
         if self.align:
             arguments.check_not_behind(self)
             self.symmetry = arguments.symmetry_for(self.symmetry, arrays)
-            # What cannot be moved is an error before clients train.
             self.symmetry.select(self.options.parts, self.options.layer_indices(self.symmetry.layers))
             self.other_bases.prepare(self.symmetry)
         readable = plain(arrays)

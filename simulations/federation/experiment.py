@@ -137,7 +137,7 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
     config, model = cell.task.config, cell.model()
     report = scratch / "alignment.jsonl"
     strategy = ArmStrategy(cell, model, report)
-    job: dict[str, int | str | bool] = {
+    job: dict[str, int | float | str | bool] = {
         "simulation": config.to_json(),
         "seed": cell.seed,
         "start": cell.start,

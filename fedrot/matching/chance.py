@@ -9,6 +9,7 @@ Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anc
 
 from __future__ import annotations
 
+import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,18 @@ def requirement(group: Group, chance: float, factor: float) -> float:
     then it is the quantile of their chi-squared distribution, see ``ONCE_IN``.
     """
     return chance * (max(factor, _quantile(group.kind.free)) if factor > 0 else 0.0)
+
+
+def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
+    """Return which groups of one action remove enough: all of them if the median group does.
+
+    Clients turn in all layers or in none, as a rule: what more than half of the groups show is evidence
+    for the others. A single layer is evidence for itself alone.
+    """
+    both = list(zip(gains, required, strict=True))
+    judged = [gain / needed for gain, needed in both if needed > 0]
+    together = bool(judged) and statistics.median(judged) >= 1
+    return [together or gain >= needed for gain, needed in both]
 
 
 @cache

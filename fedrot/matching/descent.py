@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedrot.matching.chance import null_models, without_common_tensors
+from fedrot.matching.chance import beyond, null_models, without_common_tensors
 from fedrot.matching.pairs import distance_once
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
@@ -109,10 +109,11 @@ class _Descent:
                 continue
             matches = match_stage(groups, self.problem)
             chances = self._chances(groups, matches)
+            enough = self._beyond(groups, matches, chances)
             found = [
                 move
                 for group, match, chance in zip(groups, matches, chances, strict=True)
-                if (move := self._accepted(group, match, chance)) is not None
+                if (move := self._accepted(group, match, chance, group.name in enough)) is not None
             ]
             self.moves += found
             later = (group for groups in [*self.stages.values()][place + 1 :] for group in groups)
@@ -149,10 +150,25 @@ class _Descent:
                     found[group.name].append(match.gain)
         return {name: sum(gains) / len(gains) for name, gains in found.items()}
 
-    def _accepted(self, group: Group, match: Match, chance: float | None) -> Move | None:
-        """Note a match; return its move unless it removes less than is required."""
-        short = match.gain < self.problem.required(group, match.before, chance)
-        element = None if short else match.element
+    def _beyond(
+        self, groups: Sequence[Group], matches: Sequence[Match], chances: Sequence[float | None]
+    ) -> set[str]:
+        """Return the names of the groups that remove enough; those of one action are judged together."""
+        by_action: dict[type, list[tuple[str, float, float]]] = {}
+        for group, match, chance in zip(groups, matches, chances, strict=True):
+            row = (group.name, match.gain, self.problem.required(group, chance))
+            by_action.setdefault(type(group.kind), []).append(row)
+        names: set[str] = set()
+        for rows in by_action.values():
+            given, gains, required = zip(*rows, strict=True)
+            enough = beyond(gains, required)
+            names |= {name for name, ok in zip(given, enough, strict=True) if ok}
+        return names
+
+    def _accepted(self, group: Group, match: Match, chance: float | None, enough: bool) -> Move | None:
+        """Note a match; return its move if it removes enough beyond chance, and by the threshold."""
+        enough = enough and match.gain >= self.problem.floor(group, match.before)
+        element = match.element if enough else None
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after
         self._note(group, match.before, after, match.certified, skipped)

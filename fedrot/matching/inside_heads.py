@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fedrot.matching.chance import beyond
 from fedrot.matching.pairs import Pair
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.procrustes import best_orders, identity, polar
@@ -76,7 +77,7 @@ class HeadSolver(ABC):
 
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
         action = groups[0].kind
-        crosses, weights, before, required = [], [], [], []
+        crosses, weights, before, required, floors = [], [], [], [], []
         for group in groups:
             blocks = problem.pairs(group)
             before.append(problem.distance(group, blocks))
@@ -86,13 +87,14 @@ class HeadSolver(ABC):
             if addition is not None:
                 own = diagonal_blocks(addition, len(addition) // action.units)
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
-            chance = problem.near_chance(group, before[-1])
-            required.append(problem.required(group, before[-1], chance))
+            required.append(problem.required(group, problem.near_chance(group, before[-1])))
+            floors.append(problem.floor(group, before[-1]))
         cross, weight = torch.stack(crosses), torch.stack(weights)
-        ceiling = self.ceiling(action, cross) if any(required) else None
+        ceiling = self.ceiling(action, cross) if any(required) or any(floors) else None
         most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()
         matches = [Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)]
-        left = [i for i, gain in enumerate(most) if gain >= required[i]]
+        enough = beyond(most, required)
+        left = [i for i, gain in enumerate(most) if enough[i] and gain >= floors[i]]
         if left:
             precise = blocks[0][1].dtype == torch.float64
             cross, weight = cross[left], weight[left]

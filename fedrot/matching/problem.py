@@ -92,7 +92,7 @@ class Match:
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation inside the heads,
             and where activations enter the objective. Where no element gains what is required
-            (``Problem.required``), it may be an upper bound, beside the identity.
+            (``Problem.required``, ``Problem.floor``), it may be an upper bound, beside the identity.
         certified: True if the identity is proved to be optimal without solving an assignment.
     """
 
@@ -127,15 +127,18 @@ class Problem:
         share = near_share(group, self.anchor.tensors, before, self.anchor.spread)
         return None if share is None else share * before
 
-    def required(self, group: Group, before: float, chance: float | None) -> float:
-        """Return the squared distance that a group's element has to remove for the group to move.
+    def required(self, group: Group, chance: float | None) -> float:
+        """Return the squared distance that a group has to remove to be beyond chance.
 
         Inside a moved head it is nothing: the head's place was chosen for the best element.
         """
-        if group.within in self.applied:
+        if chance is None or group.within in self.applied:
             return 0.0
-        needed = 0.0 if chance is None else requirement(group, chance, self.options.chance)
-        return max(needed, self.options.threshold * before)
+        return requirement(group, chance, self.options.chance)
+
+    def floor(self, group: Group, before: float) -> float:
+        """Return the squared distance that a group has to remove by ``AlignmentOptions.threshold``."""
+        return 0.0 if group.within in self.applied else self.options.threshold * before
 
     def moved(self, moves: Sequence[Move]) -> Problem:
         """Return the problem with the moves applied to the client."""

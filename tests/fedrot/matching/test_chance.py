@@ -236,6 +236,25 @@ def _group(heads: int, dim: int) -> Group:
     return Group("g", 0, "attention", HeadRotation(heads, dim), ())
 
 
+def test_most_groups_speak_for_all_of_their_action() -> None:
+    assert chance.beyond([2.0, 2.0, 0.1], [1.0, 1.0, 1.0]) == [True, True, True]
+    assert chance.beyond([9.0, 0.1, 0.1], [1.0, 1.0, 1.0]) == [True, False, False]
+    # Groups in place say nothing, and nothing is required of them.
+    assert chance.beyond([0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0]) == [True, True, False, True]
+    assert chance.beyond([0.5, 0.0], [0.0, 0.0]) == [True, True]
+    assert chance.beyond([], []) == []
+
+
+def test_heads_that_turned_in_most_layers_turn_in_all() -> None:
+    state, symmetry = bert(layers=3)
+    turned = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
+    update = isotropic(turned, 1e-3, 2) | {
+        name: tensor for name, tensor in isotropic(state, 1e-3, 2).items() if "layer.1." in name
+    }
+    alignment = fedrot.align(update, state, symmetry)
+    assert {move.group.layer for move in alignment.moves if move.group.part == "attention"} == {0, 1, 2}
+
+
 def test_entries_are_counted_once() -> None:
     state, symmetry = bert(width=8, heads=2)
     shapes = {name: tuple(t.shape) for name, t in state.items()}

@@ -13,7 +13,7 @@ import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -101,13 +101,22 @@ def entries_of(group: Group, tensors: Tensors) -> int:
     return count_once(group.slots, {s.tensor: tuple(tensors[s.tensor].shape) for s in group.slots})
 
 
-def requirement(group: Group, chance: float, factor: float) -> float:
-    """Return what a group has to remove, given what chance removes and ``AlignmentOptions.chance``.
+def requirement(group: Group, before: float, chance: float, factor: float) -> float:
+    """Return the squared distance that a group has to remove to be beyond chance.
 
-    It is ``factor`` times chance. Of few free dimensions noise removes more than that now and then:
-    then it is the quantile of their chi-squared distribution, see ``ONCE_IN``.
+    It is ``factor`` times chance. Of few free dimensions noise removes more than that now and then: then
+    it is a quantile of the share that noise removes, which has a beta distribution, see ``ONCE_IN``. It
+    is never more than what chance removes and half of what chance leaves.
+
+    Args:
+        before: the group's squared distance to the anchor.
+        chance: the squared distance that chance removes.
+        factor: ``AlignmentOptions.chance``.
     """
-    return chance * (max(factor, _quantile(group.kind.free)) if factor > 0 else 0.0)
+    if factor == 0 or chance <= 0 or before <= 0:
+        return 0.0
+    share = min(chance / before, 1.0)
+    return before * min(max(factor * share, _quantile(group.kind.free, share)), (1 + share) / 2)
 
 
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
@@ -122,11 +131,14 @@ def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
     return [together or gain >= needed for gain, needed in both]
 
 
-@cache
-def _quantile(free: int) -> float:
-    from scipy.special import chdtri
+@lru_cache(maxsize=4096)
+def _quantile(free: int, share: float) -> float:
+    """Return the share that isotropic noise exceeds once in ``ONCE_IN`` times, given its mean."""
+    from scipy.special import betaincinv
 
-    return float(chdtri(free, 1 / ONCE_IN)) / free if free else 0.0
+    if not free or share >= 1:
+        return share
+    return float(betaincinv(free / 2, free / 2 * (1 / share - 1), 1 - 1 / ONCE_IN))
 
 
 def null_models(

@@ -156,7 +156,7 @@ class _Descent:
         """Return the names of the groups that remove enough; those of one action are judged together."""
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
-            row = (group.name, match.gain, self.problem.required(group, chance))
+            row = (group.name, match.gain, self.problem.required(group, match.before, chance))
             by_action.setdefault(type(group.kind), []).append(row)
         names: set[str] = set()
         for rows in by_action.values():

@@ -87,7 +87,8 @@ class HeadSolver(ABC):
             if addition is not None:
                 own = diagonal_blocks(addition, len(addition) // action.units)
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
-            required.append(problem.required(group, problem.near_chance(group, before[-1])))
+            chance = problem.near_chance(group, before[-1])
+            required.append(problem.required(group, before[-1], chance))
             floors.append(problem.floor(group, before[-1]))
         cross, weight = torch.stack(crosses), torch.stack(weights)
         ceiling = self.ceiling(action, cross) if any(required) or any(floors) else None

@@ -127,14 +127,14 @@ class Problem:
         share = near_share(group, self.anchor.tensors, before, self.anchor.spread)
         return None if share is None else share * before
 
-    def required(self, group: Group, chance: float | None) -> float:
+    def required(self, group: Group, before: float, chance: float | None) -> float:
         """Return the squared distance that a group has to remove to be beyond chance.
 
         Inside a moved head it is nothing: the head's place was chosen for the best element.
         """
         if chance is None or group.within in self.applied:
             return 0.0
-        return requirement(group, chance, self.options.chance)
+        return requirement(group, before, chance, self.options.chance)
 
     def floor(self, group: Group, before: float) -> float:
         """Return the squared distance that a group has to remove by ``AlignmentOptions.threshold``."""

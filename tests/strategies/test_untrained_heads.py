@@ -14,7 +14,7 @@ import fedrot
 from fedrot.aggregation import RegMean
 from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.strategies import FedRot
-from tests.models import WIDTH, config_of
+from tests.models import EAGER, WIDTH, config_of
 from tests.strategies.aggregating import (
     HEAD,
     Client,
@@ -98,7 +98,7 @@ def test_scrambled_clients_keep_their_marks() -> None:
     moved = [
         replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i)) for i, c in enumerate(bare)
     ]
-    strategy = FedRot(config_of(NAME))
+    strategy = FedRot(config_of(NAME), options=EAGER)
     assert largest_difference(play(strategy, moved)[0], play(strategy, bare)[0]) <= 1e-5
 
 

@@ -226,10 +226,22 @@ def test_what_does_not_move_stays_the_same_object() -> None:
 
 def test_few_free_dimensions_need_more_evidence() -> None:
     """One angle may exceed twice chance by luck, thousands of them cannot."""
-    assert chance.requirement(_group(1, 2), 1.0, 1.5) == pytest.approx(10.83, abs=0.01)
-    assert chance.requirement(_group(12, 64), 1.0, 1.5) == 1.5
-    assert chance.requirement(_group(12, 64), 1.0, 0.0) == 0
-    assert chance.requirement(_group(12, 64), 2.0, 3.0) == 6
+    large, one = _group(12, 64), _group(1, 2)
+    assert chance.requirement(large, 100.0, 2.0, 1.5) == pytest.approx(3)
+    assert chance.requirement(large, 100.0, 2.0, 3.0) == pytest.approx(6)
+    assert chance.requirement(large, 100.0, 2.0, 0.0) == 0
+    # Of many entries, the share of one dimension is a chi-squared variable.
+    assert chance.requirement(one, 1.0, 1e-4, 1.5) == pytest.approx(10.83e-4, rel=0.01)
+    for share in (0.3, 0.9, 0.99):
+        assert share < chance.requirement(one, 1.0, share, 1.5) <= (1 + share) / 2
+
+
+@pytest.mark.parametrize(("free", "entries"), [(1, 4), (3, 10), (28, 400)])
+def test_noise_exceeds_the_quantile_once_in_a_thousand(free: int, entries: int) -> None:
+    noise = torch.randn(200_000, entries, generator=seeded(3)).square()
+    share = noise[:, :free].sum(1) / noise.sum(1)
+    exceeded = (share > chance._quantile(free, free / entries)).double().mean()
+    assert 0.0005 < exceeded < 0.0015
 
 
 def _group(heads: int, dim: int) -> Group:

@@ -431,7 +431,7 @@ class AlignedAdam(Aligned, FedAdam):
 
 
 def test_a_step_beyond_float32_leaves_the_model_as_it_was(warnings: Callable[[], str]) -> None:
-    strategy = AlignedAdam(CONFIG, eta=1e39)
+    strategy = AlignedAdam(CONFIG, eta=1e39, reporting=ALL_METRICS)
     with np.errstate(over="ignore", invalid="ignore"):
         arrays, metrics = finished(strategy, answers(strategy, bare(honest())))
     assert arrays is None

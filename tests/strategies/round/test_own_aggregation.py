@@ -15,7 +15,7 @@ from torch import Tensor
 from fedrot.aggregation import registry
 from fedrot.collect import statistic_kinds
 from fedrot.strategies import FedRot
-from tests.models import State, config_of
+from tests.models import EAGER, State, config_of
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, batches, honest, loaded, mean, merged, play, scrambled
 from tests.strategies.classifier import NAME
@@ -62,7 +62,7 @@ def test_rounds_use_it_by_its_name(page: dict[str, Any]) -> None:
 def test_its_statistics_move_with_aligned_updates(page: dict[str, Any]) -> None:
     collect, clients = counted(page), clients_of(page)
     plain, moved = (
-        tensors_of(play(FedRot(config_of(NAME), aggregation="by-tokens"), given)[0])
+        tensors_of(play(FedRot(config_of(NAME), options=EAGER, aggregation="by-tokens"), given)[0])
         for given in (clients, scrambled(clients, collect))
     )
     assert difference(plain, moved) <= 1e-4

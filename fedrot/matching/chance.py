@@ -105,8 +105,8 @@ def requirement(group: Group, before: float, chance: float, factor: float) -> fl
     """Return the squared distance that a group has to remove to be beyond chance.
 
     It is ``factor`` times chance. Of few free dimensions noise removes more than that now and then: then
-    it is a quantile of the share that noise removes, which has a beta distribution, see ``ONCE_IN``. It
-    is never more than what chance removes and half of what chance leaves.
+    it is a quantile of the share that noise removes, which has a beta distribution, see ``ONCE_IN``. Of
+    large shares the factor multiplies the odds ``share / (1 - share)``: less than all is required.
 
     Args:
         before: the group's squared distance to the anchor.
@@ -116,7 +116,8 @@ def requirement(group: Group, before: float, chance: float, factor: float) -> fl
     if factor == 0 or chance <= 0 or before <= 0:
         return 0.0
     share = min(chance / before, 1.0)
-    return before * min(max(factor * share, _quantile(group.kind.free, share)), (1 + share) / 2)
+    times = factor * share / (1 + (factor - 1) * share)
+    return before * max(times, _quantile(group.kind.free, share))
 
 
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""What chance removes: the squared distance that the best element of a group removes from noise alone.
+"""Chance levels: formula and null models for the squared distance that alignment removes from noise.
 
 The best element is a maximum, so it removes some distance whatever a client has learned. Suppose that
 the client's difference from the anchor is isotropic and small beside the anchor. Then a group with ``k``

@@ -47,6 +47,7 @@ class Wrapped:
         strategy: the aligned strategy itself.
         wrapped_class: the class whose ``aggregate_train`` comes next; ``aggregate`` is that method.
         weighted_by: the metric that weights the clients.
+        broadcast: the model that was sent.
         align: False if updates reach the strategy as they were received.
         min_replies: with fewer accepted replies the round fails.
     """

@@ -615,11 +615,16 @@ def test_kills_inside(tmp_path: Path, server: Server, undisturbed: Any, begin: s
     expected, times = undisturbed
     inside = 0
     for index in range(AIMED_KILLS):
-        folder, number = tmp_path / str(index), 1 + index % KILLED_ROUNDS
-        folder.mkdir()
+        number = 1 + index % KILLED_ROUNDS
         lasts = times[f"{end} {number}"] - times[f"{begin} {number}"]
-        aimed = Kill(index / AIMED_KILLS * 0.8 * lasts, f"{begin} {number}")
-        killed = server.run("play", aimed, folder=str(folder))
+        delay = index / AIMED_KILLS * 0.8 * lasts
+        for attempt in range(20):  # the undisturbed run may have been slow here: then the kill comes too late
+            folder = tmp_path / f"{index}.{attempt}"
+            folder.mkdir()
+            killed = server.run("play", Kill(delay, f"{begin} {number}"), folder=str(folder))
+            if killed.code != 0:
+                break
+            delay /= 2
         inside += killed.marks[-1] == f"{begin} {number}"
         assert killed.code == -signal.SIGKILL
         finish(server, folder, expected)

@@ -150,7 +150,10 @@ def null_models(
     The groups share no tensor. The numbers are drawn on the CPU with a seed of each group's own, so that
     every run draws the same.
     """
-    lines = [(group, *_line(group, anchor, client)) for group in groups]
+    lines = [
+        (group, *_line(entries_once(group.slots, anchor, client), entries_of(group, anchor)))
+        for group in groups
+    ]
     seeds = {group.name: zlib.crc32(group.name.encode()) for group in groups}
     generators = {name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()}
     fewest = min(max(group.kind.free, group.kind.units) for group in groups)
@@ -158,21 +161,24 @@ def null_models(
         drawn = {}
         for group, slope, size in lines:
             for name in dict.fromkeys(slot.tensor for slot in group.slots):
-                a, generator = anchor[name].detach(), generators[group.name]
-                noise = torch.randn(a.shape, generator=generator, dtype=torch.float32).to(a)
-                drawn[name] = slope * a + size * noise
+                drawn[name] = _drawn(anchor[name].detach(), slope, size, generators[group.name])
         yield {**client, **drawn}
 
 
-def _line(group: Group, anchor: Tensors, client: Tensors) -> tuple[float, float]:
-    """Return ``t`` and ``s`` of a group's null model."""
+def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> tuple[float, float]:
+    """Return ``t`` and ``s`` of the null model of blocks, as pairs of anchor and client."""
     products = torch.zeros(3, dtype=torch.float64)
-    for pair in entries_once(group.slots, anchor, client):
+    for pair in pairs:
         a, c = (t.double().flatten() for t in pair)
         products += torch.stack([a @ a, a @ c, c @ c]).cpu()
     aa, ac, cc = products.tolist()
     slope = ac / aa if aa > 0 else 0.0
-    return slope, (max(cc - slope * ac, 0.0) / entries_of(group, anchor)) ** 0.5
+    return slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5
+
+
+def _drawn(a: Tensor, slope: float, size: float, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(a.shape, generator=generator, dtype=torch.float32)
+    return slope * a + size * noise.to(a)
 
 
 def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
@@ -201,15 +207,7 @@ def null_model(anchor: Tensors, client: Tensors, groups: Iterable[Group]) -> dic
         c, a = client[name].detach(), anchor[name].detach()
         key = (c.data_ptr(), tuple(c.shape))
         if key not in drawn:
-            drawn[key] = _null_tensor(a, c, zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            drawn[key] = _drawn(a, *_line([(a, c)], a.numel()), generator)
         null[name] = drawn[key]
     return null
-
-
-def _null_tensor(a: Tensor, c: Tensor, seed: int) -> Tensor:
-    ours, theirs = (t.double().flatten() for t in (a, c))
-    size = float(ours @ ours)
-    slope = float(ours @ theirs) / size if size > 0 else 0.0
-    spread = float(torch.linalg.vector_norm(theirs - slope * ours)) / max(a.numel(), 1) ** 0.5
-    noise = torch.randn(a.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-    return slope * a + spread * noise.to(a)

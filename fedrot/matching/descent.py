@@ -124,11 +124,10 @@ class _Descent:
     def _chances(self, groups: Sequence[Group], matches: Sequence[Match]) -> list[float | None]:
         """Return the squared distance that chance removes from each group, None where it is not known.
 
-        It is not known where groups depend on each other or activations have a say. Far from the anchor
-        it is drawn, unless nothing depends on it.
+        Far from the anchor it is drawn, unless nothing depends on it.
         """
         problem = self.problem
-        if problem.options.coupled or problem.activations is not None:
+        if not problem.chance_known:
             return [None] * len(groups)
         near = [problem.near_chance(g, m.before) for g, m in zip(groups, matches, strict=True)]
         both = list(zip(groups, matches, near, strict=True))

@@ -117,12 +117,14 @@ class Problem:
     activations: Activations | None = None
     applied: frozenset[str] = frozenset()
 
-    def near_chance(self, group: Group, before: float) -> float | None:
-        """Return the squared distance that chance removes from a group, None if no formula tells it.
+    @property
+    def chance_known(self) -> bool:
+        """False where groups depend on each other, or activations have a say."""
+        return not self.options.coupled and self.activations is None
 
-        None, too, where groups depend on each other or activations have a say: chance is not known.
-        """
-        if self.options.coupled or self.activations is not None:
+    def near_chance(self, group: Group, before: float) -> float | None:
+        """Return the squared distance that chance removes from a group, None if no formula tells it."""
+        if not self.chance_known:
             return None
         share = near_share(group, self.anchor.tensors, before, self.anchor.spread)
         return None if share is None else share * before

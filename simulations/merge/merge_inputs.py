@@ -55,6 +55,11 @@ class MergeSettings(BaseModel):
     layers: str = Field(
         default="all", description="Aligned layers: all, first:N, last:N or indices such as 0,2."
     )
+    chance: float = Field(
+        default=AlignmentOptions.chance,
+        description="A group moves only if that removes more than this factor of what chance removes; "
+        "0: if it removes anything.",
+    )
     weights: str | None = Field(
         default=None, description="One number per model, separated by commas; default: equal."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -101,7 +101,8 @@ def merge(
     start = time.perf_counter()
     settings = settings or MergeSettings()
     weights = _weights_of(settings.weights) if settings.weights else [1.0] * len(models)
-    options, method = options_of(settings.parts, settings.layers), _method(settings)
+    options = replace(options_of(settings.parts, settings.layers), chance=settings.chance)
+    method = _method(settings)
     if not dry_run:
         if out is None:
             raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")

@@ -161,6 +161,19 @@ def test_the_mean_is_that_of_aligned_models(pair: tuple[Path, Path], tmp_path: P
     assert [g.layer for g in report.inputs[1].alignment.groups] == [1, 1]
 
 
+def test_what_does_not_exceed_chance_is_averaged_as_it_is_unless_asked_for(tmp_path: Path) -> None:
+    model = model_of("bert-classifier")
+    a, b = saved(model, tmp_path / "a"), saved(neighbour(model, scale=1e-3), tmp_path / "b")
+    merge([a, b], tmp_path / "plain", NONE)
+    plain = state(loaded(tmp_path / "plain", model))
+    for options, moves in (((), False), (("--chance", "0"), True)):
+        out = tmp_path / "-".join(["out", *options])
+        code, output = invoke(a, b, "--out", out, *options)
+        assert code == 0, output
+        merged = state(loaded(out, model))
+        assert all(torch.equal(t, plain[n]) for n, t in merged.items()) != moves
+
+
 @pytest.mark.parametrize(("name", "parts"), [("bert-classifier", "ffn"), ("bert-mlm", "whole")])
 def test_distances_are_over_all_tensors_once(name: str, parts: str, tmp_path: Path) -> None:
     model = model_of(name)

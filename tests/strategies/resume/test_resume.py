@@ -618,7 +618,9 @@ def test_kills_inside(tmp_path: Path, server: Server, undisturbed: Any, begin: s
         number = 1 + index % KILLED_ROUNDS
         lasts = times[f"{end} {number}"] - times[f"{begin} {number}"]
         delay = index / AIMED_KILLS * 0.8 * lasts
-        for attempt in range(20):  # the undisturbed run may have been slow here: then the kill comes too late
+        for attempt in range(
+            20
+        ):  # the undisturbed run may have been slow here: then the kill comes too late
             folder = tmp_path / f"{index}.{attempt}"
             folder.mkdir()
             killed = server.run("play", Kill(delay, f"{begin} {number}"), folder=str(folder))

@@ -30,7 +30,7 @@ from fedrot.symmetry.actions import (
 )
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from tests.models import VOCABULARY, State, config_of, near
+from tests.models import EAGER, VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
 from tests.strategies.fakes import (
@@ -482,6 +482,23 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
     result, _ = play(strategy, base, sent, grid)
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
+
+
+def test_an_update_that_its_client_matched_is_not_the_first_anchor() -> None:
+    base = state()
+    theirs = permuted(near(base, 0.5, 1), 2)
+    ours = [
+        fedrot.random_equivalent(near(base, 0.1, i), SYMMETRY, i, ("attention", "ffn")) for i in (3, 4)
+    ]
+    others = OtherBasis(options=WHOLE, at_clients=True)
+    strategy = FedRot(config_of(NAME), options=EAGER, anchor="first", other_basis=others)
+    result, _ = play(strategy, base, [theirs, *ours], [client()] * 3)
+    first = read_answer(ask(client(), base, theirs), theirs, base, SYMMETRY).apply(theirs)
+    weighted = zip(ours, (11, 12), strict=True)
+    rest = fedrot.align_round(weighted, base, SYMMETRY, EAGER, "first")
+    aligned = [first, *(found.tensors for found in rest)]
+    mean = {n: sum(w * t[n] for w, t in zip((10, 11, 12), aligned, strict=True)) / 33 for n in base}
+    assert largest_difference(result, ArrayRecord(mean)) <= 1e-5
 
 
 class Silent(FakeGrid):

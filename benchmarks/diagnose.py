@@ -25,7 +25,7 @@ from fedrot.simulations.report.summaries import Place, compare_seeds, final_valu
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 #: The arms that stand for each choice, by published run.
-SHARED = {ALIGNED: "attention+ffn@running"}
+SHARED = {ALIGNED: "attention+ffn@running*0"}
 ARMS = {
     "one-shot": SHARED,
     "rounds": SHARED,

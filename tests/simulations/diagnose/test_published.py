@@ -41,14 +41,14 @@ def test_single_runs_name_it_as_often(settings: list[Any]) -> None:
 
 
 def test_later_rounds_are_averaged_as_they_are_once_the_gain_ends(benchmark: dict[str, Any]) -> None:
-    found = benchmark["by_round"]("attention+ffn@running")
+    found = benchmark["by_round"]("attention+ffn@running*0")
     assert {len(choices) for choices in found.values()} == {10}
     assert set(found[1]) == {ALIGNED}
     assert all(set(found[number]) == {PLAIN} for number in range(3, 11))
 
 
 def test_the_broadcast_model_as_anchor_shows_nothing(benchmark: dict[str, Any]) -> None:
-    found = benchmark["by_round"]("attention+ffn@global")
+    found = benchmark["by_round"]("attention+ffn@global*0")
     choices = [choice for choices in found.values() for choice in choices]
     assert len(choices) == 100
     assert choices.count(PLAIN) >= 95

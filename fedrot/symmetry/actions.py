@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedrot.tensors import along_axis
+
 #: The largest factor that a received element may have; larger ones lose too many digits in float32.
 LARGEST_SCALE = 1e3
 
@@ -145,8 +147,7 @@ class SignedPermutation(SignedOrders, Permutation):
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         moved = super().act(element.abs() - 1, x, axis)
-        signs = element.sign().to(moved)
-        return moved * signs.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+        return moved * along_axis(element.sign(), axis, moved)
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ class Rescale(Kind):
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         factor = element.reciprocal() if contravariant else element
         per_row = factor.to(x).repeat_interleave(x.shape[axis] // self.heads)
-        return x * per_row.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+        return x * along_axis(per_row, axis, x)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.reciprocal()

@@ -15,6 +15,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
 from fedrot.matching.problem import Anchor, Problem
+from fedrot.matching.tokens import by_frequency
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
@@ -113,6 +114,7 @@ def align(
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     activations: Activations | None = None,
+    token_counts: Tensor | None = None,
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
@@ -128,6 +130,9 @@ def align(
         options: defaults to rotation of the heads and permutation of the neurons.
         activations: of both models on the same inputs, from ``collect_activations``; they count besides
             the weights as ``options.activation_weight`` says.
+        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``. Rows of
+            embedding tables then count by the frequency of their tokens, in the report's distances,
+            too: rare tokens keep the random directions that they started with.
 
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
@@ -151,6 +156,9 @@ def align(
         update = canonical(update, symmetry)
     check_folded(anchor.tensors, symmetry)
     check_folded(update, symmetry)
+    if token_counts is not None:
+        anchor = Anchor(by_frequency(anchor.tensors, symmetry, token_counts))
+        update = by_frequency(update, symmetry, token_counts)
     with torch.no_grad():
         moves, report = solve(Problem(anchor, update, symmetry, options, activations), groups)
     report = replace(report, seconds=time.perf_counter() - start)

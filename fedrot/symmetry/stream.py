@@ -106,6 +106,8 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
     entry = read(space)
     reading = {name: entries.index(entry) for name, entries in axes.items() if entry in entries}
     gains = [name for name, entries in axes.items() if f"|{space}|" in entries]
+    if not gains:
+        return "no norm reads it"
     for gain in gains:
         if gain not in norms:
             return f"the gain '{gain}' acts on the stream itself or on the output of a block"

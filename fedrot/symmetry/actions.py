@@ -236,6 +236,10 @@ class HeadRotation(InsideHeads):
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
         return (element - eye).abs().amax(dim=(-2, -1)) > 1e-6
 
+    def exponential(self, parameter: Tensor) -> Tensor:
+        """Return the element that a matrix ``[heads, dim, dim]`` without constraints stands for."""
+        return torch.matrix_exp(parameter - parameter.mT)
+
     def angle(self, element: Tensor) -> float:
         cosine = torch.diagonal(element, dim1=-2, dim2=-1).mean(-1).clamp(-1, 1)
         return float(torch.rad2deg(torch.arccos(cosine)).mean())
@@ -271,6 +275,9 @@ class HeadLinear(HeadRotation):
         shape = (self.heads, self.dim, self.dim)
         small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
         return super().random(generator) @ torch.matrix_exp(small)
+
+    def exponential(self, parameter: Tensor) -> Tensor:
+        return torch.matrix_exp(parameter)
 
     def contains(self, element: Tensor) -> bool:
         if not is_real(element, (self.heads, self.dim, self.dim)):

@@ -178,6 +178,8 @@ class Symmetry:
             SymmetryError: there is no such stream.
         """
         streams = {fold.space for fold in self.folds}
+        if self.rotates:
+            return self
         if not streams:
             reason = next(iter(self.unfolded.values()), "it has none of its own")
             raise SymmetryError(f"The residual stream cannot be rotated: {reason}. Permute it.")

@@ -42,6 +42,13 @@ class StreamRotation(HeadRotation):
         basis = centred_basis(self.dim)
         return (torch.full_like(basis @ basis.mT, 1 / self.dim) + basis @ inside @ basis.mT)[None]
 
+    def exponential(self, parameter: Tensor) -> Tensor:
+        skew = parameter - parameter.mT
+        if self.centred:
+            skew = skew - skew.mean(-1, keepdim=True)
+            skew = skew - skew.mean(-2, keepdim=True)
+        return torch.matrix_exp(skew)
+
     def contains(self, element: Tensor) -> bool:
         if not super().contains(element):
             return False

@@ -177,8 +177,8 @@ def collect_activations(
 
     Raises:
         FedrotError: no batch, or an unknown choice.
-        UpdateError: a model's tensors are not the symmetry's, or not canonical where the symmetry rotates
-            the residual stream.
+        UpdateError: a model's tensors are not the symmetry's, or not canonical although the symmetry
+            rotates the residual stream.
     """
     check_symmetry(symmetry)
     known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS[:2]}

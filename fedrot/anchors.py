@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -261,10 +262,10 @@ def finder(
         same = other_basis is None or same_basis(update, to.tensors)
         chosen = options if other_basis is None or same else other_basis
         asked = evidence if "residual" in chosen.parts else None
-        both = (to.tensors, update) if asked is not None else ()
-        if chosen.canonical:
-            both = tuple(canonical(tensors, symmetry) for tensors in both)
-        activations = asked(*both) if asked is not None else None
+        activations = None
+        if asked is not None:
+            form = partial(canonical, symmetry=symmetry) if chosen.canonical else dict
+            activations = asked(form(to.tensors), form(update))
         return align(update, to, symmetry, chosen, activations)
 
     return find

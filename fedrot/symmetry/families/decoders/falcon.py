@@ -43,7 +43,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     ]
     norms = [f"{p}{name}" for name in _norms(config)]
     if len(norms) == 1:
-        return pre_norm(*norms, *blocks)
+        return pre_norm(norms[0], *blocks)
     return together(*(pre_norm(name, block) for name, block in zip(norms, blocks, strict=True)))
 
 

@@ -20,7 +20,7 @@ from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
-from fedrot.symmetry.biases import canonical_biases
+from fedrot.symmetry.canonical import canonical
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ __all__ = [
     "aggregation",
     "align",
     "align_round",
-    "canonical_biases",
+    "canonical",
     "check_function",
     "collect_activations",
     "collect_fisher",

@@ -15,10 +15,11 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
 from fedrot.matching.problem import Anchor, Problem
+from fedrot.matching.tokens import by_frequency
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.symmetry.biases import canonical_biases
+from fedrot.symmetry.canonical import canonical, check_folded
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.tensors import Tensors, check_update
@@ -34,7 +35,7 @@ class Alignment:
     symmetry: Symmetry = field(repr=False)
     moves: tuple[Move, ...] = field(repr=False)
     report: AlignmentReport
-    canonical_biases: bool = False
+    canonical: bool = False
 
     def __str__(self) -> str:
         model = f"a {self.symmetry.family} model of {self.symmetry.layers} layers"
@@ -47,13 +48,18 @@ class Alignment:
         return {row.group: row.group in names for row in self.report.groups}
 
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return a new dictionary with the moves applied; redundant biases are 0 if the options said so.
+        """Return a new dictionary with the moves applied, canonical if the options said so.
 
         The input is never changed. Tensors outside every group are returned as the same objects.
+
+        Raises:
+            UpdateError: a tensor is missing, extra or misshapen, or the stream is rotated and the
+                tensors' norms are not folded (only after ``inverse``).
         """
         check_update(tensors, self.symmetry.shapes)
-        if self.canonical_biases:
-            tensors = canonical_biases(tensors, self.symmetry)
+        if self.canonical:
+            tensors = canonical(tensors, self.symmetry)
+        check_folded(tensors, self.symmetry)
         return apply_moves(tensors, self.moves)
 
     def inverse(self) -> Alignment:
@@ -75,10 +81,11 @@ class Alignment:
                 determine the rotated diagonal (compute it after aligning, or align by permutations only,
                 ``parts=("heads", "ffn")``); or the alignment changed biases.
         """
-        if statistics and self.canonical_biases and self.symmetry.redundant_biases:
+        changed = self.symmetry.redundant_biases or self.symmetry.folds
+        if statistics and self.canonical and changed:
             raise FedrotError(
-                "Canonical biases change activations, so that statistics cannot follow. Apply "
-                "fedrot.canonical_biases to the model before the statistics are computed."
+                "Canonical tensors have other activations, so that statistics cannot follow. Apply "
+                "fedrot.canonical to the model before the statistics are computed."
             )
         return transport_statistics(statistics, self.moves, self.symmetry.shapes)
 
@@ -107,6 +114,7 @@ def align(
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     activations: Activations | None = None,
+    token_counts: Tensor | None = None,
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
@@ -122,6 +130,9 @@ def align(
         options: defaults to rotation of the heads and permutation of the neurons.
         activations: of both models on the same inputs, from ``collect_activations``; they count besides
             the weights as ``options.activation_weight`` says.
+        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``. Rows of
+            embedding tables then count by the frequency of their tokens, in the report's distances,
+            too: rare tokens keep the random directions that they started with.
 
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
@@ -136,15 +147,22 @@ def align(
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     check_update(update, symmetry.shapes)
     check_update(anchor.tensors, symmetry.shapes)
+    if options.canonical and "residual" in options.parts:
+        symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
-    if options.canonical_biases:
-        anchor = replace(anchor, tensors=canonical_biases(anchor.tensors, symmetry))
-        update = canonical_biases(update, symmetry)
+    if options.canonical:
+        anchor = replace(anchor, tensors=canonical(anchor.tensors, symmetry))
+        update = canonical(update, symmetry)
+    check_folded(anchor.tensors, symmetry)
+    check_folded(update, symmetry)
+    if token_counts is not None:
+        anchor = Anchor(by_frequency(anchor.tensors, symmetry, token_counts))
+        update = by_frequency(update, symmetry, token_counts)
     with torch.no_grad():
         moves, report = solve(Problem(anchor, update, symmetry, options, activations), groups)
     report = replace(report, seconds=time.perf_counter() - start)
-    return Alignment(symmetry, moves, report, options.canonical_biases)
+    return Alignment(symmetry, moves, report, options.canonical)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:
@@ -179,11 +197,13 @@ def random_equivalent(
     The input is never changed. The same seed gives the same element on every device.
 
     Raises:
-        UpdateError: a tensor is missing, extra or misshapen.
+        UpdateError: a tensor is missing, extra or misshapen; or the symmetry rotates the residual stream
+            (``symmetry.rotated``) and the tensors are not canonical.
         SymmetryError: the symmetry is none, or a part cannot be moved in this model.
     """
     check_symmetry(symmetry)
     check_update(tensors, symmetry.shapes)
+    check_folded(tensors, symmetry)
     groups = symmetry.select(AlignmentOptions(parts=parts).parts)
     generator = torch.Generator().manual_seed(seed)
     moves = [Move(group, group.kind.random(generator)) for group in groups]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -22,6 +23,7 @@ from fedrot.matching.chance import Spread
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
+from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry
 from fedrot.tensors import Tensors, compute_dtype
 
@@ -245,6 +247,10 @@ def finder(
 ) -> Finder:
     """Return the function that aligns one update to one anchor; arguments as in ``align_round``."""
 
+    if other_basis is not None and other_basis.canonical != options.canonical:
+        # A mean of canonical and of other tensors would be neither.
+        options, other_basis = (replace(one, canonical=True) for one in (options, other_basis))
+
     def near(a: Tensors, b: Tensors) -> bool:
         return base_cosine(a, b, symmetry) >= SAME_BASIS
 
@@ -256,7 +262,10 @@ def finder(
         same = other_basis is None or same_basis(update, to.tensors)
         chosen = options if other_basis is None or same else other_basis
         asked = evidence if "residual" in chosen.parts else None
-        activations = asked(to.tensors, update) if asked is not None else None
+        activations = None
+        if asked is not None:
+            form = partial(canonical, symmetry=symmetry) if chosen.canonical else dict
+            activations = asked(form(to.tensors), form(update))
         return align(update, to, symmetry, chosen, activations)
 
     return find
@@ -283,9 +292,10 @@ def align_round(
             ``consensus`` (generalised Procrustes, in any order of the updates). The first three read
             ``updates`` lazily and hold one at a time; the last two hold all of them.
         other_basis: options for an update from another basis than its anchor (``base_cosine`` below
-            ``SAME_BASIS``, unless both are near the broadcast model); None treats it like the others.
+            ``SAME_BASIS``, unless both are near the broadcast model); None treats it like the others. If
+            one of the two is ``canonical``, both are.
         evidence: returns the activations of an anchor and an update; called wherever the residual
-            stream is matched.
+            stream is matched, with canonical tensors where the options say so.
 
     Raises:
         FedrotError: the anchor is unknown.

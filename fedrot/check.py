@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import SymmetryError
 from fedrot.precision import Float64
+from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import WHOLE_MODEL, Group, Symmetry
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import settings_of
@@ -50,7 +51,10 @@ def output_change(
     """Draw one element per group, and return a function that applies those of selected groups.
 
     It returns the largest change of an output relative to that output's largest entry, NaN if an output
-    is NaN; the elements are the same every time. Compared are the tensors that the model itself returns.
+    is NaN; the elements are the same every time. A symmetry that rotates the residual stream folds the
+    norms first (``fedrot.canonical``), and the effect of that counts, too.
+
+    Compared are the tensors that the model itself returns.
     Nested outputs (each tower of CLIP returns one), caches, encoder states that a decoder reads, and the
     hidden states beside CLIP's projected embeddings are left out: the model computes with them further,
     in coordinates that may move.
@@ -70,9 +74,11 @@ def output_change(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     given = _prepared(model, _drawn_batch(settings, seed) if batch is None else batch)
     before = _outputs(model, given)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if symmetry.rotates:
+        state = canonical(state, symmetry)
     moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
 
     def change(selected: Selection) -> float:

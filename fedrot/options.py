@@ -20,10 +20,11 @@ class AlignmentOptions:
     """Options of ``align``.
 
     Attributes:
-        parts: any of ``residual`` (permutation of the residual stream), ``output`` (permutation of the
-            task heads' hidden units, with signs under odd activations), ``heads`` (permutation of the
-            attention heads), ``attention`` (rotation inside each head), ``rescale`` (scale of each
-            head), ``ffn`` (permutation of the neurons). ``fedrot.WHOLE_MODEL`` is all but ``rescale``.
+        parts: any of ``residual`` (permutation of the residual stream, or rotation, see ``canonical``),
+            ``output`` (permutation of the task heads' hidden units, with signs under odd activations),
+            ``heads`` (permutation of the attention heads), ``attention`` (rotation inside each head),
+            ``rescale`` (scale of each head), ``ffn`` (permutation of the neurons).
+            ``fedrot.WHOLE_MODEL`` is all but ``rescale``.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         ridge: pull of the rotation towards the identity, relative to the largest singular value of each
             head's cross matrix; 0 is plain Procrustes.
@@ -40,8 +41,9 @@ class AlignmentOptions:
             kept.
         activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
             only where activations are given.
-        canonical_biases: set redundant attention biases to 0 in anchor and update before matching, and
-            in the result of ``Alignment.apply`` (see ``fedrot.canonical_biases``); the function stays.
+        canonical: anchor and update are brought to canonical form before matching, and the result of
+            ``Alignment.apply`` has it (see ``fedrot.canonical``); the function stays. The part
+            ``residual`` is then a rotation of the whole stream, in pre-norm models.
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
@@ -54,7 +56,7 @@ class AlignmentOptions:
     tolerance: float = 1e-4
     restarts: int = 0
     activation_weight: float = 0.5
-    canonical_biases: bool = False
+    canonical: bool = False
 
     def __post_init__(self) -> None:
         parts: object = self.parts

@@ -19,6 +19,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
+    """Return a vector in a shape that multiplies one axis of a tensor, with its dtype and device."""
+    return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
+
+
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """Return the blocks on the diagonal of a matrix ``[n, n]``, a copy ``[n / size, size, size]``."""
     starts = range(0, len(matrix), size)

@@ -21,6 +21,9 @@ ENSEMBLES = ("ensemble", "ensemble-probabilities")
 #: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
 AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
 
+#: The whole model, whose residual stream is rotated, not permuted.
+STREAM = "stream"
+
 #: The arm of one model trained on all clients' data, an upper bound.
 JOINED = "joined"
 
@@ -28,10 +31,11 @@ JOINED = "joined"
 class Arm(BaseModel):
     """One way to average: ``plain``, or aligned, as ``PARTS@ANCHOR~EVIDENCE*CHANCE:METRIC``.
 
-    ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, or ``whole``; the arm moves these parts
-    of every reply. ``aligned`` in their place is ``FedRot`` with its defaults: the default parts, and
-    the whole model for replies in another basis. What follows may be left out: the defaults are the
-    strategy's anchor, the first of ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
+    ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, ``whole``, or ``stream``: the whole
+    model, with a rotation of its residual stream. The arm moves these parts of every reply. ``aligned``
+    in their place is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
+    another basis. What follows may be left out: the defaults are the strategy's anchor, the first of
+    ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
 
     ``aligned:loss`` is ``FedRot(guard="loss")``. This guard evaluates the two means on the clients' own
     held-out rows (``holdout``): nobody trains on them, and tables report the held-out split.
@@ -51,6 +55,7 @@ class Arm(BaseModel):
     guard: str = ""
     aggregation: str = AGGREGATIONS[0]
     other_basis: bool = False
+    canonical: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -80,7 +85,7 @@ class Arm(BaseModel):
                 f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
                 "statistics cannot follow rotations; leave out the anchor, the evidence and the guard"
             )
-        named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL}
+        named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL, STREAM: WHOLE_MODEL}
         parts = named.get(what) or tuple(what.split("+"))
         other_basis = what == "aligned"
         if evidence in ("clients", "learned") and not other_basis:
@@ -89,19 +94,21 @@ class Arm(BaseModel):
             factor = float(chance) if star else AlignmentOptions.chance
             AlignmentOptions(parts=parts, chance=factor)
         except ValueError as error:
-            raise ValueError(f"arm '{text}': {error} (or 'plain', 'aligned', 'whole')") from error
+            raise ValueError(
+                f"arm '{text}': {error} (or 'plain', 'aligned', 'whole', '{STREAM}')"
+            ) from error
         if colon:
             try:
                 Guard(guard)
             except ValueError as error:
                 raise ValueError(f"arm '{text}': {error}") from error
         arm = {"name": text, "align": True, "parts": parts, "other_basis": other_basis, "guard": guard}
-        return cls.model_validate({**arm, **chosen, "chance": factor})
+        return cls.model_validate({**arm, **chosen, "chance": factor, "canonical": what == STREAM})
 
     @property
     def options(self) -> AlignmentOptions:
         """What the arm moves."""
-        return AlignmentOptions(parts=self.parts, chance=self.chance)
+        return AlignmentOptions(parts=self.parts, chance=self.chance, canonical=self.canonical)
 
     @property
     def ensemble(self) -> bool:

@@ -24,6 +24,7 @@ from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.actions import HeadLinear, HeadRotation
+from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import Move
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class Matching:
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions | None = None
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the residual stream is rotated, not permuted."""
+        return self.options.canonical and "residual" in self.options.parts
+
 
 def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
     """Add an action to a ``ClientApp`` that answers the server's requests for matching.
@@ -81,6 +87,9 @@ def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
     ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
+    if matching.rotates:
+        anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
+        symmetry = symmetry.rotated
     for model, tensors in ((ours, anchor), (theirs, update)):
         model.load_state_dict(tensors)
         model.eval()
@@ -114,9 +123,13 @@ def request(
 
 
 def read_answer(
-    message: Message, update: Mapping[str, Tensor], anchor: Mapping[str, Tensor], symmetry: Symmetry
+    message: Message,
+    update: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor],
+    symmetry: Symmetry,
+    rotates: bool = False,
 ) -> Alignment:
-    """Return a client's answer as an alignment.
+    """Return a client's answer as an alignment; with ``rotates`` the residual stream may be rotated.
 
     Raises:
         UpdateError: the client failed, or its answer holds other tensors than elements of the symmetry.
@@ -133,13 +146,17 @@ def read_answer(
         elements = from_arrays(record)
     except UpdateError as error:
         raise UpdateError(f"the elements cannot be decoded: {error}") from error
-    return alignment_of(_moves(elements, symmetry), update, anchor, symmetry)
+    if not rotates:
+        return alignment_of(_moves(elements, symmetry), update, anchor, symmetry)
+    update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
+    moves = _moves(elements, symmetry.rotated)
+    return replace(alignment_of(moves, update, anchor, symmetry.rotated), canonical=True)
 
 
 def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:
     groups = {group.name: group for group in symmetry.groups}
     for group in symmetry.groups:
-        if isinstance(kind := group.kind, HeadRotation):
+        if type(kind := group.kind) is HeadRotation:
             groups[group.name + GENERAL] = replace(group, kind=HeadLinear(kind.heads, kind.dim))
     moves: dict[str, Move] = {}
     for name, element in elements.items():

@@ -398,7 +398,12 @@ def answers(name: str, model: Any, rows: int = 2) -> Tensor:
 
 @cache
 def _loaded(name: str, attention: str) -> Any:
-    return model_of(name, attention=attention)
+    """Return a model whose tied tensors became separate ones, as canonical tensors need it."""
+    model = model_of(name, attention=attention)
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, key, torch.nn.Parameter(parameter.detach().clone()))
+    return model
 
 
 def outputs(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:

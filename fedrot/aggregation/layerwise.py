@@ -44,7 +44,8 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
     """
     options = options or AlignmentOptions()
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
-    redundant_biases = symmetry.redundant_biases if options.canonical_biases else ()
+    redundant_biases = symmetry.redundant_biases if options.canonical else ()
+    folds = symmetry.folds if options.canonical else ()
     layers: dict[object, set[str]] = {}
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
@@ -53,6 +54,7 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
         {g.bias.tensor, *([g.read.tensor, g.taken_up] if g.read is not None else [])}
         for g in redundant_biases
     ]
+    bound += [fold.tensors for fold in folds]
     joined: list[set[str]] = []
     for names in (*layers.values(), *bound):
         touching = [other for other in joined if other & names]
@@ -74,6 +76,8 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
             shapes={name: symmetry.shapes[name] for name in sorted(names, key=order.__getitem__)},
             tied=(),
             redundant_biases=tuple(g for g in redundant_biases if g.bias.tensor in names),
+            folds=tuple(fold for fold in folds if fold.gain in names),
+            centred=tuple(place for place in symmetry.centred if folds and place[0] in names),
         )
         for names in sorted(joined, key=lambda names: min(map(order.__getitem__, names)))
     )

@@ -21,6 +21,7 @@ from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.symmetry.actions import HeadRotation, InsideHeads
+from fedrot.symmetry.canonical import check_folded
 from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
 from fedrot.symmetry.moves import Move
 from fedrot.tensors import Tensors, check_update, diagonal_blocks
@@ -176,7 +177,8 @@ def collect_activations(
 
     Raises:
         FedrotError: no batch, or an unknown choice.
-        UpdateError: a model's tensors are not the symmetry's.
+        UpdateError: a model's tensors are not the symmetry's, or not canonical although the symmetry
+            rotates the residual stream.
     """
     check_symmetry(symmetry)
     known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS[:2]}
@@ -190,6 +192,7 @@ def collect_activations(
                 "models themselves."
             )
         check_update(model.state_dict(), symmetry.shapes)
+        check_folded(model.state_dict(), symmetry)
     parts = {"output", "attention", "ffn"} | ({"residual"} if residual != "identity" else set())
     groups = [group for group in symmetry.groups if group.part in parts]
     sites = [site for group in groups for site in _sites(group, anchor)]

@@ -1,8 +1,9 @@
 """Learned matching: gradient descent over group elements on the loss of the average itself.
 
-Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``;
-every permutation gets a matrix of scores. The best assignment is applied, and the gradient is that of
-Sinkhorn iterations (a straight-through estimator). The cost is ``steps`` training steps of the model.
+Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and
+so does a residual stream that is rotated. Every permutation gets a matrix of scores: the best assignment
+is applied, and the gradient is that of Sinkhorn iterations (a straight-through estimator). The cost is
+``steps`` training steps of the model.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def learn_alignment(
     kept = (RotarySigns, ExpertNeurons)
     groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, kept)]
     learned = [(group, _initial(group.kind)) for group in groups]
-    heads = [parameter for group, parameter in learned if _acts_in_heads(group)]
-    orders = [parameter for group, parameter in learned if not _acts_in_heads(group)]
+    heads = [parameter for group, parameter in learned if _is_continuous(group)]
+    orders = [parameter for group, parameter in learned if not _is_continuous(group)]
     optimizer = torch.optim.Adam(
         [{"params": heads, "lr": options.lr}, {"params": orders, "lr": options.permutation_lr}]
     )
@@ -166,12 +167,12 @@ def _average(
     }
 
 
-def _acts_in_heads(group: Group) -> bool:
+def _is_continuous(group: Group) -> bool:
     return isinstance(group.kind, HeadRotation | RotaryPhases)
 
 
 def _learnable(group: Group, options: LearningOptions) -> Group:
-    if options.general and isinstance(group.kind, HeadRotation):
+    if options.general and type(group.kind) is HeadRotation:
         return replace(group, kind=HeadLinear(group.kind.heads, group.kind.dim))
     return group
 
@@ -184,18 +185,17 @@ def _initial(kind: Kind) -> Tensor:
     return torch.eye(kind.units, requires_grad=True)
 
 
-def _in_heads(group: Group, parameter: Tensor) -> Tensor:
+def _turned(group: Group, parameter: Tensor) -> Tensor:
     if isinstance(group.kind, RotaryPhases):
         return parameter
-    return torch.matrix_exp(
-        parameter if isinstance(group.kind, HeadLinear) else parameter - parameter.mT
-    )
+    assert isinstance(group.kind, HeadRotation)
+    return group.kind.exponential(parameter)
 
 
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
     """Return the element in a form that has a gradient: a permutation as a matrix."""
-    if _acts_in_heads(group):
-        return _in_heads(group, parameter)
+    if _is_continuous(group):
+        return _turned(group, parameter)
     # A straight-through estimator: the value is the best assignment, the gradient is Sinkhorn's.
     soft = parameter / options.temperature
     for _ in range(_SINKHORN_STEPS):
@@ -209,7 +209,7 @@ def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor
 def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Tensor:
     """Return the tensor with one slot moved by an element from ``_matrix``, differentiably."""
     units = slot.of(tensor)
-    if _acts_in_heads(group):
+    if _is_continuous(group):
         moved = group.kind.act(matrix, units, slot.axis, slot.contravariant)
     else:
         moved = torch.tensordot(matrix.to(units), units, ([1], [slot.axis])).movedim(0, slot.axis)
@@ -219,7 +219,7 @@ def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Ten
 
 
 def _element(group: Group, parameter: Tensor) -> Tensor:
-    if _acts_in_heads(group):
-        return _in_heads(group, parameter.detach().double())
+    if _is_continuous(group):
+        return _turned(group, parameter.detach().double())
     order = best_columns(parameter.detach())
     return order + 1 if isinstance(group.kind, SignedPermutation) else order

@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedrot.tensors import along_axis
+
 #: The largest factor that a received element may have; larger ones lose too many digits in float32.
 LARGEST_SCALE = 1e3
 
@@ -145,8 +147,7 @@ class SignedPermutation(SignedOrders, Permutation):
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         moved = super().act(element.abs() - 1, x, axis)
-        signs = element.sign().to(moved)
-        return moved * signs.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+        return moved * along_axis(element.sign(), axis, moved)
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,10 @@ class HeadRotation(InsideHeads):
         eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
         return (element - eye).abs().amax(dim=(-2, -1)) > 1e-6
 
+    def exponential(self, parameter: Tensor) -> Tensor:
+        """Return the element that a matrix ``[heads, dim, dim]`` without constraints stands for."""
+        return torch.matrix_exp(parameter - parameter.mT)
+
     def angle(self, element: Tensor) -> float:
         cosine = torch.diagonal(element, dim1=-2, dim2=-1).mean(-1).clamp(-1, 1)
         return float(torch.rad2deg(torch.arccos(cosine)).mean())
@@ -271,6 +276,9 @@ class HeadLinear(HeadRotation):
         small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
         return super().random(generator) @ torch.matrix_exp(small)
 
+    def exponential(self, parameter: Tensor) -> Tensor:
+        return torch.matrix_exp(parameter)
+
     def contains(self, element: Tensor) -> bool:
         if not is_real(element, (self.heads, self.dim, self.dim)):
             return False
@@ -299,7 +307,7 @@ class Rescale(Kind):
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
         factor = element.reciprocal() if contravariant else element
         per_row = factor.to(x).repeat_interleave(x.shape[axis] // self.heads)
-        return x * per_row.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+        return x * along_axis(per_row, axis, x)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.reciprocal()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedrot.symmetry.groups import NO_LAYER
-from fedrot.symmetry.layers import Block, shared_heads, together
+from fedrot.symmetry.layers import Block, axes_of, shared_heads, together
 from fedrot.symmetry.spaces import Axes, Space, merged, on_residual
 from fedrot.symmetry.task_heads import PLAIN
 
@@ -76,7 +76,7 @@ class When:
     """Items that a model has if it has a tensor, or under a condition on configuration and names."""
 
     condition: str | Callable[[Config, Names], bool]
-    items: tuple[Axes | Stack, ...]
+    items: tuple[Axes | Block | Stack, ...]
 
     def holds(self, config: Config, names: Names) -> bool:
         """Whether a model has the items."""
@@ -91,7 +91,7 @@ def optional(*modules: Axes) -> tuple[When, ...]:
 
 
 #: What a family's description consists of.
-Item = Axes | Stack | When
+Item = Axes | Block | Stack | When
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,10 @@ class Family:
     @property
     def encoder(self) -> frozenset[str]:
         """The modules of the encoder, beside which task heads stand."""
-        places = [[item.name] if isinstance(item, Stack) else list(item) for item in _chosen(self.body)]
+        places = (
+            [item.name] if isinstance(item, Stack) else list(axes_of(item))
+            for item in _chosen(self.body)
+        )
         return frozenset(
             {place.partition(".")[0] for names in places for place in names} | {*self.inside}
         )
@@ -144,7 +147,7 @@ class Family:
             block = item.describe(config, names, layers) if isinstance(item, Stack) else item
             body = together(body, block)
             layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
-        heads = [item for item in _chosen(self.task_heads, holds) if not isinstance(item, Stack)]
+        heads = [axes_of(i) for i in _chosen(self.task_heads, holds) if not isinstance(i, Stack)]
         buffers = {
             name: (None,) * axes
             for name in names
@@ -160,7 +163,7 @@ class Family:
 
 def _chosen(
     items: Sequence[Item], holds: Callable[[When], bool] = lambda item: True
-) -> Iterator[Axes | Stack]:
+) -> Iterator[Axes | Block | Stack]:
     for item in items:
         if not isinstance(item, When):
             yield item

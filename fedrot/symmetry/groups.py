@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Kind
+from fedrot.symmetry.stream import Fold, StreamRotation
 
 #: The parts of a model that can be moved, as ``AlignmentOptions`` and ``random_equivalent`` call them.
 PARTS = ("residual", "output", "heads", "attention", "rescale", "ffn")
@@ -149,7 +151,11 @@ class Symmetry:
         shapes: of every tensor of the model, moved or not.
         tied: the sets of names that share storage; empty if the symmetry was built from shapes alone.
         refused: the parts that cannot be moved in this model, with the reason.
-        redundant_biases: see ``fedrot.canonical_biases``.
+        redundant_biases: see ``fedrot.canonical``.
+        folds: the norms of the residual streams that can be rotated, see ``fedrot.canonical``.
+        centred: the axes, by name of the tensor, on which canonical tensors have mean 0.
+        unfolded: the residual streams that can only be permuted, with the reason.
+        rotates: whether the streams with ``folds`` are rotated; see ``rotated``.
     """
 
     family: str
@@ -159,6 +165,43 @@ class Symmetry:
     tied: tuple[tuple[str, ...], ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = field(default=(), repr=False)
+    folds: tuple[Fold, ...] = field(default=(), repr=False)
+    centred: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    unfolded: dict[str, str] = field(default_factory=dict)
+    rotates: bool = False
+
+    @cached_property
+    def rotated(self) -> Symmetry:
+        """The symmetry of canonical tensors: streams with folded norms are rotated, not permuted.
+
+        Raises:
+            SymmetryError: there is no such stream.
+        """
+        streams = {fold.space for fold in self.folds}
+        if self.rotates:
+            return self
+        if not streams:
+            reason = next(iter(self.unfolded.values()), "it has none of its own")
+            raise SymmetryError(f"The residual stream cannot be rotated: {reason}. Permute it.")
+        fixed = {f.gain for f in self.folds} | {f.bias for f in self.folds if f.holds_bias}
+        centred = {name for name, _ in self.centred}
+        groups = []
+        for group in self.groups:
+            if group.name in streams:
+                slots = tuple(slot for slot in group.slots if slot.tensor not in fixed)
+                kind = StreamRotation(1, slots[0].size, any(s.tensor in centred for s in slots))
+                group = replace(group, kind=kind, slots=slots)
+            groups.append(group)
+        readers = {reader.weight for fold in self.folds for reader in fold.readers}
+        alike = (tuple(n for n in names if n not in readers) for names in self.tied)
+        tied = tuple(names for names in alike if len(names) > 1)
+        return replace(self, groups=tuple(groups), tied=tied, rotates=True)
+
+    @property
+    def untied(self) -> tuple[tuple[str, ...], ...]:
+        """The tied tensors that canonical tensors hold separately: embeddings that also read a norm."""
+        readers = {reader.weight for fold in self.folds for reader in fold.readers}
+        return tuple(names for names in self.tied if 0 < len(readers & {*names}) < len(names))
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.

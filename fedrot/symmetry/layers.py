@@ -22,20 +22,27 @@ from fedrot.symmetry.actions import (
 )
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from fedrot.symmetry.spaces import RESIDUAL, Axes, merged
+from fedrot.symmetry.spaces import RESIDUAL, Axes, merged, norm, read
 
 
 @dataclass(frozen=True)
 class Block:
     """A piece of a model: its groups, the spaces on its tensors' axes, and its redundant biases.
 
-    ``refused`` holds the parts that cannot be moved because of this block, with the reason.
+    ``refused`` holds the parts that cannot be moved because of this block, with the reason. ``norms``
+    holds by norm the weights that read it, see ``pre_norm`` and ``last_norm``.
     """
 
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def axes_of(item: Block | Axes) -> Axes:
+    """Return the axes of a block, or axes themselves."""
+    return item.axes if isinstance(item, Block) else item
 
 
 def together(*blocks: Block | Axes) -> Block:
@@ -46,7 +53,31 @@ def together(*blocks: Block | Axes) -> Block:
         merged(*(block.axes for block in found)),
         tuple(redundant for block in found for redundant in block.redundant_biases),
         {part: reason for block in found for part, reason in block.refused.items()},
+        _readers(found),
     )
+
+
+def _readers(blocks: Sequence[Block]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for module, weights in (item for block in blocks for item in block.norms.items()):
+        found[module] = found.get(module, ()) + weights
+    return found
+
+
+def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequence[str] = ()) -> Block:
+    """Return blocks that read the stream through a norm alone: ``x + block(norm(x))``.
+
+    ``memory`` are the weights among theirs that read another norm's output.
+    """
+    inside = together(*blocks)
+    readers = (name for name, axes in inside.axes.items() if read(space) in axes)
+    found = {module: tuple(name for name in readers if name not in memory)}
+    return together(norm(module, space), inside, Block(norms=found))
+
+
+def last_norm(module: str, space: str = RESIDUAL) -> Block:
+    """Return the norm behind the last layer, which all weights read that read no other norm."""
+    return together(norm(module, space), Block(norms={module: ()}))
 
 
 @dataclass(frozen=True)
@@ -120,7 +151,8 @@ class Units:
 
     def between(self, out: str | None, into: str | None) -> Axes:
         """Return the axes of the module, which reads the space ``into`` and writes ``out``."""
-        weight = {self.weight: (into, out) if self.conv1d else (out, into)}
+        entry = read(into)
+        weight = {self.weight: (entry, out) if self.conv1d else (out, entry)}
         return merged(weight, {self.bias_name: (out,)} if self.bias else {})
 
 
@@ -252,8 +284,8 @@ def attention(
             *(s for u in key_side for s in u.written(kv, dim, low, high, contravariant=True)),
         )
 
-    query_key, read = matched(0, dim), p.output.read(heads.count * dim)
-    value_output = (*p.value.written(kv, dim), read)
+    query_key, heads_read = matched(0, dim), p.output.read(heads.count * dim)
+    value_output = (*p.value.written(kv, dim), heads_read)
     own = "" if heads.ordered else order or f"{name}heads"
     groups = []
 
@@ -264,7 +296,7 @@ def attention(
         groups.append(Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output))
     if kv < heads.count and not heads.ordered:
         slots = tuple(s for u in query_side for s in u.written(heads.count, dim))
-        add("queries", "heads", QueryPermutation(kv, heads.count // kv), (*slots, read))
+        add("queries", "heads", QueryPermutation(kv, heads.count // kv), (*slots, heads_read))
     if heads.rotary:
         turned = RotarySigns if heads.normed else RotaryPhases
         kind: Kind = turned(kv, heads.rotary, heads.interleaved)
@@ -297,8 +329,8 @@ def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]
         if unit.bias and heads.rotary < dim
     ]
     if p.value.bias and p.output.bias:
-        read = p.output.read(heads.count * dim)
-        found.append(RedundantBias(p.value.written(kv, dim)[1], kv, read, p.output.bias_name))
+        inputs = p.output.read(heads.count * dim)
+        found.append(RedundantBias(p.value.written(kv, dim)[1], kv, inputs, p.output.bias_name))
     return tuple(found)
 
 
@@ -336,5 +368,5 @@ def feed_forward(
         units += gate.written(1, neurons, unsigned=True)
     kind = Permutation(neurons) if gate is None else SignedPermutation(neurons)
     group = Group(f"{name}ffn", NO_LAYER, "ffn", kind, (*units, down.read(neurons)))
-    read = [unit.between(None, space) for unit in (up, gate) if unit is not None]
-    return Block((group,), merged(*read, down.between(space, None)))
+    readers = [unit.between(None, space) for unit in (up, gate) if unit is not None]
+    return Block((group,), merged(*readers, down.between(space, None)))

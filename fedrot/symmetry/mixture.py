@@ -11,7 +11,7 @@ from torch import Tensor
 from fedrot.symmetry.actions import Permutation, SignedOrders
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.layers import Block
-from fedrot.symmetry.spaces import RESIDUAL
+from fedrot.symmetry.spaces import RESIDUAL, read
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, do
     order = Group(f"{name}experts", NO_LAYER, "ffn", ExpertPermutation(experts), whole)
     kind = ExpertNeurons(experts, neurons)
     inside = Group(f"{name}ffn", NO_LAYER, "ffn", kind, units, within=order.name)
-    read, written = (None, None, RESIDUAL), (None, RESIDUAL, None)
-    return Block((order, inside), {router: (None, RESIDUAL), gate_up: read, down: written})
+    inputs, written = (None, None, read(RESIDUAL)), (None, RESIDUAL, None)
+    return Block((order, inside), {router: (None, read(RESIDUAL)), gate_up: inputs, down: written})

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
+from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Family
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
 from fedrot.symmetry.layers import Block
 from fedrot.symmetry.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
+from fedrot.symmetry.stream import Fold, folds_of
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
@@ -66,11 +68,42 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
     groups = (*(group for group in across if group.part not in refused), *inside.groups)
+    folds, centred, unfolded = _foldable(groups, merged(inside.axes, heads), inside.norms)
     _check_dtypes(groups, tensors)
     _check_shapes(groups, shapes, family)
     tied = _tied(tensors)
     _check_ties(groups, tied, family)
-    return Symmetry(family.name, layers, groups, shapes, tied, refused, inside.redundant_biases)
+    biases = inside.redundant_biases
+    return Symmetry(family.name, layers, groups, shapes, tied, refused, biases, folds, centred, unfolded)
+
+
+def _foldable(
+    groups: Sequence[Group], axes: Axes, norms: Mapping[str, tuple[str, ...]]
+) -> tuple[tuple[Fold, ...], tuple[tuple[str, int], ...], dict[str, str]]:
+    """Return the norms that can be folded, the axes to centre, and the streams without, with reasons."""
+    folds: list[Fold] = []
+    centred: list[tuple[str, int]] = []
+    unfolded: dict[str, str] = {}
+    for group in (group for group in groups if group.part == "residual"):
+        found = folds_of(group.name, axes, norms)
+        if isinstance(found, str):
+            unfolded[group.name] = found
+            continue
+        folds += found
+        if not isinstance(group.kind, SignedPermutation):
+            # LayerNorm removes the mean of its input. Without a bias, its output has none, either.
+            biases = {fold.bias for fold in found}
+            without_mean = {
+                r.weight for fold in found if fold.holds_bias or not fold.bias for r in fold.readers
+            }
+            readers = {r.weight for fold in found for r in fold.readers}
+            gains = {fold.gain for fold in found}
+            centred += [
+                (slot.tensor, slot.axis)
+                for slot in group.slots
+                if slot.tensor not in biases | gains | (readers - without_mean)
+            ]
+    return tuple(folds), tuple(centred), unfolded
 
 
 def _needed(body: Block) -> list[str]:
@@ -95,6 +128,11 @@ def _renamed(body: Block, names: Mapping[str, str]) -> Block:
             )
             for r in body.redundant_biases
         ),
+        norms={
+            names[f"{module}.weight"]: tuple(names[weight] for weight in weights if weight in names)
+            for module, weights in body.norms.items()
+            if f"{module}.weight" in names
+        },
     )
 
 
@@ -133,7 +171,7 @@ def _across_layers(
                 space = space_of(entry)
                 found = slots.setdefault(space, [])
                 whole = Slice(0, shape[axis])
-                found.append(Slot(name, axis, whole, unsigned=entry != space))
+                found.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
                 fits = fits and whole == found[0].slice
         if not fits:
             reason = f"the tensor '{name}' of shape {list(shape)} does not fit the others."

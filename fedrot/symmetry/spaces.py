@@ -2,7 +2,8 @@
 
 A space is a name: ``residual`` is the residual stream, others are hidden units between the last
 layer and the logits. A tensor's entry has one space, or None, per axis. A space in bars,
-``|residual|``, is permuted there but keeps its signs.
+``|residual|``, is permuted there but keeps its signs: the gain of a norm. A space behind an angle,
+``<residual``, is read there: the inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -37,9 +38,14 @@ class Space:
         return (not self.present or self.present in names) and self.absent not in names
 
 
+def read(space: str | None) -> str | None:
+    """Return the entry of an axis that reads the space."""
+    return space and f"<{space}"
+
+
 def linear(module: str, out: str | None, into: str | None) -> Axes:
     """Return the axes of a ``Linear`` module that reads the space ``into`` and writes ``out``."""
-    return {f"{module}.weight": (out, into), f"{module}.bias": (out,)}
+    return {f"{module}.weight": (out, read(into)), f"{module}.bias": (out,)}
 
 
 def norm(module: str, space: str = RESIDUAL) -> Axes:
@@ -59,16 +65,18 @@ def merged(*axes: Axes) -> Axes:
 
 def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
     """Return the axes with the residual stream in place of ``spaces``."""
-    places = dict.fromkeys(spaces, RESIDUAL) | {f"|{space}|": f"|{RESIDUAL}|" for space in spaces}
-    return {
-        name: tuple(entry and places.get(entry, entry) for entry in entries)
-        for name, entries in axes.items()
-    }
+
+    def placed(entry: str | None) -> str | None:
+        if entry is None or space_of(entry) not in spaces:
+            return entry
+        return entry.replace(space_of(entry), RESIDUAL)
+
+    return {name: tuple(map(placed, entries)) for name, entries in axes.items()}
 
 
 def space_of(entry: str) -> str:
-    """Return the space of an entry, with bars or without."""
-    return entry.strip("|")
+    """Return the space of an entry, without bars or angle."""
+    return entry.strip("|<")
 
 
 def spaces_of(axes: Axes) -> set[str]:
@@ -83,7 +91,8 @@ def read_to_the_end(axes: Axes) -> set[str]:
     nothing reads) may not be moved: the outputs would be.
     """
     ends: set[str] = set()
-    matrices = [spaces for spaces in axes.values() if len(spaces) == 2]
+    entries = (tuple(e and space_of(e) for e in both) for both in axes.values() if len(both) == 2)
+    matrices = list(entries)
     while True:
         found = {into for out, into in matrices if into and out != into and (out is None or out in ends)}
         if found <= ends:

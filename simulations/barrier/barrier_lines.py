@@ -21,6 +21,7 @@ from fedrot.simulations.barrier.barrier_methods import (
     METHODS,
     Batches,
     State,
+    canonical_pair,
     check_methods,
     match,
     with_state,
@@ -97,14 +98,16 @@ def measure(
 ) -> BarrierLine:
     """Match two models by a method of ``METHODS`` and evaluate the line between them.
 
-    The anchor is at position 0, the matched client at 1. Metrics are those of ``task`` on all its
-    held-out rows. Neither model is changed.
+    The anchor is at position 0, the matched client at 1, both in canonical form if the method asks for
+    it. Metrics are those of ``task`` on all its held-out rows. Neither model is changed.
 
     Raises:
         FedrotError: the method is unknown, the models cannot be aligned, or there are too few points.
     """
     (name,) = check_methods([name])
     method = METHODS[name]
+    if method.canonical:
+        anchor, client, symmetry = canonical_pair(anchor, client, symmetry)
     ours = {k: v.clone() for k, v in anchor.state_dict().items()}
     start = time.perf_counter()
     matched = match(method, anchor, client, symmetry, batches)

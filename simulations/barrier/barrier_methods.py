@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
+from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors
 
 State = dict[str, Tensor]
@@ -41,6 +43,7 @@ class MatchingMethod:
         evidence: the activations that count beside the weights: none, those of ``probe`` (random
             tokens), or those of ``data`` (training rows).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
+        frequencies: whether tables count tokens by how often they occur in the training rows.
         refine, repair: a change of the aligned client, and of the models on the line.
     """
 
@@ -48,13 +51,20 @@ class MatchingMethod:
     evidence: Literal["weights", "probe", "data"] = "weights"
     residual: str = "all"
     heads: Moments = "covariance"
+    frequencies: bool = False
     refine: Refine | None = None
     repair: Repair | None = None
 
     @property
     def looks_at_data(self) -> bool:
         """Whether training rows are read."""
-        return self.evidence == "data" or self.refine is not None or self.repair is not None
+        refines = self.refine is not None or self.repair is not None
+        return self.evidence == "data" or self.frequencies or refines
+
+    @property
+    def canonical(self) -> bool:
+        """Whether both models are brought to canonical form first."""
+        return self.options is not None and self.options.canonical
 
     @property
     def description(self) -> str:
@@ -65,6 +75,22 @@ class MatchingMethod:
 
 def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
     """Learn matrices of the heads by gradient descent, starting from the aligned client."""
+    return _refined(anchor, client, symmetry, batches, LearningOptions(general=True))
+
+
+def _stream_learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
+    """Learn the rotation of the residual stream, starting from the aligned client."""
+    options = LearningOptions(parts=("residual",), steps=150, lr=3e-3)
+    return _refined(anchor, client, symmetry, batches, options)
+
+
+def _refined(
+    anchor: nn.Module,
+    client: nn.Module,
+    symmetry: Symmetry,
+    batches: Batches,
+    options: LearningOptions,
+) -> State:
     theirs, ours = client.state_dict(), anchor.state_dict()
     start = alignment_of((), theirs, ours, symmetry)
     small = [
@@ -72,7 +98,7 @@ def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: 
         for batch in batches
         for i in range(0, len(batch["labels"]), 32)
     ]
-    loss, options = loss_of(copy.deepcopy(anchor).eval()), LearningOptions(general=True)
+    loss = loss_of(copy.deepcopy(anchor).eval())
     learned = learn_alignment(loss, small, theirs, ours, symmetry, start, options)
     return learned.alignment.apply(theirs)
 
@@ -99,6 +125,7 @@ VANILLA = "vanilla"
 # Published methods move whatever removes anything: no method asks what chance removes.
 _EAGER = AlignmentOptions(chance=0)
 _WHOLE = replace(_EAGER, parts=WHOLE_MODEL)
+_STREAM = replace(_WHOLE, canonical=True)
 
 METHODS: dict[str, MatchingMethod] = {
     VANILLA: MatchingMethod(),
@@ -133,7 +160,23 @@ METHODS: dict[str, MatchingMethod] = {
     "whole+data@whitened": MatchingMethod(_WHOLE, "data", heads="whitened"),
     "whole+data+repair": MatchingMethod(_WHOLE, "data", repair=_repaired),
     "learned": MatchingMethod(_WHOLE, "data", refine=_learned),
+    "whole+tokens": MatchingMethod(_WHOLE, frequencies=True),
+    # Rotations of the residual stream, for pre-norm models
+    "stream": MatchingMethod(_STREAM),
+    "stream+tokens": MatchingMethod(_STREAM, frequencies=True),
+    "stream+probe": MatchingMethod(_STREAM, "probe"),
+    "stream+data": MatchingMethod(_STREAM, "data"),
+    "stream+data@0.8": MatchingMethod(replace(_STREAM, activation_weight=0.8), "data"),
+    "stream+data@1": MatchingMethod(replace(_STREAM, activation_weight=1.0), "data"),
+    "stream+data+repair": MatchingMethod(_STREAM, "data", repair=_repaired),
+    "stream+learned": MatchingMethod(_STREAM, "data", refine=_stream_learned),
 }
+
+
+def methods_for(symmetry: Symmetry) -> tuple[str, ...]:
+    """Return the names of all methods that suit a model: not all have a stream that rotates."""
+    rotates = bool(symmetry.folds) and not symmetry.untied
+    return tuple(name for name, method in METHODS.items() if rotates or not method.canonical)
 
 
 def check_methods(names: Iterable[str]) -> tuple[str, ...]:
@@ -159,10 +202,39 @@ def match(
     state = client.state_dict()
     if method.options is not None:
         activations = _activations(method, anchor, client, symmetry, batches)
-        state = align(state, anchor.state_dict(), symmetry, method.options, activations).apply(state)
+        counts = _token_counts(batches, anchor) if method.frequencies else None
+        found = align(state, anchor.state_dict(), symmetry, method.options, activations, counts)
+        state = found.apply(state)
     if method.refine is not None:
         state = method.refine(anchor, with_state(client, state), symmetry, batches)
     return state
+
+
+def canonical_pair(
+    anchor: nn.Module, client: nn.Module, symmetry: Symmetry
+) -> tuple[nn.Module, nn.Module, Symmetry]:
+    """Return both models in canonical form, and the symmetry that rotates their stream.
+
+    Raises:
+        FedrotError: the stream cannot be rotated, or the models tie what has to be separate.
+    """
+    if symmetry.untied:
+        names = " and ".join(symmetry.untied[0])
+        raise FedrotError(
+            f"The tensors {names} are tied, so that the residual stream cannot be rotated. Train with "
+            "tie_word_embeddings=False, or permute the stream."
+        )
+    ours, theirs = (
+        with_state(model, canonical(model.state_dict(), symmetry)) for model in (anchor, client)
+    )
+    return ours, theirs, symmetry.rotated
+
+
+def _token_counts(batches: Batches, model: nn.Module) -> Tensor | None:
+    """Return how often each token occurs in the batches, None if they hold no tokens."""
+    config: Any = model.config
+    seen = [b["input_ids"][b["attention_mask"].bool()] for b in batches if "input_ids" in b]
+    return torch.bincount(torch.cat(seen), minlength=config.vocab_size) if seen else None
 
 
 def _activations(

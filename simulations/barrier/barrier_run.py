@@ -12,7 +12,12 @@ from torch import nn
 from fedrot._io import replacing, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, measure, training_batches, write_rows
-from fedrot.simulations.barrier.barrier_methods import METHODS, BarrierSettings, check_methods
+from fedrot.simulations.barrier.barrier_methods import (
+    METHODS,
+    BarrierSettings,
+    check_methods,
+    methods_for,
+)
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models import saved_model
@@ -38,7 +43,7 @@ def compare_saved_models(
 
     points, rows = settings.points, settings.rows
     named = [name.strip() for name in (settings.methods or "").split(",")]
-    methods = check_methods([name for name in named if name] or METHODS)
+    asked = check_methods([name for name in named if name] or METHODS)
     if points < 3 or points % 2 == 0:
         raise FedrotError(f"points is {points}; it must be odd and at least 3, to include the middle.")
     if rows < 1:
@@ -49,6 +54,7 @@ def compare_saved_models(
         console.print(task.data.note, highlight=False)
     config: Any = anchor.config
     symmetry = symmetry_of(config, anchor.state_dict())
+    methods = asked if settings.methods else methods_for(symmetry)
     batches, cell = training_batches(task, anchor, rows), task.config.setting
     lines = []
     for name in methods:

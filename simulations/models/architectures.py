@@ -80,6 +80,8 @@ def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=config.dropout,
+        # A table of its own lets the last norm be folded, so that the residual stream can be rotated.
+        tie_word_embeddings=False,
     )
 
 

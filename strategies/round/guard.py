@@ -205,5 +205,5 @@ def comparison_of(given: object, align: bool, *options: AlignmentOptions | None)
             "guard compares the aligned mean with the plain one; with align=False there is only the "
             "plain one. Leave one of the two arguments out."
         )
-    # Redundant biases become 0 even where no group is moved.
-    return Comparison(guard, any(o is not None and o.canonical_biases for o in options))
+    # Canonical tensors differ even where no group is moved.
+    return Comparison(guard, any(o is not None and o.canonical for o in options))

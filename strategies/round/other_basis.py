@@ -60,6 +60,11 @@ class OtherBases:
         return self.options or (OTHER_BASIS_OPTIONS if self.model is not None else None)
 
     @property
+    def rotates(self) -> bool:
+        """Whether the residual stream is rotated, not permuted."""
+        return self.options is not None and self.options.canonical and "residual" in self.options.parts
+
+    @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, can only be chosen once every reply has arrived."""
         return self.options is not None and (self.at_clients or "residual" in self.options.parts)
@@ -70,6 +75,8 @@ class OtherBases:
         Raises:
             SymmetryError: the model is not what its names say.
         """
+        if self.rotates:
+            check_rotates(symmetry)
         if self._prepared or self.model is None:
             return
         # Building a model draws random numbers, which a resumed run would draw in another round.
@@ -77,6 +84,7 @@ class OtherBases:
             model = self.model()
         config = settings_of(model.config)
         parts = OTHER_BASIS_OPTIONS.parts if self.options is None else self.options.parts
+        symmetry = symmetry.rotated if self.rotates else symmetry
         try:
             check_function(model, config, symmetry, parts)
         except SymmetryError as error:
@@ -125,7 +133,7 @@ class OtherBases:
                 continue
             update = updates[place]
             try:
-                alignment = read_answer(answer, update.tensors, base, symmetry)
+                alignment = read_answer(answer, update.tensors, base, symmetry, self.rotates)
                 check_finite(alignment.apply(update.tensors))
             except UpdateError as error:
                 log(WARNING, "Client %d is matched at the server: %s", update.client, error)
@@ -144,6 +152,16 @@ class OtherBases:
                 count,
                 of,
             )
+
+
+def check_rotates(symmetry: Symmetry) -> None:
+    """Raise ``SymmetryError`` if clients could not load a model whose residual stream is rotated."""
+    if symmetry.rotated and symmetry.untied:
+        names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
+        raise SymmetryError(
+            f"The tensors {names} are tied: only where they are separate can the residual stream be "
+            "rotated. Start from a model with tie_word_embeddings=False, or align with canonical=False."
+        )
 
 
 def in_other_basis(update: Update, base: Tensors, symmetry: Symmetry) -> bool:

@@ -30,7 +30,7 @@ OPTIONS = {
     ),
     "heads": fedrot.AlignmentOptions(parts=("heads",), chance=0),
     "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2, restarts=1),
-    "biases": fedrot.AlignmentOptions(canonical_biases=True, ridge=0.1, chance=0),
+    "biases": fedrot.AlignmentOptions(canonical=True, ridge=0.1, chance=0),
 }
 #: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
 #: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.

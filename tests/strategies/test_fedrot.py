@@ -133,7 +133,7 @@ def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
 def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bool) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
-    options = fedrot.AlignmentOptions(canonical_biases=canonical, chance=0)
+    options = fedrot.AlignmentOptions(canonical=canonical, chance=0)
     strategy = FedRot(CONFIG, anchor="global", options=options)
     messages = broadcast(strategy, base)
     sent, weights = updates(base), [1, 5, 14]

@@ -6,7 +6,7 @@ would change what weight decay and Adam see. The test of dimensions counts them 
 * Attention heads: of ``GL(d_h)`` everything but rotations and one scale; under rotary positions a scale
   per frequency; under a norm on queries and keys, their gains against each other.
 * Attention biases: a key's bias without rotary positions, and a value's bias if the output has one. See
-  ``fedrot.canonical_biases``.
+  ``fedrot.canonical``.
 * Feed-forward: scales of ReLU's neurons, and of up against down if there is a gate.
 * Norms: biases and gains that the next projection can hold. If all gains of a pre-norm model are held
   there, its residual stream can be rotated as a whole. (Gemma 3's norms before the stream prevent it.)

@@ -35,7 +35,7 @@ OPTIONS = {
     "default": fedrot.AlignmentOptions(),
     "eager": EAGER,
     "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
-    "biases": fedrot.AlignmentOptions(canonical_biases=True, chance=0),
+    "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
     "last": fedrot.AlignmentOptions(layers="last:1", chance=0),
     "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2),
     "nothing": fedrot.AlignmentOptions(parts=()),

@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from fedrot import random_equivalent, symmetry_of
+from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
 from fedrot.research import Barrier, interpolate, unit_statistics
 from fedrot.research.learning import LearningOptions
 from fedrot.simulations.barrier import barrier_methods, barrier_report
@@ -29,7 +30,7 @@ from fedrot.simulations.barrier.barrier_lines import (
     training_batches,
     write_rows,
 )
-from fedrot.simulations.barrier.barrier_methods import METHODS, match
+from fedrot.simulations.barrier.barrier_methods import METHODS, match, methods_for, with_state
 from fedrot.simulations.barrier.barrier_report import markdown, plot, summarise, tables
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
@@ -80,7 +81,7 @@ def test_labels_are_not_shown_where_activations_are_collected(
 
     monkeypatch.setattr(barrier_methods, "collect_activations", spy)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
-    for name in METHODS:
+    for name in methods_for(symmetry):
         match(METHODS[name], model, model, symmetry, batches)
     assert {"input_ids", "attention_mask", "token_type_ids"} in seen
     assert {"input_ids", "attention_mask"} in seen
@@ -100,11 +101,36 @@ def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: torch.n
     assert vanilla.barrier.at(0) == pytest.approx(vanilla.barrier.at(1), abs=1e-4, rel=1e-4)
 
 
+def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
+    task = task_of(SimulationConfig(task="clm", architecture="gpt2", **SMALL).to_json())
+    model = build_model(task.config, task.data, seed=0)
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    folded = canonical(model.state_dict(), symmetry)
+    client = with_state(model, random_equivalent(folded, symmetry.rotated, 3, WHOLE_MODEL))
+    names = [name for name in methods_for(symmetry) if METHODS[name].canonical]
+    assert len(names) >= 8
+    for name in names:
+        line = measure(name, model, client, symmetry, task, batches, points=3)
+        assert line.after < 1e-3 * line.before, name
+        assert line.barrier.barrier == pytest.approx(0, abs=1e-3)
+
+
+def test_models_that_cannot_be_rotated_are_refused(task: Task, model: torch.nn.Module) -> None:
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    assert not any(METHODS[name].canonical for name in methods_for(symmetry))
+    with pytest.raises(FedrotError, match="cannot be rotated"):
+        measure("stream", model, model, symmetry, task, batches, points=3)
+    tied = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4))
+    symmetry = symmetry_of(tied.config, tied.state_dict())
+    with pytest.raises(FedrotError, match="tie_word_embeddings=False"):
+        measure("stream", tied, tied, symmetry, task, batches, points=3)
+
+
 def test_neither_model_is_changed(task: Task, model: torch.nn.Module) -> None:
     client = build_model(task.config, task.data, seed=1)
     before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
-    for name in METHODS:
+    for name in methods_for(symmetry):
         measure(name, model, client, symmetry, task, batches, points=3)
     for m, state in zip((model, client), before, strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in m.state_dict().items())

@@ -225,7 +225,7 @@ def test_where_nothing_is_moved_nothing_is_evaluated(
 
 def test_biases_that_become_0_are_compared_where_no_group_is_moved() -> None:
     evaluate = points("plain")
-    canonical = fedrot.AlignmentOptions(chance=1e12, canonical_biases=True)
+    canonical = fedrot.AlignmentOptions(chance=1e12, canonical=True)
     assert bits(run(evaluate=evaluate, guard="accuracy", options=canonical)) == bits(unguarded("plain"))
     assert evaluate.calls == [0, 1, 1, 2, 2]
 

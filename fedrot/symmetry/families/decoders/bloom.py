@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedrot.symmetry.family import Config, Family, Names, Stack
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.spaces import embedding, norm
 
 
@@ -14,10 +24,11 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     fused, output = f"{p}self_attention.query_key_value", Units(f"{p}self_attention.dense")
     up, down = Units(f"{p}mlp.dense_h_to_4h"), Units(f"{p}mlp.dense_4h_to_h")
     return together(
-        norm(f"{p}input_layernorm"),
-        attention(p, heads, Projections.fused(fused, heads, output, by_head=True)),
-        norm(f"{p}post_attention_layernorm"),
-        feed_forward(p, 4 * config["hidden_size"], up, down),
+        pre_norm(
+            f"{p}input_layernorm",
+            attention(p, heads, Projections.fused(fused, heads, output, by_head=True)),
+        ),
+        pre_norm(f"{p}post_attention_layernorm", feed_forward(p, 4 * config["hidden_size"], up, down)),
     )
 
 
@@ -28,6 +39,6 @@ FAMILY = Family(
         embedding("word_embeddings"),
         norm("word_embeddings_layernorm"),
         Stack("h", "n_layer", _layer),
-        norm("ln_f"),
+        last_norm("ln_f"),
     ),
 )

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names, Stack
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import embedding
 
 
 def _heads(config: Config) -> Heads:
@@ -27,16 +37,19 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     heads, bias = _heads(config), config["bias"]
     fused, output = f"{p}self_attention.query_key_value", Units(f"{p}self_attention.dense", bias)
     up, down = (Units(f"{p}mlp.dense_{name}", bias) for name in ("h_to_4h", "4h_to_h"))
-    return together(
-        *(norm(f"{p}{name}") for name in _norms(config)),
+    blocks = [
         attention(p, heads, Projections.fused(fused, heads, output, bias, by_head=True)),
         feed_forward(p, config["ffn_hidden_size"], up, down),
-    )
+    ]
+    norms = [f"{p}{name}" for name in _norms(config)]
+    if len(norms) == 1:
+        return pre_norm(norms[0], *blocks)
+    return together(*(pre_norm(name, block) for name, block in zip(norms, blocks, strict=True)))
 
 
 FAMILY = Family(
     name="falcon",
     model_types=("falcon",),
-    body=(embedding("word_embeddings"), Stack("h", "num_hidden_layers", _layer), norm("ln_f")),
+    body=(embedding("word_embeddings"), Stack("h", "num_hidden_layers", _layer), last_norm("ln_f")),
     inside=("rotary_emb",),
 )

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import embedding
 from fedrot.symmetry.task_heads import PLAIN, read_out
 
 
@@ -12,17 +22,15 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "n_head", "n_embd")
     output, up, down = (Units(f"{p}{n}", conv1d=True) for n in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
     return together(
-        norm(f"{p}ln_1"),
-        attention(p, heads, Projections.fused(f"{p}attn.c_attn", heads, output)),
-        norm(f"{p}ln_2"),
-        feed_forward(p, config.get("n_inner") or 4 * config["n_embd"], up, down),
+        pre_norm(f"{p}ln_1", attention(p, heads, Projections.fused(f"{p}attn.c_attn", heads, output))),
+        pre_norm(f"{p}ln_2", feed_forward(p, config.get("n_inner") or 4 * config["n_embd"], up, down)),
     )
 
 
 FAMILY = Family(
     name="gpt2",
     model_types=("gpt2",),
-    body=(embedding("wte"), embedding("wpe"), Stack("h", "n_layer", _layer), norm("ln_f")),
+    body=(embedding("wte"), embedding("wpe"), Stack("h", "n_layer", _layer), last_norm("ln_f")),
     task_heads=(PLAIN, read_out(modules="multiple_choice_head.summary")),
     buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
 )

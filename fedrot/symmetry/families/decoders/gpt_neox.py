@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack, rotary_units
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import embedding
 from fedrot.symmetry.task_heads import PLAIN, read_out
 
 
@@ -17,10 +27,11 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     fused = f"{p}attention.query_key_value"
     up, down = Units(f"{p}mlp.dense_h_to_4h"), Units(f"{p}mlp.dense_4h_to_h")
     return together(
-        norm(f"{p}input_layernorm"),
-        attention(p, heads, Projections.fused(fused, heads, output, bias, by_head=True)),
-        norm(f"{p}post_attention_layernorm"),
-        feed_forward(p, config["intermediate_size"], up, down),
+        pre_norm(
+            f"{p}input_layernorm",
+            attention(p, heads, Projections.fused(fused, heads, output, bias, by_head=True)),
+        ),
+        pre_norm(f"{p}post_attention_layernorm", feed_forward(p, config["intermediate_size"], up, down)),
     )
 
 
@@ -30,7 +41,7 @@ FAMILY = Family(
     body=(
         embedding("embed_in"),
         Stack("layers", "num_hidden_layers", _layer),
-        norm("final_layer_norm"),
+        last_norm("final_layer_norm"),
     ),
     task_heads=(PLAIN, read_out(modules="embed_out")),
     buffers={**BUFFERS, "attention.bias": 4, "attention.masked_bias": 0},

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Layer, Names, Stack
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
-
-NORMS = ("input_layernorm", "post_attention_layernorm")
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import RESIDUAL, Space, embedding
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:
@@ -27,6 +35,14 @@ def gated(config: Config, p: str) -> Block:
     return feed_forward(p, config["intermediate_size"], up, down, gate)
 
 
+def pre_normed(p: str, attention: Block, feed_forward: Block) -> Block:
+    """Return the layer of these blocks, each with its norm in front of it."""
+    return together(
+        pre_norm(f"{p}input_layernorm", attention),
+        pre_norm(f"{p}post_attention_layernorm", feed_forward),
+    )
+
+
 def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     """Return the projections of four modules."""
     modules = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -35,7 +51,7 @@ def projections(p: str, bias: bool, output_bias: bool) -> Projections:
 
 def decoder(name: str, model_types: tuple[str, ...], layer: Layer) -> Family:
     """Return a family with LLaMA's modules around the layers."""
-    body = (embedding("embed_tokens"), Stack("layers", "num_hidden_layers", layer), norm("norm"))
+    body = (embedding("embed_tokens"), Stack("layers", "num_hidden_layers", layer), last_norm("norm"))
     spaces = {RESIDUAL: Space(SignedPermutation)}
     return Family(name, model_types, body, spaces=spaces, inside=("rotary_emb",))
 
@@ -43,10 +59,8 @@ def decoder(name: str, model_types: tuple[str, ...], layer: Layer) -> Family:
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("attention_bias", False)
     qkv_bias = bias or config["model_type"] == "qwen2"
-    return together(
-        attention(p, heads_of(config), projections(p, qkv_bias, bias)),
-        gated(config, p),
-        *(norm(f"{p}{name}") for name in NORMS),
+    return pre_normed(
+        p, attention(p, heads_of(config), projections(p, qkv_bias, bias)), gated(config, p)
     )
 
 

@@ -5,11 +5,11 @@ Before version 5, transformers stored each expert as three modules. There the ex
 
 from __future__ import annotations
 
-from fedrot.symmetry.families.decoders.llama import NORMS, decoder, heads_of, projections
+from fedrot.symmetry.families.decoders.llama import decoder, heads_of, pre_normed, projections
 from fedrot.symmetry.family import Config, Names
 from fedrot.symmetry.layers import Block, Units, attention, feed_forward, together
 from fedrot.symmetry.mixture import mixture
-from fedrot.symmetry.spaces import RESIDUAL, norm
+from fedrot.symmetry.spaces import RESIDUAL, read
 
 
 def _experts(config: Config, names: Names, p: str) -> Block:
@@ -22,15 +22,12 @@ def _experts(config: Config, names: Names, p: str) -> Block:
     for i in range(count):
         up, down, gate = (Units(f"{old}experts.{i}.w{n}", False) for n in (3, 2, 1))
         found.append(feed_forward(f"{p}{i}.", neurons, up, down, gate))
-    return together({f"{old}gate.weight": (None, RESIDUAL)}, *found)
+    return together({f"{old}gate.weight": (None, read(RESIDUAL))}, *found)
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    return together(
-        attention(p, heads_of(config), projections(p, False, False)),
-        _experts(config, names, p),
-        *(norm(f"{p}{name}") for name in NORMS),
-    )
+    attending = attention(p, heads_of(config), projections(p, False, False))
+    return pre_normed(p, attending, _experts(config, names, p))
 
 
 FAMILY = decoder("mixtral", ("mixtral",), _layer)

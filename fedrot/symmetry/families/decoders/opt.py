@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.task_heads import read_out
 
@@ -12,12 +22,12 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("enable_bias", True)
     modules = ("q_proj", "k_proj", "v_proj", "out_proj")
     up, down = Units(f"{p}fc1", bias), Units(f"{p}fc2", bias)
-    return together(
-        norm(f"{p}self_attn_layer_norm"),
-        attention(p, Heads.of(config), Projections.separate(f"{p}self_attn.", modules, bias)),
-        norm(f"{p}final_layer_norm"),
-        feed_forward(p, config["ffn_dim"], up, down),
-    )
+    attending = attention(p, Heads.of(config), Projections.separate(f"{p}self_attn.", modules, bias))
+    feeding = feed_forward(p, config["ffn_dim"], up, down)
+    blocks = {f"{p}self_attn_layer_norm": attending, f"{p}final_layer_norm": feeding}
+    if config.get("do_layer_norm_before", True):
+        return together(*(pre_norm(name, block) for name, block in blocks.items()))
+    return together(*blocks.values(), *map(norm, blocks))
 
 
 def _has_last_norm(config: Config, names: Names) -> bool:
@@ -38,7 +48,7 @@ FAMILY = Family(
             }
         ),
         Stack("decoder.layers", "num_hidden_layers", _layer),
-        When(_has_last_norm, (norm("decoder.final_layer_norm"),)),
+        When(_has_last_norm, (last_norm("decoder.final_layer_norm"),)),
     ),
     task_heads=(read_out("embedding"),),
     spaces={"embedding": Space(present="decoder.project_in.weight")},

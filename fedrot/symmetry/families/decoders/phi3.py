@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.families.decoders.llama import NORMS, decoder, heads_of
+from fedrot.symmetry.families.decoders.llama import decoder, heads_of, pre_normed
 from fedrot.symmetry.family import Config, Names, rotary_units
-from fedrot.symmetry.layers import Block, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import norm
+from fedrot.symmetry.layers import Block, Projections, Units, attention, feed_forward
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
@@ -15,10 +14,10 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     heads = replace(whole, rotary=rotary_units(config, whole.dim))
     output, down = Units(f"{p}self_attn.o_proj", False), Units(f"{p}mlp.down_proj", False)
     gate, up = (Units(f"{p}mlp.gate_up_proj", False, start) for start in (0, neurons))
-    return together(
+    return pre_normed(
+        p,
         attention(p, heads, Projections.fused(f"{p}self_attn.qkv_proj", heads, output, bias=False)),
         feed_forward(p, neurons, up, down, gate),
-        *(norm(f"{p}{name}") for name in NORMS),
     )
 
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names, Stack
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import embedding
 
 #: Why the residual stream is not moved.
 _FIXED = (
@@ -17,10 +27,14 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "attention_heads", "d_model")
     modules = ("q_proj", "k_proj", "v_proj", "out_proj")
     return together(
-        norm(f"{p}self_attn_layer_norm"),
-        attention(p, heads, Projections.separate(f"{p}self_attn.", modules)),
-        norm(f"{p}final_layer_norm"),
-        feed_forward(p, config["ffn_dim"], Units(f"{p}fc1"), Units(f"{p}fc2")),
+        pre_norm(
+            f"{p}self_attn_layer_norm",
+            attention(p, heads, Projections.separate(f"{p}self_attn.", modules)),
+        ),
+        pre_norm(
+            f"{p}final_layer_norm",
+            feed_forward(p, config["ffn_dim"], Units(f"{p}fc1"), Units(f"{p}fc2")),
+        ),
         Block(refused={"residual": _FIXED}),
     )
 
@@ -28,5 +42,5 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="xglm",
     model_types=("xglm",),
-    body=(embedding("embed_tokens"), Stack("layers", "num_layers", _layer), norm("layer_norm")),
+    body=(embedding("embed_tokens"), Stack("layers", "num_layers", _layer), last_norm("layer_norm")),
 )

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.family import Config, Family, Names, Stack, When
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Axes, Space, embedding, norm
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import RESIDUAL, Axes, Space, embedding
 from fedrot.symmetry.task_heads import PLAIN, two_layers
 
 
@@ -18,6 +28,15 @@ def _attention(config: Config, module: str, order: str = "") -> Block:
     heads = Heads(config["num_heads"], config["d_kv"])
     projections = Projections.separate(f"{module}.", "qkvo", bias=False)
     return attention(f"{module}.", heads, projections, order=order)
+
+
+def _cross_attention(config: Config, p: str) -> Block:
+    module = f"{p}EncDecAttention"
+    memory = tuple(f"{module}.{name}.weight" for name in "kv")
+    return together(
+        pre_norm(f"{p}layer_norm", _attention(config, module), memory=memory),
+        Block(norms={"encoder.final_layer_norm": memory}),
+    )
 
 
 def _feed_forward(config: Config, names: Names, p: str) -> Block:
@@ -33,20 +52,24 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     side = p.partition(".")[0]
     cross = side == "decoder"
     return (
-        _attention(config, f"{p}layer.0.SelfAttention", f"{side}.heads"),
-        *([_attention(config, f"{p}layer.1.EncDecAttention")] if cross else []),
-        _feed_forward(config, names, f"{p}layer.{1 + cross}."),
-        together(*(norm(f"{p}layer.{i}.layer_norm") for i in range(2 + cross))),
+        pre_norm(
+            f"{p}layer.0.layer_norm",
+            _attention(config, f"{p}layer.0.SelfAttention", f"{side}.heads"),
+        ),
+        *([_cross_attention(config, f"{p}layer.1.")] if cross else []),
+        pre_norm(
+            f"{p}layer.{1 + cross}.layer_norm", _feed_forward(config, names, f"{p}layer.{1 + cross}.")
+        ),
     )
 
 
-def _side(side: str, *count: str) -> tuple[Axes | Stack, ...]:
+def _side(side: str, *count: str) -> tuple[Axes | Block | Stack, ...]:
     p = f"{side}.block"
     bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (
         embedding(f"{side}.embed_tokens"),
         Stack(p, count, _layer, order=f"{side}.heads", head_bias=bias),
-        norm(f"{side}.final_layer_norm"),
+        last_norm(f"{side}.final_layer_norm"),
     )
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 from fedrot.symmetry.family import Config, Family, Names, Stack, When
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.spaces import Axes, embedding, linear, norm
 from fedrot.symmetry.task_heads import read_out
 
@@ -16,10 +26,14 @@ def _layer(config: Config, names: Names, p: str, space: str) -> Block:
     projections = Projections.separate(f"{p}self_attn.", ("q_proj", "k_proj", "v_proj", "out_proj"))
     up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
     return together(
-        norm(f"{p}layer_norm1", space),
-        attention(p, Heads.of(config), projections, space=space),
-        norm(f"{p}layer_norm2", space),
-        feed_forward(p, config["intermediate_size"], up, down, space=space),
+        pre_norm(
+            f"{p}layer_norm1", attention(p, Heads.of(config), projections, space=space), space=space
+        ),
+        pre_norm(
+            f"{p}layer_norm2",
+            feed_forward(p, config["intermediate_size"], up, down, space=space),
+            space=space,
+        ),
     )
 
 
@@ -27,16 +41,16 @@ def _stack(p: str, section: str, space: str) -> Stack:
     return Stack(f"{p}encoder.layers", "num_hidden_layers", partial(_layer, space=space), section)
 
 
-def _text(p: str = "", section: str = "") -> tuple[Axes | Stack, ...]:
+def _text(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
     return (
         embedding(f"{p}embeddings.token_embedding", _TEXT),
         embedding(f"{p}embeddings.position_embedding", _TEXT),
         _stack(p, section, _TEXT),
-        norm(f"{p}final_layer_norm", _TEXT),
+        last_norm(f"{p}final_layer_norm", _TEXT),
     )
 
 
-def _image(p: str = "", section: str = "") -> tuple[Axes | Stack, ...]:
+def _image(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
     return (
         {
             f"{p}embeddings.class_embedding": (_IMAGE,),
@@ -45,7 +59,7 @@ def _image(p: str = "", section: str = "") -> tuple[Axes | Stack, ...]:
         embedding(f"{p}embeddings.position_embedding", _IMAGE),
         norm(f"{p}pre_layrnorm", _IMAGE),
         _stack(p, section, _IMAGE),
-        norm(f"{p}post_layernorm", _IMAGE),
+        last_norm(f"{p}post_layernorm", _IMAGE),
     )
 
 

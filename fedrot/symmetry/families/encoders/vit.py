@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from fedrot.symmetry.family import Config, Family, Names, Stack, When
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, linear, norm
+from fedrot.symmetry.layers import (
+    Block,
+    Heads,
+    Projections,
+    Units,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
+from fedrot.symmetry.spaces import RESIDUAL, linear
 from fedrot.symmetry.task_heads import read_out
 
 _TOKEN = (None, None, RESIDUAL)
@@ -17,10 +27,8 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     projections = Projections.separate(f"{p}attention.", modules, bias, output_bias=True)
     up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
     return together(
-        norm(f"{p}layernorm_before"),
-        attention(p, Heads.of(config), projections),
-        norm(f"{p}layernorm_after"),
-        feed_forward(p, config["intermediate_size"], up, down),
+        pre_norm(f"{p}layernorm_before", attention(p, Heads.of(config), projections)),
+        pre_norm(f"{p}layernorm_after", feed_forward(p, config["intermediate_size"], up, down)),
     )
 
 
@@ -35,7 +43,7 @@ FAMILY = Family(
         ),
         {f"{_PATCHES}.weight": (RESIDUAL, None, None, None), f"{_PATCHES}.bias": (RESIDUAL,)},
         Stack("layers", "num_hidden_layers", _layer),
-        norm("layernorm"),
+        last_norm("layernorm"),
     ),
     task_heads=(
         linear("pooler.dense", "pooler", RESIDUAL),

@@ -1,0 +1,105 @@
+"""``canonical``: what has no effect of its own is set to fixed values, and gains go to their readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.precision import full_float32
+from fedrot.symmetry.groups import RedundantBias, Symmetry, check_symmetry
+from fedrot.symmetry.stream import Fold
+from fedrot.tensors import along_axis, check_update, compute_dtype
+
+
+@full_float32()
+def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Tensor]:
+    """Return tensors of the same function in canonical form.
+
+    * Where the residual stream can be rotated (``symmetry.folds``), the gains of its norms become 1:
+      the weights that read a norm hold its gain, and their biases its bias. Under LayerNorm, what
+      writes the stream is centred. A weight that reads a norm becomes a tensor of its own where it
+      shared storage with an embedding: the model's ``tie_word_embeddings`` has to be false then.
+    * Redundant attention biases become 0. A key's bias adds the same to every score of a softmax and is
+      dropped. A value's bias adds a constant to the block's output, which the output's bias takes up:
+      ``b_O <- b_O + sum_h O_h b_V``. A bias that has an effect stays: a key's bias under rotary
+      positions, a value's bias if the output projection has no bias.
+
+    The input is not changed. Tensors that stay as they are are returned as the same objects.
+
+    Example: ``model.load_state_dict(fedrot.canonical(model.state_dict(), symmetry))``
+
+    Sources: Ashkboos et al. 2024 (SliceGPT), section 3; Zhang et al. 2025, Theorem 4.1.
+
+    Raises:
+        UpdateError: the tensors are not the symmetry's, or a norm has a bias where its gain is 0 and no
+            reader can hold it.
+        SymmetryError: the symmetry is none.
+    """
+    check_symmetry(symmetry)
+    check_update(tensors, symmetry.shapes)
+    out = dict(tensors)
+    with torch.no_grad():
+        for fold in symmetry.folds:
+            _fold(out, fold)
+        for redundant in symmetry.redundant_biases:
+            _drop(out, redundant)
+        for name, axis in symmetry.centred:
+            x = out[name].detach()
+            wide = x.to(compute_dtype(x))
+            out[name] = (wide - wide.mean(axis, keepdim=True)).to(x.dtype)
+    return out
+
+
+def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
+    """Raise ``UpdateError`` if the symmetry rotates a stream whose norms have gains in these tensors."""
+    for fold in symmetry.folds if symmetry.rotates else ():
+        if not bool((tensors[fold.gain] == 1).all()):
+            raise UpdateError(
+                f"The norm '{fold.gain}' has a gain, which holds the residual stream: it cannot be "
+                "rotated. Fold the gains first: fedrot.canonical(tensors, symmetry)."
+            )
+
+
+def _fold(out: dict[str, Tensor], fold: Fold) -> None:
+    """Let the readers of a norm hold its gain, and its bias where all of them have one."""
+    dtype = compute_dtype(out[fold.gain])
+    gain = out[fold.gain].detach().to(dtype)
+    bias = out[fold.bias].detach().to(dtype) if fold.bias else None
+    for reader in fold.readers:
+        weight = out[reader.weight].detach()
+        wide = weight.to(compute_dtype(weight))
+        if bias is not None and fold.holds_bias:
+            own = out[reader.bias].detach()
+            added = torch.tensordot(wide, bias.to(wide), dims=([reader.axis], [0]))
+            out[reader.bias] = (own.to(added.dtype) + added).to(own.dtype)
+        out[reader.weight] = (wide * along_axis(gain, reader.axis, wide)).to(weight.dtype)
+    if bias is not None:
+        if not fold.holds_bias and bool(((gain == 0) & (bias != 0)).any()):
+            raise UpdateError(
+                f"The norm '{fold.gain}' has units with a bias and a gain of 0, and not everything that "
+                "reads it has a bias: its gain cannot be folded. Align with canonical=False."
+            )
+        left = torch.zeros_like(bias) if fold.holds_bias else torch.where(gain == 0, 0, bias / gain)
+        out[fold.bias] = left.to(out[fold.bias].dtype)
+    out[fold.gain] = torch.ones_like(out[fold.gain])
+
+
+def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
+    """Set a redundant attention bias to 0; the output's bias takes up what it added."""
+    name, entries = redundant.bias.tensor, redundant.bias.slice
+    before = out[name]
+    after = before.detach().clone()
+    entries.write(after, 0, torch.zeros_like(entries.of(after, 0)))
+    out[name] = after
+    if redundant.read is None:
+        return
+    old = out[redundant.taken_up]
+    dtype = compute_dtype(old)
+    units = redundant.read.rows(out[redundant.read.tensor], dtype)
+    bias = entries.of(before.detach(), 0).to(dtype)
+    shared = len(units) // len(bias)
+    per_query = bias.unflatten(0, (redundant.heads, -1)).repeat_interleave(shared, 0).flatten()
+    out[redundant.taken_up] = (old.to(dtype) + per_query @ units).to(old.dtype)

@@ -1,0 +1,141 @@
+"""Rotations of the residual stream of pre-norm models, and the norms that have to be folded for them.
+
+Every block reads the stream through a norm, and the skip path has no gain. Once the gains are held by
+the weights that read the norms, ``rms(Q x) = rms(x)`` lets any orthogonal ``Q`` turn the whole stream.
+LayerNorm removes the mean of its input. The weights that write the stream can be centred, and ``Q`` has
+to keep the vector of ones. (Ashkboos et al. 2024, SliceGPT, section 3; Theus et al. 2025.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.spaces import Axes, read
+
+
+@dataclass(frozen=True)
+class StreamRotation(HeadRotation):
+    """``O(dim)`` on the residual stream; with ``centred``, those of it that keep the vector of ones.
+
+    An element is ``[1, dim, dim]``; ``heads`` is 1. Under LayerNorm the stream is ``centred``.
+    """
+
+    stage: ClassVar[str] = ""
+
+    centred: bool = False
+
+    @property
+    def free(self) -> int:
+        moving = self.dim - self.centred
+        return moving * (moving - 1) // 2
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        if not self.centred:
+            return super().random(generator)
+        inside = HeadRotation(1, self.dim - 1).random(generator)[0]
+        basis = centred_basis(self.dim)
+        return (torch.full_like(basis @ basis.mT, 1 / self.dim) + basis @ inside @ basis.mT)[None]
+
+    def exponential(self, parameter: Tensor) -> Tensor:
+        skew = parameter - parameter.mT
+        if self.centred:
+            skew = skew - skew.mean(-1, keepdim=True)
+            skew = skew - skew.mean(-2, keepdim=True)
+        return torch.matrix_exp(skew)
+
+    def contains(self, element: Tensor) -> bool:
+        if not super().contains(element):
+            return False
+        return not self.centred or bool(((element.double().sum(-1) - 1).abs() <= 1e-4).all())
+
+
+def centred_basis(dim: int) -> Tensor:
+    """Return an orthonormal basis of the vectors without mean, float64 ``[dim, dim - 1]``."""
+    ones = torch.ones(dim, 1, dtype=torch.float64)
+    return torch.linalg.qr(torch.cat([ones, torch.eye(dim, dtype=torch.float64)[:, 1:]], 1))[0][:, 1:]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A weight that reads a norm.
+
+    Attributes:
+        axis: the axis of its inputs.
+        bias: of the same module, empty if it has none.
+    """
+
+    weight: str
+    axis: int
+    bias: str
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A norm whose gain the weights that read it can hold.
+
+    Attributes:
+        space: the residual stream in front of the norm.
+        gain: the tensor ``[dim]``.
+        bias: of the norm, empty if it has none.
+        readers: everything that reads its output.
+    """
+
+    space: str
+    gain: str
+    bias: str
+    readers: tuple[Reader, ...]
+
+    @property
+    def tensors(self) -> set[str]:
+        """The names of all tensors that folding changes."""
+        read_by = {name for reader in self.readers for name in (reader.weight, reader.bias)}
+        return {self.gain, self.bias, *read_by} - {""}
+
+    @property
+    def holds_bias(self) -> bool:
+        """Whether all readers have a bias, which can hold the norm's."""
+        return all(reader.bias for reader in self.readers)
+
+
+def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tuple[Fold, ...] | str:
+    """Return the norms of a stream, or the reason why it cannot be rotated.
+
+    Args:
+        axes: of all tensors of the model, by their own names.
+        norms: by gain, the weights that read the norm; none for the norm that everything else reads.
+    """
+    entry = read(space)
+    reading = {name: entries.index(entry) for name, entries in axes.items() if entry in entries}
+    gains = [name for name, entries in axes.items() if f"|{space}|" in entries]
+    if not gains:
+        return "no norm reads it"
+    for gain in gains:
+        if gain not in norms:
+            return f"the gain '{gain}' acts on the stream itself or on the output of a block"
+    both = next((name for name in reading if space in axes[name]), None)
+    if both is not None:
+        return f"'{both}' reads the stream and writes it"
+    claimed = {name for gain in gains for name in norms[gain]}
+    rest = tuple(name for name in reading if name not in claimed)
+    last = [gain for gain in gains if not norms[gain]]
+    if rest and len(last) != 1:
+        return f"'{rest[0]}' reads the stream without a norm"
+
+    def reader(name: str) -> Reader:
+        return Reader(name, reading[name], _bias_beside(name, axes))
+
+    return tuple(
+        Fold(space, gain, _bias_beside(gain, axes), tuple(map(reader, norms[gain] or rest)))
+        for gain in gains
+    )
+
+
+def _bias_beside(weight: str, axes: Axes) -> str:
+    bias = f"{weight.removesuffix('.weight')}.bias"
+    return bias if weight.endswith(".weight") and bias in axes else ""

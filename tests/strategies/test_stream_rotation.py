@@ -1,0 +1,135 @@
+"""Rounds of pre-norm models in other bases, whose residual stream is rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+import fedrot
+from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
+from tests.families import config_of, model_of, state_of, symmetry_for
+from tests.models import State, near
+from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, reply, tensors_of
+
+STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
+NAMES = ["llama", "gpt2-classifier"]
+
+
+def states(name: str) -> tuple[State, list[State]]:
+    """Return a broadcast model, and the same function in three bases, one of them the broadcast's."""
+    symmetry, base = symmetry_for(name), float32(state_of(name))
+    folded = fedrot.canonical(state_of(name), symmetry)
+    others = [fedrot.random_equivalent(folded, symmetry.rotated, s, fedrot.WHOLE_MODEL) for s in (1, 2)]
+    return base, [base, *map(float32, others)]
+
+
+def float32(tensors: State) -> State:
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def untied(name: str) -> nn.Module:
+    """Return a model whose tables are separate tensors."""
+    model: Any = model_of(name).float()
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, key, nn.Parameter(parameter.detach().clone()))
+    return model
+
+
+def play(strategy: FedRot, base: State, sent: list[State], nodes: Any) -> tuple[State, MetricRecord]:
+    grid = FakeGrid(dict(enumerate(nodes, start=100)))
+    messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
+    messages.sort(key=lambda m: m.metadata.dst_node_id)
+    replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert metrics is not None
+    return tensors_of(arrays), metrics
+
+
+def answers(name: str, tensors: State) -> torch.Tensor:
+    """Return the outputs of a model with these tensors on a few rows, float32."""
+    model = untied(name)
+    model.load_state_dict(tensors)
+    ids = torch.arange(1, 19).reshape(2, 9)
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids).logits
+    return found
+
+
+def silent(message: Any) -> Any:
+    raise AssertionError("nobody is to be asked")
+
+
+def matching(name: str) -> Client:
+    """Return a node that matches on rows of its own."""
+    app = ClientApp()
+
+    def batches() -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
+
+    match_at_client(app, lambda *_: Matching(lambda: untied(name), batches, STREAM))
+    context = Context(1, 1, {}, RecordDict(), {})
+    return lambda message: app(message, context)
+
+
+@pytest.mark.parametrize("where", ["server", "probe", "clients"])
+@pytest.mark.parametrize("name", NAMES)
+def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_have(
+    name: str, where: str
+) -> None:
+    base, sent = states(name)
+    others = OtherBasis(
+        model=(lambda: untied(name)) if where == "probe" else None,
+        options=STREAM,
+        at_clients=where == "clients",
+    )
+    nodes = [matching(name) if where == "clients" else silent] * 3
+    strategy = FedRot(config_of(name), other_basis=others, reporting=ALL_METRICS)
+    result, metrics = play(strategy, base, sent, nodes)
+    assert metrics["fedrot-replies-accepted"] == 3
+    expected = answers(name, base)
+    assert (answers(name, result) - expected).abs().max() <= 5e-3 * expected.abs().max()
+    for fold in symmetry_for(name).folds:
+        assert bool((result[fold.gain] == 1).all()), "the new model is canonical"
+    # Permutations of the stream do not find the function.
+    permuted = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL))
+    lost, _ = play(FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3)
+    assert (answers(name, lost) - expected).abs().max() > 0.1 * expected.abs().max()
+
+
+def test_replies_in_the_broadcast_basis_become_canonical_too() -> None:
+    """A mean of canonical and of other tensors would be neither."""
+    name = "llama"
+    base = float32(state_of(name))
+    sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
+    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM))
+    result, _ = play(strategy, base, sent, [silent] * 2)
+    folded = [fedrot.canonical(update, symmetry_for(name)) for update in sent]
+    for key, found in result.items():
+        mean = (10 * folded[0][key] + 11 * folded[1][key]) / 21
+        assert torch.allclose(found, mean, atol=1e-6), key
+
+
+def test_models_with_tied_tables_are_refused_before_clients_train() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4))
+    strategy = FedRot(model.config, other_basis=OtherBasis(options=STREAM))
+    grid = FakeGrid({1: silent, 2: silent})
+    strategy.symmetry = fedrot.symmetry_of(model.config, model.state_dict())
+    with pytest.raises(fedrot.SymmetryError, match="tie_word_embeddings=False"):
+        strategy.configure_train(1, ArrayRecord(model.state_dict()), ConfigRecord(), grid)
+
+
+def test_post_norm_models_are_refused_before_clients_train() -> None:
+    base = float32(state_of("bert"))
+    strategy = FedRot(config_of("bert"), other_basis=OtherBasis(options=STREAM))
+    with pytest.raises(fedrot.SymmetryError, match="cannot be rotated"):
+        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))

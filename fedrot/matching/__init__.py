@@ -1,8 +1,3 @@
-"""Coordinate descent over the groups, and the solvers of their actions, one module each."""
+"""Coordinate descent over the groups, and the solvers of their actions."""
 
-from importlib import import_module
-from pkgutil import iter_modules
-
-# Solvers register themselves when their module is imported: a new solver is a new module alone.
-for _found in iter_modules(__path__, f"{__name__}."):
-    import_module(_found.name)
+import fedrot.matching.solvers  # noqa: F401 (registers the solvers)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.groups import Group, Slot
-from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.tensors import Tensors, compute_dtype
 
 #: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.

@@ -21,8 +21,8 @@ from fedrot.errors import FedrotError
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Kind, SignedPermutation
+from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.groups import Group, Slot, Symmetry
-from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.symmetry.moves import Move
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import Tensors

@@ -14,8 +14,8 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.pairs import by_sign, pairs
 from fedrot.precision import full_float32
 from fedrot.symmetry.actions import Permutation
+from fedrot.symmetry.describe.mixture import ExpertPermutation
 from fedrot.symmetry.groups import Group, Symmetry
-from fedrot.symmetry.mixture import ExpertPermutation
 from fedrot.tensors import Tensors, compute_dtype
 
 #: Parts whose units are alike and can be mixed.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.families import FAMILIES
-from fedrot.symmetry.family import Family
 from fedrot.symmetry.groups import (
     DEFAULT_PARTS,
     NO_LAYER,

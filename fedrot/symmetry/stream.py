@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.spaces import Axes, read
+from fedrot.symmetry.describe.spaces import Axes, read
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def centred_basis(dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reader:
+class NormReader:
     """A weight that reads a norm.
 
     Attributes:
@@ -89,7 +89,7 @@ class Fold:
     space: str
     gain: str
     bias: str
-    readers: tuple[Reader, ...]
+    readers: tuple[NormReader, ...]
 
     @property
     def tensors(self) -> set[str]:
@@ -127,8 +127,8 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
     if rest and len(last) != 1:
         return f"'{rest[0]}' reads the stream without a norm"
 
-    def reader(name: str) -> Reader:
-        return Reader(name, reading[name], _bias_beside(name, axes))
+    def reader(name: str) -> NormReader:
+        return NormReader(name, reading[name], _bias_beside(name, axes))
 
     return tuple(
         Fold(space, gain, _bias_beside(gain, axes), tuple(map(reader, norms[gain] or rest)))

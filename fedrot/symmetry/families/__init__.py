@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import walk_packages
 
-from fedrot.symmetry.family import Family
+from fedrot.symmetry.describe.family import Family
 
 
 def _declared() -> Iterator[Family]:

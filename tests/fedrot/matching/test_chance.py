@@ -16,8 +16,8 @@ import fedrot
 from fedrot.anchors import ANCHORS, align_round
 from fedrot.matching import chance
 from fedrot.matching.chance import Spread, null_models
-from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.pairs import count_once
+from fedrot.matching.solvers.inside_heads import RotationSolver
 from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation
 from tests import families

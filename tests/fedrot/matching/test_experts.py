@@ -11,11 +11,11 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 import fedrot
-from fedrot.matching import experts
 from fedrot.matching.problem import Anchor, Problem
+from fedrot.matching.solvers import experts
 from fedrot.report import moved_units
+from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.fedrot.oracles import seeded

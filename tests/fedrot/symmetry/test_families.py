@@ -9,7 +9,7 @@ import torch
 
 import fedrot
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
+from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests.families import ALIBI, FIXED, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, feed_forward, together
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, linear, norm
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, optional
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, linear, norm
 
 CONFIG = {"depth": 2, "inner": 3, "none": None, "one": 1, "tower": {"depth": 1}}
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.symmetry.layers import Heads, Projections, Units, attention
+from fedrot.symmetry.describe.layers import attention
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from tests.families import MEMBERS, outputs, state_of, symmetry_for
 
 #: Four query heads of two units, two to a key head: q0 q1 k0 v0 q2 q3 k1 v1.

@@ -11,8 +11,8 @@ from torch import Tensor
 import fedrot
 from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded

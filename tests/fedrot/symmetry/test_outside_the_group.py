@@ -19,9 +19,9 @@ from fedrot.symmetry.actions import (
     QueryPermutation,
     SignedPermutation,
 )
+from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.families import FAMILIES
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
-from fedrot.symmetry.mixture import ExpertNeurons
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import family_of
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.family import Config, Family, Names, Stack
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-    together,
-)
-from fedrot.symmetry.spaces import embedding, norm
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import embedding, norm
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.family import Config, Family, Names, Stack
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-    together,
-)
-from fedrot.symmetry.spaces import embedding
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import embedding
 
 
 def _heads(config: Config) -> Heads:

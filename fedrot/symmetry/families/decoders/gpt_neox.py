@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack, rotary_units
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-    together,
-)
-from fedrot.symmetry.spaces import embedding
-from fedrot.symmetry.task_heads import PLAIN, read_out
+from fedrot.symmetry.describe.family import BUFFERS, Config, Family, Names, Stack, rotary_units
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import embedding
+from fedrot.symmetry.describe.task_heads import PLAIN, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

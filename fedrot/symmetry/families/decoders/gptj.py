@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.family import BUFFERS, Config, Family, Names, Stack
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-)
-from fedrot.symmetry.spaces import embedding
+from fedrot.symmetry.describe.family import BUFFERS, Config, Family, Names, Stack
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import embedding
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

@@ -6,19 +6,10 @@ The helpers serve the families that differ from these in little.
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.family import Config, Family, Layer, Names, Stack
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-    together,
-)
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding
+from fedrot.symmetry.describe.family import Config, Family, Layer, Names, Stack
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:

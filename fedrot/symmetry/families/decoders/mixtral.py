@@ -5,11 +5,12 @@ Before version 5, transformers stored each expert as three modules. There the ex
 
 from __future__ import annotations
 
+from fedrot.symmetry.describe.family import Config, Names
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
+from fedrot.symmetry.describe.mixture import mixture
+from fedrot.symmetry.describe.projections import Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, read
 from fedrot.symmetry.families.decoders.llama import decoder, heads_of, pre_normed, projections
-from fedrot.symmetry.family import Config, Names
-from fedrot.symmetry.layers import Block, Units, attention, feed_forward, together
-from fedrot.symmetry.mixture import mixture
-from fedrot.symmetry.spaces import RESIDUAL, read
 
 
 def _experts(config: Config, names: Names, p: str) -> Block:

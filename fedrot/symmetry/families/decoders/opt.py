@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-    together,
-)
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
-from fedrot.symmetry.task_heads import read_out
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, optional
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
+from fedrot.symmetry.describe.task_heads import read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fedrot.symmetry.describe.family import Config, Names, rotary_units
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward
+from fedrot.symmetry.describe.projections import Projections, Units
 from fedrot.symmetry.families.decoders.llama import decoder, heads_of, pre_normed
-from fedrot.symmetry.family import Config, Names, rotary_units
-from fedrot.symmetry.layers import Block, Projections, Units, attention, feed_forward
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

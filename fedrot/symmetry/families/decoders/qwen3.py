@@ -5,10 +5,10 @@ The norm leaves only a sign per rotary frequency. Gemma 3 has two more norms per
 
 from __future__ import annotations
 
+from fedrot.symmetry.describe.family import Config, Names
+from fedrot.symmetry.describe.layers import Block, attention, pre_norm, together
+from fedrot.symmetry.describe.spaces import norm
 from fedrot.symmetry.families.decoders.llama import decoder, gated, heads_of, pre_normed, projections
-from fedrot.symmetry.family import Config, Names
-from fedrot.symmetry.layers import Block, attention, pre_norm, together
-from fedrot.symmetry.spaces import norm
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

@@ -8,20 +8,11 @@ gated.
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.family import Config, Family, Names, Stack, When
-from fedrot.symmetry.layers import (
-    Block,
-    Heads,
-    Projections,
-    Units,
-    attention,
-    feed_forward,
-    last_norm,
-    pre_norm,
-    together,
-)
-from fedrot.symmetry.spaces import RESIDUAL, Axes, Space, embedding
-from fedrot.symmetry.task_heads import PLAIN, two_layers
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
+from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
 
 
 def _attention(config: Config, module: str, order: str = "") -> Block:

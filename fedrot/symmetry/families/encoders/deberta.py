@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, optional
+from fedrot.symmetry.describe.layers import Block, attention, together
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
+from fedrot.symmetry.describe.task_heads import POOLED, POOLER, masked_lm
 from fedrot.symmetry.families.encoders.bert import neurons
-from fedrot.symmetry.family import Config, Family, Names, Stack, When, optional
-from fedrot.symmetry.layers import Block, Heads, Projections, Units, attention, together
-from fedrot.symmetry.spaces import RESIDUAL, Space, embedding, norm
-from fedrot.symmetry.task_heads import POOLED, POOLER, masked_lm
 
 _SMALL = "embeddings.embed_proj.weight"
 _WORDS = "embeddings.word_embeddings"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fedrot.symmetry.describe.family import Family, Stack, optional
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear
+from fedrot.symmetry.describe.task_heads import masked_lm, read_out, two_layers
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
-from fedrot.symmetry.family import Family, Stack, optional
-from fedrot.symmetry.spaces import RESIDUAL, Space, linear
-from fedrot.symmetry.task_heads import masked_lm, read_out, two_layers
 
 FAMILY = Family(
     name="electra",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.layers import Block, attention, together
+from fedrot.symmetry.describe.projections import Heads, Projections
+from fedrot.symmetry.describe.spaces import Space, norm
+from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, neurons
-from fedrot.symmetry.family import Config, Family, Names, Stack
-from fedrot.symmetry.layers import Block, Heads, Projections, attention, together
-from fedrot.symmetry.spaces import Space, norm
-from fedrot.symmetry.task_heads import POOLED, POOLER, ROBERTA
 
 _ORDER = "encoder.heads"
 

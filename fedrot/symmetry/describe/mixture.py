@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import Permutation, SignedOrders
+from fedrot.symmetry.describe.layers import Block
+from fedrot.symmetry.describe.spaces import RESIDUAL, read
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
-from fedrot.symmetry.layers import Block
-from fedrot.symmetry.spaces import RESIDUAL, read
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedrot.symmetry.describe.layers import Block, axes_of, shared_heads, together
+from fedrot.symmetry.describe.spaces import Axes, Space, merged, on_residual
+from fedrot.symmetry.describe.task_heads import PLAIN
 from fedrot.symmetry.groups import NO_LAYER
-from fedrot.symmetry.layers import Block, axes_of, shared_heads, together
-from fedrot.symmetry.spaces import Axes, Space, merged, on_residual
-from fedrot.symmetry.task_heads import PLAIN
 
 #: A configuration of transformers as a dictionary, and the names of a model's tensors without prefix.
 Config = Mapping[str, Any]

@@ -18,8 +18,8 @@ from fedrot.matching import assignment
 from fedrot.matching.pairs import Pair, by_sign, squared_distance
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, solves
+from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
-from fedrot.symmetry.mixture import ExpertNeurons, ExpertPermutation
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.spaces import RESIDUAL, Axes, linear, merged, norm
+from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, linear, merged, norm
 
 
 def read_out(space: str = RESIDUAL, modules: str = "lm_head score classifier qa_outputs") -> Axes:

@@ -7,10 +7,8 @@ the ``Stack`` that holds the layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import (
     HeadPermutation,
     HeadRotation,
@@ -20,9 +18,10 @@ from fedrot.symmetry.actions import (
     Rescale,
     SignedPermutation,
 )
+from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, merged, norm, read
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from fedrot.symmetry.spaces import RESIDUAL, Axes, merged, norm, read
 
 
 @dataclass(frozen=True)
@@ -78,171 +77,6 @@ def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequenc
 def last_norm(module: str, space: str = RESIDUAL) -> Block:
     """Return the norm behind the last layer, which all weights read that read no other norm."""
     return together(norm(module, space), Block(norms={module: ()}))
-
-
-@dataclass(frozen=True)
-class Units:
-    """The place of a projection's output units in a module.
-
-    Attributes:
-        module: holds the ``weight`` and, if ``bias``, the ``bias``.
-        bias: whether there is one, or the name of a parameter that holds the bias of these units alone.
-        start: the first of the units among the module's outputs.
-        every: 0 if the units are consecutive. Fused projections that keep the units of each head
-            together have a stride: head ``h`` begins at output ``start + h * every``.
-        together: how many heads lie side by side at each stride; then only whole heads can be moved.
-        conv1d: whether the weight is ``[in, out]``, as GPT-2's.
-    """
-
-    module: str
-    bias: bool | str = True
-    start: int = 0
-    every: int = 0
-    conv1d: bool = False
-    together: int = 1
-
-    @property
-    def weight(self) -> str:
-        return f"{self.module}.weight"
-
-    @property
-    def bias_name(self) -> str:
-        """The name of its bias, empty if it has none."""
-        if isinstance(self.bias, str):
-            return self.bias
-        return f"{self.module}.bias" if self.bias else ""
-
-    def written(
-        self,
-        heads: int,
-        dim: int,
-        low: int = 0,
-        high: int | None = None,
-        contravariant: bool = False,
-        unsigned: bool = False,
-    ) -> list[Slot]:
-        """Return the rows of the weight, then the entries of the bias.
-
-        Of ``heads`` heads of ``dim`` units, only the units from ``low`` to ``high`` of each.
-
-        Raises:
-            SymmetryError: parts of heads that lie ``together`` are asked for.
-        """
-        high = dim if high is None else high
-        if self.together > 1 and high - low < dim:
-            raise SymmetryError(
-                f"The module '{self.module}' keeps {self.together} heads side by side; units of a part "
-                "of each head (partial rotary positions) cannot be described there."
-            )
-        blocks = (dim, low, high) if high - low < dim else ()
-        rows = Slice(self.start, self.start + heads * dim, *blocks)
-        if self.every:
-            end = self.start + (self.together - 1) * dim + high
-            rows = Slice(0, heads // self.together * self.every, self.every, self.start + low, end)
-        slots = [Slot(self.weight, 1 if self.conv1d else 0, rows, contravariant, unsigned)]
-        if self.bias:
-            own = Slice(0, heads * dim, *blocks) if isinstance(self.bias, str) else rows
-            slots.append(replace(slots[0], tensor=self.bias_name, axis=0, slice=own))
-        return slots
-
-    def read(self, size: int) -> Slot:
-        """Return the slot of the module's ``size`` inputs."""
-        return Slot(self.weight, 0 if self.conv1d else 1, Slice(0, size), contravariant=True)
-
-    def between(self, out: str | None, into: str | None) -> Axes:
-        """Return the axes of the module, which reads the space ``into`` and writes ``out``."""
-        entry = read(into)
-        weight = {self.weight: (entry, out) if self.conv1d else (out, entry)}
-        return merged(weight, {self.bias_name: (out,)} if self.bias else {})
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of an attention block.
-
-    Attributes:
-        count: query heads.
-        dim: units of each.
-        keys: key and value heads, each shared by ``count / keys`` consecutive query heads; 0 means as
-            many as query heads.
-        rotary: units of each head that rotary positions turn, the first ones.
-        normed: whether queries and keys pass a norm with gains before they are turned.
-        interleaved: whether a rotary frequency turns units ``2 f`` and ``2 f + 1`` (GPT-J), in place of
-            ``f`` and ``f + rotary / 2``.
-        ordered: whether the heads differ by more than their weights, as slopes of ALiBi do: they keep
-            their order.
-    """
-
-    count: int
-    dim: int
-    keys: int = 0
-    rotary: int = 0
-    normed: bool = False
-    interleaved: bool = False
-    ordered: bool = False
-
-    @classmethod
-    def of(
-        cls, config: Mapping[str, Any], count: str = "num_attention_heads", width: str = "hidden_size"
-    ) -> Heads:
-        """Return the heads that divide the width, both read from these keys of the configuration."""
-        return cls(config[count], config[width] // config[count])
-
-
-@dataclass(frozen=True)
-class Projections:
-    """The projections of an attention block.
-
-    Attributes:
-        queries: further projections into the queries' coordinates (of relative positions).
-        keys: further projections into the keys' coordinates.
-        key_bias_seen: whether the bias of ``key`` adds different amounts to the scores of one softmax
-            (where positions have queries); under rotary positions it does in any case.
-    """
-
-    query: Units
-    key: Units
-    value: Units
-    output: Units
-    queries: tuple[Units, ...] = ()
-    keys: tuple[Units, ...] = ()
-    key_bias_seen: bool = False
-
-    @classmethod
-    def separate(
-        cls, p: str, names: Sequence[str], bias: bool = True, output_bias: bool | None = None
-    ) -> Projections:
-        """Return projections that are modules of their own.
-
-        Args:
-            p: the prefix of the modules.
-            names: of the modules for query, key, value and output.
-            bias: whether query, key and value have biases.
-            output_bias: whether the output has one; ``bias`` if None.
-        """
-        last = bias if output_bias is None else output_bias
-        query, key, value = (Units(f"{p}{name}", bias) for name in names[:3])
-        return cls(query, key, value, Units(f"{p}{names[3]}", last))
-
-    @classmethod
-    def fused(
-        cls, module: str, heads: Heads, output: Units, bias: bool = True, by_head: bool = False
-    ) -> Projections:
-        """Return projections of which one module holds query, key and value.
-
-        Args:
-            output: its own module; the weight of ``module`` is laid out as its.
-            by_head: whether the module keeps the queries of a key head together with their key and
-                value (GPT-NeoX, Falcon); if not, all queries come first, then all keys, then all
-                values.
-        """
-        keys = heads.keys or heads.count
-        shared = heads.count // keys
-        queries, others = (shared, 1) if by_head else (heads.count, keys)
-        starts = [0, queries * heads.dim, (queries + others) * heads.dim]
-        every = (shared + 2) * heads.dim if by_head else 0
-        query, key, value = (Units(module, bias, start, every, output.conv1d) for start in starts)
-        return cls(replace(query, together=shared if by_head else 1), key, value, output)
 
 
 #: Why heads with ALiBi are not permuted.

@@ -1,0 +1,1 @@
+"""What a family's description consists of: spaces, projections, layers, task heads."""

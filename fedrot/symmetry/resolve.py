@@ -17,7 +17,7 @@ from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
-from fedrot.symmetry.stream import Fold, folds_of
+from fedrot.symmetry.stream import Fold, folds_of, without_mean
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
@@ -91,18 +91,8 @@ def _foldable(
             continue
         folds += found
         if not isinstance(group.kind, SignedPermutation):
-            # LayerNorm removes the mean of its input. Without a bias, its output has none, either.
-            biases = {fold.bias for fold in found}
-            without_mean = {
-                r.weight for fold in found if fold.holds_bias or not fold.bias for r in fold.readers
-            }
-            readers = {r.weight for fold in found for r in fold.readers}
-            gains = {fold.gain for fold in found}
-            centred += [
-                (slot.tensor, slot.axis)
-                for slot in group.slots
-                if slot.tensor not in biases | gains | (readers - without_mean)
-            ]
+            places = ((slot.tensor, slot.axis) for slot in group.slots)
+            centred += without_mean(places, found)
     return tuple(folds), tuple(centred), unfolded
 
 

@@ -8,7 +8,7 @@ to keep the vector of ones. (Ashkboos et al. 2024, SliceGPT, section 3; Theus et
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -134,6 +134,19 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
         Fold(space, gain, _bias_beside(gain, axes), tuple(map(reader, norms[gain] or rest)))
         for gain in gains
     )
+
+
+def without_mean(places: Iterable[tuple[str, int]], folds: Sequence[Fold]) -> Iterator[tuple[str, int]]:
+    """Yield the places on a stream under LayerNorm, as tensor and axis, that may be centred.
+
+    LayerNorm removes the mean of what is written to the stream. What it returns has no mean if its bias
+    is gone: then what reads it may be centred, too.
+    """
+    kept = {name for fold in folds for name in (fold.gain, fold.bias)}
+    for fold in folds:
+        if fold.bias and not fold.holds_bias:
+            kept |= {reader.weight for reader in fold.readers}
+    return (place for place in places if place[0] not in kept)
 
 
 def _bias_beside(weight: str, axes: Axes) -> str:

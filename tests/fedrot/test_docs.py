@@ -30,10 +30,19 @@ def _executed(page: str, count: int) -> dict[str, Any]:
 def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
     scope = _executed("own-model.md", 4)
     printed = capsys.readouterr().out
-    assert re.fullmatch(r"\d+ groups, largest change of an output: \S+\n", printed)
+    assert re.fullmatch(r"(\d+ groups, largest change of an output: \S+\n){2}", printed)
     assert 0 < scope["change"] <= 1e-9
     parts = {group.part for group in scope["symmetry"].groups}
     assert parts == {"residual", "heads", "attention", "rescale", "ffn"}
+
+
+def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    _executed("stream.md", 1)
+    permuted, rotated = re.findall(
+        r"canonical=\w+: (\S+)% of the distance left", capsys.readouterr().out
+    )
+    assert float(permuted) > 30
+    assert float(rotated) == 0
 
 
 def test_the_page_about_aggregations_lists_all_of_them() -> None:

@@ -44,6 +44,7 @@ IDLE = {
 DOUBTS = {
     "worse": f"{{where}} hurt {{metric}} against {BASELINE}: {{change}}.",
     "identical": f"{{where}} gave exactly the {{metric}} of {BASELINE}.",
+    "equal but for rounding": f"{{where}} gave the {{metric}} of {BASELINE}, but for rounding.",
     "within noise": "{where} made no measurable difference to {metric}: {change}.",
     "not finite": f"{{where}} or {BASELINE} diverged: {{metric}} is not finite.",
 }

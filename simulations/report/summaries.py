@@ -26,6 +26,10 @@ class Place(NamedTuple):
     metric: str
 
 
+#: Metrics of models that differ by the order of float32 sums alone differ by no more.
+ROUNDING = 1e-6
+
+
 @dataclass(frozen=True)
 class Summary:
     """A metric of one arm at the final round, over ``n`` seeds; ``sd`` (n - 1) is NaN if undefined."""
@@ -40,8 +44,8 @@ class Paired:
     """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
 
     The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
-    the interval contains 0, "identical" if all differences are 0, "not finite", "one seed: no interval"
-    or "no seed in common".
+    the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none exceeds
+    ``ROUNDING``, "not finite", "one seed: no interval" or "no seed in common".
     """
 
     mean: float
@@ -123,6 +127,8 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
     if not any(differences):
         return Paired(0.0, 0.0, 0.0, n, "identical")
     mean, sd = _mean_and_sd(differences)
+    if max(map(abs, differences)) <= ROUNDING:
+        return Paired(mean, math.nan, math.nan, n, "equal but for rounding")
     if n == 1:
         return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
     from scipy import stats

@@ -72,7 +72,7 @@ def format_difference(difference: Paired | None) -> str:
     """``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
     if difference is None:
         return "-"
-    if difference.n == 0 or difference.verdict == "identical":
+    if difference.n == 0 or difference.verdict in ("identical", "equal but for rounding"):
         return difference.verdict
     return f"{format_interval(difference, sign='+')} {difference.verdict}"
 

@@ -106,6 +106,8 @@ def test_only_common_seeds_are_paired() -> None:
         ([-0.1, -0.11, -0.12], False, "worse"),
         ([0.1, -0.11, 0.12], False, "within noise"),
         ([0.0, 0.0, 0.0], False, "identical"),
+        ([2e-8, 2.1e-8, 2.2e-8], True, "equal but for rounding"),
+        ([2e-6, 2.1e-6, 2.2e-6], True, "worse"),
         ([0.0, math.nan], False, "not finite"),
         ([math.inf, 1.0], True, "not finite"),
     ],

@@ -44,8 +44,8 @@ class Paired:
     """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
 
     The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
-    the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none exceeds
-    ``ROUNDING``, "not finite", "one seed: no interval" or "no seed in common".
+    the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none is
+    above ``ROUNDING``, "not finite", "one seed: no interval" or "no seed in common".
     """
 
     mean: float

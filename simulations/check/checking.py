@@ -18,7 +18,7 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import CONFIG, SUFFIX
 from fedrot.simulations.models.saved_model import open_saved_model
 from fedrot.simulations.report.tables import terminal_table
-from fedrot.symmetry import NO_LAYER, PARTS, Group, symmetry_of
+from fedrot.symmetry import NO_LAYER, PARTS, Group, Symmetry, symmetry_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,8 +116,14 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
 
     kinds = tuple(map(checked, dict.fromkeys(map(_key, groups))))
     together = change(lambda group: True)
-    holds = together <= TOLERANCE and all(kind.holds for kind in kinds)
     broken = dict.fromkeys(kind.part for kind in kinds if not kind.holds)
+    holds = together <= TOLERANCE and not broken
+    suspicion = "" if holds else suspects(symmetry, change, tuple(broken))
+    if holds and "residual" in chosen:
+        stream, note = _rotated(model, config, symmetry, seed)
+        if not all(kind.holds for kind in stream):
+            holds, suspicion = False, _NOT_FOLDED
+        kinds, notes = (*kinds, *stream), (*notes, note)
     return CheckReport(
         model=name,
         model_type=config.model_type,
@@ -131,10 +137,33 @@ def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) 
         change=_finite(together),
         tolerance=TOLERANCE,
         holds=holds,
-        suspects="" if holds else suspects(symmetry, change, tuple(broken)),
+        suspects=suspicion,
         notes=notes,
         seconds=time.perf_counter() - start,
     )
+
+
+#: What is said where permutations of the stream preserve the function, and rotations do not.
+_NOT_FOLDED = (
+    "Rotations of its residual stream change them: something reads the stream without the norm that the "
+    "family describes in front of it. Align with canonical=False."
+)
+
+
+def _rotated(
+    model: nn.Module, config: Any, symmetry: Symmetry, seed: int
+) -> tuple[tuple[KindChecked, ...], str]:
+    """Check rotations of the residual stream, if it has some; say what it has."""
+    if not symmetry.folds:
+        reason = next(iter(symmetry.unfolded.values()), "")
+        return (), f"Its residual stream is permuted, not rotated: {reason}."
+    if symmetry.untied:
+        names = " and ".join(symmetry.untied[0])
+        return (), f"With tables of their own, {names}, its residual stream could be rotated."
+    change = output_change(model, config, symmetry.rotated, ("residual",), seed)(lambda _: True)
+    groups = [group for group in symmetry.rotated.groups if group.part == "residual"]
+    found = KindChecked(*_key(groups[0]), len(groups), _finite(change), change <= TOLERANCE)
+    return (found,), "Its residual stream can be rotated: AlignmentOptions(canonical=True)."
 
 
 def _loaded(name: str) -> tuple[nn.Module, tuple[str, ...]]:

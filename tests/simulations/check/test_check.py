@@ -62,12 +62,33 @@ def test_a_sound_model_is_reported_in_full(model: Path) -> None:
     ]
     assert found["architecture"] == "BertForSequenceClassification"
     assert (found["model"], found["model_type"], found["family"]) == (str(model), "bert", "bert")
-    assert (found["seed"], found["refused"], found["suspects"], found["notes"]) == (0, {}, "", [])
+    assert (found["seed"], found["refused"], found["suspects"]) == (0, {}, "")
+    (note,) = found["notes"]
+    assert note.startswith("Its residual stream is permuted, not rotated: the gain 'bert.embeddings.")
     assert found["parts"] == ["residual", "output", *INSIDE]
     assert (found["holds"], found["tolerance"]) == (True, 1e-6)
     assert 0 < found["change"] <= 1e-10
     assert {(kind["part"], kind["kind"]): kind["groups"] for kind in found["kinds"]} == KINDS
     assert all(kind["holds"] and 0 < kind["change"] <= 1e-10 for kind in found["kinds"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_stream_of_a_pre_norm_model_is_rotated(tied: bool, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=20, n_layer=2, n_head=2, n_embd=8, n_positions=8, tie_word_embeddings=tied
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "a")
+    code, found = read(tmp_path / "a")
+    assert (code, found["holds"]) == (0, True)
+    (note,) = found["notes"]
+    kinds = {kind["kind"]: kind for kind in found["kinds"]}
+    assert ("StreamRotation" in kinds) != tied
+    assert ("tables of their own" in note) == tied
+    if not tied:
+        assert 0 < kinds["StreamRotation"]["change"] <= 1e-10
+        assert "can be rotated" in note
+    code, found = read(tmp_path / "a", "--parts", "attention+ffn")
+    assert (code, found["notes"]) == (0, [])
 
 
 def test_every_group_is_listed(model: Path) -> None:

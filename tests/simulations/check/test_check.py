@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,24 @@ def test_the_stream_of_a_pre_norm_model_is_rotated(tied: bool, tmp_path: Path) -
         assert "can be rotated" in note
     code, found = read(tmp_path / "a", "--parts", "attention+ffn")
     assert (code, found["notes"]) == (0, [])
+
+
+def test_a_reader_that_does_not_take_up_the_gain_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*arguments: Any) -> fedrot.Symmetry:
+        symmetry = fedrot.symmetry_of(*arguments)
+        first, *others = symmetry.folds
+        return replace(symmetry, folds=(replace(first, readers=()), *others))
+
+    monkeypatch.setattr("fedrot.simulations.check.checking.symmetry_of", wrong)
+    config = transformers.GPT2Config(
+        vocab_size=20, n_layer=1, n_head=2, n_embd=8, n_positions=8, tie_word_embeddings=False
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "a")
+    code, found = read(tmp_path / "a")
+    assert (code, found["holds"]) == (1, False)
+    assert "Rotations of its residual stream change them" in found["suspects"]
 
 
 def test_every_group_is_listed(model: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 
 import torch
@@ -263,9 +262,10 @@ def finder(
         chosen = options if other_basis is None or same else other_basis
         asked = evidence if "residual" in chosen.parts else None
         activations = None
-        if asked is not None:
-            form = partial(canonical, symmetry=symmetry) if chosen.canonical else dict
-            activations = asked(form(to.tensors), form(update))
+        if asked is not None and chosen.canonical:
+            activations = asked(canonical(to.tensors, symmetry), canonical(update, symmetry))
+        elif asked is not None:
+            activations = asked(to.tensors, update)
         return align(update, to, symmetry, chosen, activations)
 
     return find

@@ -88,9 +88,10 @@ arms = st.sampled_from(ARMS)
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> str:
-    """Draw an experiment file with something else in it."""
-    lines = FILES[draw(st.sampled_from(sorted(FILES)))].splitlines()
+def documents(draw: st.DrawFn, end: str = "") -> str:
+    """Draw an experiment file whose name ends so, with something else in it."""
+    names = sorted(name for name in FILES if name.endswith(end))
+    lines = FILES[draw(st.sampled_from(names))].splitlines()
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(lines) - 1))
         match draw(st.integers(0, 5)):
@@ -144,7 +145,7 @@ def test_a_grid_is_simulated_or_refused_in_one_line(text: str) -> bool:
     return result.exit_code == 0
 
 
-@fuzzed(3, text=documents())
+@fuzzed(3, text=documents("barriers.toml"))
 def test_a_grid_of_barriers_is_read_or_refused(text: str) -> bool:
     with TemporaryDirectory() as folder:
         path = Path(folder, "grid.toml")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.research import Learned, learn_alignment, loss_of
-from fedrot.research.learning import LearningOptions, _in_heads, _initial, _matrix, _multiplied
+from fedrot.research.learning import LearningOptions, _initial, _matrix, _multiplied, _turned
 from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from fedrot.symmetry.moves import Move
@@ -393,10 +393,10 @@ def test_gradients_of_a_moved_slot_are_finite_differences(case: str) -> None:
 @pytest.mark.parametrize("kind", [HeadRotation(2, 3), HeadLinear(2, 3)], ids=["rotation", "linear"])
 def test_the_heads_matrix_is_in_its_group_and_its_gradient_true(kind: HeadRotation) -> None:
     group = Group("g", 0, "attention", kind, ())
-    assert (_in_heads(group, _initial(group.kind)) - torch.eye(3)).abs().max() == 0
+    assert (_turned(group, _initial(group.kind)) - torch.eye(3)).abs().max() == 0
     parameter = torch.randn(2, 3, 3, generator=seeded(1), dtype=torch.float64, requires_grad=True)
-    assert kind.contains(_in_heads(group, parameter).detach())
-    assert torch.autograd.gradcheck(lambda p: _in_heads(group, p), parameter)
+    assert kind.contains(_turned(group, parameter).detach())
+    assert torch.autograd.gradcheck(lambda p: _turned(group, p), parameter)
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:

@@ -100,7 +100,7 @@ def test_a_space_that_a_model_does_not_have_is_the_residual_stream(names: Names,
     assert body.axes["tokens.weight"] == (None, expected)
     assert task_heads["last.weight"] == (f"|{expected}|",)
     assert task_heads["last.bias"] == (expected,)
-    assert task_heads["head.weight"] == (None, "other")
+    assert task_heads["head.weight"] == (None, "<other")
 
 
 def test_buffers_are_known_by_the_end_of_their_names() -> None:

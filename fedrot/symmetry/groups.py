@@ -177,18 +177,18 @@ class Symmetry:
         Raises:
             SymmetryError: there is no such stream.
         """
-        streams = {fold.space for fold in self.folds}
         if self.rotates:
             return self
+        streams = {fold.space for fold in self.folds}
         if not streams:
             reason = next(iter(self.unfolded.values()), "it has none of its own")
             raise SymmetryError(f"The residual stream cannot be rotated: {reason}. Permute it.")
-        fixed = {f.gain for f in self.folds} | {f.bias for f in self.folds if f.holds_bias}
+        gains = {fold.gain for fold in self.folds}
         centred = {name for name, _ in self.centred}
         groups = []
         for group in self.groups:
             if group.name in streams:
-                slots = tuple(slot for slot in group.slots if slot.tensor not in fixed)
+                slots = tuple(slot for slot in group.slots if slot.tensor not in gains)
                 kind = StreamRotation(1, slots[0].size, any(s.tensor in centred for s in slots))
                 group = replace(group, kind=kind, slots=slots)
             groups.append(group)

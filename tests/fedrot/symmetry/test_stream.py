@@ -177,6 +177,17 @@ def test_models_with_gains_are_never_rotated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERNORM)
+def test_norms_of_gain_one_may_keep_their_biases_and_writers_their_means(name: str) -> None:
+    """Models as they are initialised have no gains to fold; training gives them biases first."""
+    symmetry, state = symmetry_for(name), state_of(name)
+    for fold in symmetry.folds:
+        state[fold.gain] = torch.ones_like(state[fold.gain])
+    expected = outputs(name, state)
+    turned = fedrot.random_equivalent(state, symmetry.rotated, 3, ("residual",))
+    assert (outputs(name, turned) - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", LAYERNORM)
 def test_under_layernorm_the_vector_of_ones_has_to_stay(name: str) -> None:
     group, folded = stream(name), canonical(name)
     free = StreamRotation(1, group.kind.dim)

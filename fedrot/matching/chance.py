@@ -74,11 +74,14 @@ class Spread:
         return along / (share * along + (1 - share) * across) if share else 1.0
 
 
-def near_share(group: Group, tensors: Tensors, before: float, spread: Spread) -> float | None:
+def near_share(
+    group: Group, tensors: Tensors, size: float, before: float, spread: Spread
+) -> float | None:
     """Return the share of a group's squared distance that chance removes near an anchor.
 
     Args:
         tensors: of the anchor.
+        size: the sum of the squared norms of the group's blocks there.
         before: the group's squared distance to it.
         spread: of the anchor.
 
@@ -86,11 +89,7 @@ def near_share(group: Group, tensors: Tensors, before: float, spread: Spread) ->
         None if the distance is not small beside the anchor, or the group has no free dimension: whether
         chance changes an order or a sign depends on the single units.
     """
-    if not group.kind.free:
-        return None
-    blocks = (slot.of(tensors[slot.tensor].detach()).float() for slot in group.slots)
-    norms = torch.stack([torch.linalg.vector_norm(block) for block in blocks])
-    if before > NEAR * float(norms.double().square().sum()):
+    if not group.kind.free or before > NEAR * size:
         return None
     entries = entries_of(group, tensors)
     return group.kind.free / entries * spread.factor(group, entries)

@@ -33,6 +33,15 @@ class Anchor:
     _last: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _sizes: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _moved: dict[str, bool] = field(default_factory=dict, repr=False)
+    _squares: dict[str, float] = field(default_factory=dict, repr=False)
+
+    def size(self, group: Group) -> float:
+        """Return the sum of the squared norms of a group's blocks; computed once."""
+        if group.name not in self._squares:
+            blocks = (slot.of(self.tensors[slot.tensor].detach()).float() for slot in group.slots)
+            norms = torch.stack([torch.linalg.vector_norm(block) for block in blocks])
+            self._squares[group.name] = float(norms.double().square().sum())
+        return self._squares[group.name]
 
     def separation(self, group: Group, columns: int | None) -> Tensor:
         """Return the bound of ``assignment.separation`` for one group; computed once."""
@@ -126,7 +135,10 @@ class Problem:
         """Return the squared distance that chance removes from a group, None if no formula tells it."""
         if not self.chance_known:
             return None
-        share = near_share(group, self.anchor.tensors, before, self.anchor.spread)
+        if not group.kind.free:
+            return None
+        anchor = self.anchor
+        share = near_share(group, anchor.tensors, anchor.size(group), before, anchor.spread)
         return None if share is None else share * before
 
     def required(self, group: Group, before: float, chance: float | None) -> float:

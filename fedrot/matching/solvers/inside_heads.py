@@ -113,6 +113,10 @@ class HeadSolver(ABC):
         return matches
 
 
+#: The ceiling is computed in float32, and this many times as high.
+ROUNDED = 1.01
+
+
 class RotationSolver(HeadSolver):
     """Rotations: the evidence is ``M = sum over slots of A C^T``, float64 ``[heads, dim, dim]``."""
 
@@ -133,10 +137,11 @@ class RotationSolver(HeadSolver):
         For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``. The bound is infinite
         where ``H`` is not positive definite.
         """
-        symmetric, skew = ((evidence + s * evidence.mT) / 2 for s in (1, -1))
+        single = evidence.float()
+        symmetric, skew = ((single + s * single.mT) / 2 for s in (1, -1))
         factor, failed = torch.linalg.cholesky_ex(symmetric)
         half = torch.linalg.solve_triangular(factor, skew, upper=False)
-        bound = half.square().sum((-1, -2)) / 2
+        bound = ROUNDED * half.square().sum((-1, -2)).double() / 2
         return torch.where(failed > 0, torch.inf, bound)
 
     def best(

@@ -36,7 +36,11 @@ class Anchor:
     _squares: dict[str, float] = field(default_factory=dict, repr=False)
 
     def size(self, group: Group) -> float:
-        """Return the sum of the squared norms of a group's blocks; computed once."""
+        """Return the sum of the squared norms of a group's blocks; computed once.
+
+        Of an anchor that follows the clients (``towards_last``) it is that of the round's first one: it
+        decides about near and far alone.
+        """
         if group.name not in self._squares:
             blocks = (slot.of(self.tensors[slot.tensor].detach()).float() for slot in group.slots)
             norms = torch.stack([torch.linalg.vector_norm(block) for block in blocks])
@@ -79,7 +83,7 @@ class Anchor:
         separation stay valid once reduced by the neuron's own movement, by the largest movement, and
         by the rounding error.
         """
-        moved = Anchor(tensors, self.spread_after(share))
+        moved = Anchor(tensors, self.spread_after(share), _squares=self._squares)
         for (name, columns), bound in self._separation.items():
             if name in self._last:
                 way = share * self._last[name].sqrt() * assignment.SLACK

@@ -152,7 +152,7 @@ def align(
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
     if options.canonical:
-        anchor = replace(anchor, tensors=canonical(anchor.tensors, symmetry), _squares={})
+        anchor = anchor.in_canonical_form(canonical(anchor.tensors, symmetry))
         update = canonical(update, symmetry)
     check_folded(anchor.tensors, symmetry)
     check_folded(update, symmetry)

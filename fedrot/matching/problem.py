@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Symmetry
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.tensors import Tensors, check_finite
+
+#: The fields of an anchor that hold what is computed from its tensors.
+_OF_TENSORS = ("_separation", "_sizes", "_squares")
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Anchor:
     _sizes: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _moved: dict[str, bool] = field(default_factory=dict, repr=False)
     _squares: dict[str, float] = field(default_factory=dict, repr=False)
+    _canonical: dict[str, dict[Any, Any]] = field(default_factory=dict, repr=False)
 
     def size(self, group: Group) -> float:
         """Return the sum of the squared norms of a group's blocks; computed once.
@@ -71,6 +76,13 @@ class Anchor:
     def containing(self, share: float, moved: Mapping[str, bool]) -> Anchor:
         """Return this anchor for an update that is ``share`` of it; ``moved`` as for its spread."""
         return replace(self, spread=self.spread.containing(share, moved))
+
+    def in_canonical_form(self, tensors: Tensors) -> Anchor:
+        """Return this anchor with its tensors in canonical form, and what is known of them alone."""
+        known = self._canonical
+        return replace(
+            self, tensors=tensors, **{name: known.setdefault(name, {}) for name in _OF_TENSORS}
+        )
 
     def forgetful(self) -> Anchor:
         """Return this anchor with notes of its own; the bounds stay shared."""

@@ -115,7 +115,24 @@ def test_a_separation_that_was_measured_serves_canonical_biases_too() -> None:
     options = fedrot.AlignmentOptions(canonical=True, chance=0)
     for seed in (1, 2):
         fedrot.align(state_of(name, seed), anchor, symmetry, options)
-    assert anchor._separation
+    assert anchor._canonical["_separation"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_anchor_serves_both_forms(name: str) -> None:
+    """What it knows of its tensors is not taken for what is true of their canonical form."""
+    symmetry, shared = symmetry_for(name), fedrot.Anchor(state_of(name))
+    update = {key: t + 1e-2 * (state_of(name, 1)[key] - t) for key, t in state_of(name).items()}
+    for canonical in (False, True, False):
+        options = fedrot.AlignmentOptions(canonical=canonical)
+        ours, own = (
+            fedrot.align(update, anchor, symmetry, options).report.groups
+            for anchor in (shared, fedrot.Anchor(state_of(name)))
+        )
+        assert ours == own
+    assert shared._separation.keys() == shared._canonical["_separation"].keys()
+    for key, bound in shared._separation.items():
+        assert not torch.equal(bound, shared._canonical["_separation"][key])
 
 
 def test_statistics_follow_where_nothing_is_folded_or_redundant() -> None:

@@ -79,10 +79,8 @@ class Anchor:
 
     def in_canonical_form(self, tensors: Tensors) -> Anchor:
         """Return this anchor with its tensors in canonical form, and what is known of them alone."""
-        known = self._canonical
-        return replace(
-            self, tensors=tensors, **{name: known.setdefault(name, {}) for name in _OF_TENSORS}
-        )
+        known: dict[str, Any] = {name: self._canonical.setdefault(name, {}) for name in _OF_TENSORS}
+        return replace(self, tensors=tensors, **known)
 
     def forgetful(self) -> Anchor:
         """Return this anchor with notes of its own; the bounds stay shared."""

@@ -59,7 +59,8 @@ class Alignment:
         check_update(tensors, self.symmetry.shapes)
         if self.canonical:
             tensors = canonical(tensors, self.symmetry)
-        check_folded(tensors, self.symmetry)
+        else:
+            check_folded(tensors, self.symmetry)
         return apply_moves(tensors, self.moves)
 
     def inverse(self) -> Alignment:
@@ -147,15 +148,16 @@ def align(
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     check_update(update, symmetry.shapes)
     check_update(anchor.tensors, symmetry.shapes)
-    if options.canonical and "residual" in options.parts:
+    if options.rotates:
         symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
     if options.canonical:
         anchor = anchor.in_canonical_form(canonical(anchor.tensors, symmetry))
         update = canonical(update, symmetry)
-    check_folded(anchor.tensors, symmetry)
-    check_folded(update, symmetry)
+    else:
+        check_folded(anchor.tensors, symmetry)
+        check_folded(update, symmetry)
     if token_counts is not None:
         anchor = Anchor(by_frequency(anchor.tensors, symmetry, token_counts))
         update = by_frequency(update, symmetry, token_counts)

@@ -92,6 +92,11 @@ class AlignmentOptions:
         """True if a chosen part shares tensors with the others, so that all depend on each other."""
         return bool({"residual", "output"} & set(self.parts))
 
+    @property
+    def rotates(self) -> bool:
+        """True if the residual stream is rotated, not permuted."""
+        return self.canonical and "residual" in self.parts
+
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""
         if not isinstance(self.layers, str):

@@ -60,11 +60,6 @@ class Matching:
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions | None = None
 
-    @property
-    def rotates(self) -> bool:
-        """Whether the residual stream is rotated, not permuted."""
-        return self.options.canonical and "residual" in self.options.parts
-
 
 def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
     """Add an action to a ``ClientApp`` that answers the server's requests for matching.
@@ -87,7 +82,7 @@ def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
     ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
-    if matching.rotates:
+    if matching.options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
     for model, tensors in ((ours, anchor), (theirs, update)):

@@ -1,3 +1,6 @@
 """Coordinate descent over the groups, and the solvers of their actions."""
 
-import fedrot.matching.solvers  # noqa: F401 (registers the solvers)
+# Solvers register themselves when they are imported.
+from fedrot.matching import solvers
+
+__all__ = ["solvers"]

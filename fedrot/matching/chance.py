@@ -86,10 +86,9 @@ def near_share(
         spread: of the anchor.
 
     Returns:
-        None if the distance is not small beside the anchor, or the group has no free dimension: whether
-        chance changes an order or a sign depends on the single units.
+        None if the distance is not small beside the anchor.
     """
-    if not group.kind.free or before > NEAR * size:
+    if before > NEAR * size:
         return None
     entries = entries_of(group, tensors)
     return group.kind.free / entries * spread.factor(group, entries)

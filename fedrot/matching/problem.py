@@ -150,7 +150,7 @@ class Problem:
         if not self.chance_known:
             return None
         if not group.kind.free:
-            return None
+            return None  # whether chance changes an order or a sign depends on the single units
         anchor = self.anchor
         share = near_share(group, anchor.tensors, anchor.size(group), before, anchor.spread)
         return None if share is None else share * before

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedrot.errors import UpdateError
+from fedrot.errors import SymmetryError, UpdateError
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import RedundantBias, Symmetry, check_symmetry
 from fedrot.symmetry.stream import Fold
@@ -51,6 +51,16 @@ def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Te
             wide = x.to(compute_dtype(x))
             out[name] = (wide - wide.mean(axis, keepdim=True)).to(x.dtype)
     return out
+
+
+def check_rotates(symmetry: Symmetry) -> None:
+    """Raise ``SymmetryError`` if no model could hold canonical tensors whose stream is rotated."""
+    if symmetry.rotated and symmetry.untied:
+        names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
+        raise SymmetryError(
+            f"The tensors {names} are tied: only where they are separate can the residual stream be "
+            "rotated. Start from a model with tie_word_embeddings=False, or align with canonical=False."
+        )
 
 
 def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:

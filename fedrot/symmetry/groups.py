@@ -192,16 +192,19 @@ class Symmetry:
                 kind = StreamRotation(1, slots[0].size, any(s.tensor in centred for s in slots))
                 group = replace(group, kind=kind, slots=slots)
             groups.append(group)
-        readers = {reader.weight for fold in self.folds for reader in fold.readers}
-        alike = (tuple(n for n in names if n not in readers) for names in self.tied)
+        alike = (tuple(n for n in names if n not in self._readers) for names in self.tied)
         tied = tuple(names for names in alike if len(names) > 1)
         return replace(self, groups=tuple(groups), tied=tied, rotates=True)
 
     @property
     def untied(self) -> tuple[tuple[str, ...], ...]:
         """The tied tensors that canonical tensors hold separately: embeddings that also read a norm."""
-        readers = {reader.weight for fold in self.folds for reader in fold.readers}
-        return tuple(names for names in self.tied if 0 < len(readers & {*names}) < len(names))
+        return tuple(names for names in self.tied if 0 < len(self._readers & {*names}) < len(names))
+
+    @cached_property
+    def _readers(self) -> frozenset[str]:
+        """The weights that read the norms of ``folds``."""
+        return frozenset(reader.weight for fold in self.folds for reader in fold.readers)
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.

@@ -21,7 +21,7 @@ from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
-from fedrot.symmetry.canonical import canonical
+from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.tensors import Tensors
 
 State = dict[str, Tensor]
@@ -216,14 +216,9 @@ def canonical_pair(
     """Return both models in canonical form, and the symmetry that rotates their stream.
 
     Raises:
-        FedrotError: the stream cannot be rotated, or the models tie what has to be separate.
+        SymmetryError: the stream cannot be rotated, or the models tie what has to be separate.
     """
-    if symmetry.untied:
-        names = " and ".join(symmetry.untied[0])
-        raise FedrotError(
-            f"The tensors {names} are tied, so that the residual stream cannot be rotated. Train with "
-            "tie_word_embeddings=False, or permute the stream."
-        )
+    check_rotates(symmetry)
     ours, theirs = (
         with_state(model, canonical(model.state_dict(), symmetry)) for model in (anchor, client)
     )

@@ -23,6 +23,7 @@ from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
+from fedrot.symmetry.canonical import check_rotates
 from fedrot.symmetry.resolve import settings_of
 from fedrot.tensors import Tensors, check_finite
 
@@ -62,7 +63,7 @@ class OtherBases:
     @property
     def rotates(self) -> bool:
         """Whether the residual stream is rotated, not permuted."""
-        return self.options is not None and self.options.canonical and "residual" in self.options.parts
+        return self.options is not None and self.options.rotates
 
     @property
     def needs_all(self) -> bool:
@@ -152,16 +153,6 @@ class OtherBases:
                 count,
                 of,
             )
-
-
-def check_rotates(symmetry: Symmetry) -> None:
-    """Raise ``SymmetryError`` if clients could not load a model whose residual stream is rotated."""
-    if symmetry.rotated and symmetry.untied:
-        names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
-        raise SymmetryError(
-            f"The tensors {names} are tied: only where they are separate can the residual stream be "
-            "rotated. Start from a model with tie_word_embeddings=False, or align with canonical=False."
-        )
 
 
 def in_other_basis(update: Update, base: Tensors, symmetry: Symmetry) -> bool:

@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from fedrot.strategies.settings import Reporting
+from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
@@ -120,3 +121,17 @@ def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
     left, right = arrays_of(a), arrays_of(b)
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def play(
+    strategy: FedAvg, base: State, sent: list[State], nodes: list[Client] | FakeGrid
+) -> tuple[ArrayRecord, MetricRecord]:
+    """Play one round whose clients answer the requests for matching as they are given."""
+    grid = nodes if isinstance(nodes, FakeGrid) else FakeGrid(dict(enumerate(nodes, start=100)))
+    messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
+    messages.sort(key=lambda m: m.metadata.dst_node_id)
+    replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert metrics is not None
+    return arrays, metrics

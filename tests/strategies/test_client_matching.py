@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -40,7 +40,7 @@ from tests.strategies.fakes import (
     broadcast,
     failure,
     largest_difference,
-    reply,
+    play,
     tensors_of,
 )
 
@@ -89,20 +89,6 @@ def edited(node: Client, edit: EDITED) -> Client:
         return Message(RecordDict({ELEMENTS: ArrayRecord(elements)}), reply_to=message)
 
     return answer
-
-
-def play(
-    strategy: FedRot, base: State, sent: list[State], nodes: list[Client] | FakeGrid
-) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round whose clients answer the requests for matching as they are given."""
-    grid = nodes if isinstance(nodes, FakeGrid) else FakeGrid(dict(enumerate(nodes, start=100)))
-    messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
-    messages.sort(key=lambda m: m.metadata.dst_node_id)
-    replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
-    arrays, metrics = strategy.aggregate_train(1, replies)
-    assert arrays is not None
-    assert metrics is not None
-    return arrays, metrics
 
 
 # One exchange

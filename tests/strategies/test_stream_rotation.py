@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
 import fedrot
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
-from tests.families import config_of, model_of, state_of, symmetry_for
+from tests.families import config_of, model_of, state_of, symmetry_for, untied
 from tests.models import State, near
-from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, reply, tensors_of
+from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of
 
 STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
 NAMES = ["llama", "gpt2-classifier"]
@@ -32,29 +32,15 @@ def float32(tensors: State) -> State:
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def untied(name: str) -> nn.Module:
-    """Return a model whose tables are separate tensors."""
-    model: Any = model_of(name).float()
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(module, key, nn.Parameter(parameter.detach().clone()))
+def built(name: str) -> nn.Module:
+    """Return a float32 model whose tables are separate tensors."""
+    model: nn.Module = untied(model_of(name).float())
     return model
-
-
-def play(strategy: FedRot, base: State, sent: list[State], nodes: Any) -> tuple[State, MetricRecord]:
-    grid = FakeGrid(dict(enumerate(nodes, start=100)))
-    messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
-    messages.sort(key=lambda m: m.metadata.dst_node_id)
-    replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
-    arrays, metrics = strategy.aggregate_train(1, replies)
-    assert arrays is not None
-    assert metrics is not None
-    return tensors_of(arrays), metrics
 
 
 def answers(name: str, tensors: State) -> torch.Tensor:
     """Return the outputs of a model with these tensors on a few rows, float32."""
-    model = untied(name)
+    model = built(name)
     model.load_state_dict(tensors)
     ids = torch.arange(1, 19).reshape(2, 9)
     with torch.no_grad():
@@ -74,7 +60,7 @@ def matching(name: str) -> Client:
         generator = torch.Generator().manual_seed(5)
         return [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
 
-    match_at_client(app, lambda *_: Matching(lambda: untied(name), batches, STREAM))
+    match_at_client(app, lambda *_: Matching(lambda: built(name), batches, STREAM))
     context = Context(1, 1, {}, RecordDict(), {})
     return lambda message: app(message, context)
 
@@ -86,13 +72,14 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
 ) -> None:
     base, sent = states(name)
     others = OtherBasis(
-        model=(lambda: untied(name)) if where == "probe" else None,
+        model=(lambda: built(name)) if where == "probe" else None,
         options=STREAM,
         at_clients=where == "clients",
     )
     nodes = [matching(name) if where == "clients" else silent] * 3
     strategy = FedRot(config_of(name), other_basis=others, reporting=ALL_METRICS)
-    result, metrics = play(strategy, base, sent, nodes)
+    arrays, metrics = play(strategy, base, sent, nodes)
+    result = tensors_of(arrays)
     assert metrics["fedrot-replies-accepted"] == 3
     expected = answers(name, base)
     assert (answers(name, result) - expected).abs().max() <= 5e-3 * expected.abs().max()
@@ -101,7 +88,7 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
     # Permutations of the stream do not find the function.
     permuted = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL))
     lost, _ = play(FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3)
-    assert (answers(name, lost) - expected).abs().max() > 0.1 * expected.abs().max()
+    assert (answers(name, tensors_of(lost)) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 def test_replies_in_the_broadcast_basis_become_canonical_too() -> None:
@@ -110,7 +97,8 @@ def test_replies_in_the_broadcast_basis_become_canonical_too() -> None:
     base = float32(state_of(name))
     sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
     strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM))
-    result, _ = play(strategy, base, sent, [silent] * 2)
+    arrays, _ = play(strategy, base, sent, [silent] * 2)
+    result = tensors_of(arrays)
     folded = [fedrot.canonical(update, symmetry_for(name)) for update in sent]
     for key, found in result.items():
         mean = (10 * folded[0][key] + 11 * folded[1][key]) / 21

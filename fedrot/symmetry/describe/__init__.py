@@ -1,1 +1,1 @@
-"""What a family's description consists of: spaces, projections, layers, task heads."""
+"""Spaces, projections, layers and task heads: what a family's description consists of."""

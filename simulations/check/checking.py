@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from fedrot.symmetry.describe.family import Family
+
 
 @dataclass(frozen=True)
 class GroupFound:
@@ -226,16 +228,16 @@ def verdict(report: CheckReport) -> str:
     return f"The outputs of '{report.model}' change. {report.suspects}"
 
 
-def families_table(families: Mapping[str, Iterable[str]]) -> Table:
-    """Return a line per supported family with its model types."""
-    found = _table("Supported families", ("family", "model_type"))
-    for family, model_types in families.items():
-        found.add_row(family, ", ".join(model_types))
+def families_table(families: Iterable[Family]) -> Table:
+    """Return a line per supported family: its model types, and how its residual stream moves."""
+    found = _table("Supported families", ("family", "model_type", "residual stream"))
+    for family in families:
+        found.add_row(family.name, ", ".join(family.model_types), family.stream)
     return found
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
-    texts = ("layer", "part", "group", "kind", "", "family", "model_type")
+    texts = ("layer", "part", "group", "kind", "", "family", "model_type", "residual stream")
     return terminal_table(title, columns, texts, fold=True)
 
 

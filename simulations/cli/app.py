@@ -269,11 +269,11 @@ def check(
     from fedrot.symmetry import FAMILIES
 
     if list_families:
-        listed = {family.name: family.model_types for family in FAMILIES}
         if as_json:
+            listed = {f.name: {"model_types": f.model_types, "stream": f.stream} for f in FAMILIES}
             typer.echo(json.dumps({"families": listed}))
         else:
-            console.print(families_table(listed))
+            console.print(families_table(FAMILIES))
         return
     if model is None:
         raise ValueError("Give a model to check, or --list.")

@@ -90,6 +90,11 @@ def optional(*modules: Axes) -> tuple[When, ...]:
     return tuple(When(next(iter(axes)), (axes,)) for axes in modules)
 
 
+#: How a family's residual stream moves, see ``Family.stream``.
+ROTATED = "rotated"
+POST_NORM = "permuted: norms stand on the stream, behind its blocks"
+NORM_IN_FRONT = "permuted: a norm stands between embeddings and stream"
+
 #: What a family's description consists of.
 Item = Axes | Block | Stack | When
 
@@ -108,6 +113,8 @@ class Family:
         inside: modules of the encoder that ``body`` does not name, a pooler for instance. Task heads
             stand beside the encoder.
         buffers: tensors that nothing moves, by the end of their names, with their number of axes.
+        stream: how its residual stream moves in canonical form, for lists of families. What decides
+            about a model is ``Symmetry.folds``.
 
     Names of tensors have no model prefix.
     """
@@ -119,6 +126,7 @@ class Family:
     spaces: Mapping[str, Space] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
     buffers: Mapping[str, int] = field(default_factory=lambda: BUFFERS)
+    stream: str = ROTATED
 
     @property
     def stacks(self) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.symmetry import FAMILIES
 from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.describe.family import ROTATED
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.stream import StreamRotation, centred_basis
@@ -36,6 +38,10 @@ REASONS = {
     "opt-open": "without a norm",
     "deberta-embedding": "no norm|acts on the stream itself",
 }
+
+
+#: Members whose streams move otherwise than most of their family's: variants, and models without a head.
+VARIANTS = {"clip-classifier", "opt-open", "opt-projected", "gemma3", "t5-encoder", "clip-text-bare"}
 
 
 def canonical(name: str, seed: int = 0) -> State:
@@ -313,3 +319,19 @@ def test_the_rotation_is_the_best_one(name: str) -> None:
 
 def test_a_head_rotation_is_no_rotation_of_the_stream() -> None:
     assert StreamRotation(1, 4) != HeadRotation(1, 4)
+
+
+@pytest.mark.parametrize("name", sorted({*MEMBERS} - VARIANTS))
+def test_a_family_says_how_its_stream_moves(name: str) -> None:
+    symmetry = symmetry_for(name)
+    said = next(family.stream for family in FAMILIES if family.name == symmetry.family)
+    assert bool(symmetry.folds) == (ROTATED in said)
+    assert bool(symmetry.unfolded) <= ("permuted" in said)
+
+
+@pytest.mark.parametrize("name", ["opt-open", "opt-projected", "gemma3"])
+def test_a_family_says_which_of_its_variants_are_permuted(name: str) -> None:
+    symmetry = symmetry_for(name)
+    said = next(family.stream for family in FAMILIES if family.name == symmetry.family)
+    assert not symmetry.folds
+    assert "permuted in" in said

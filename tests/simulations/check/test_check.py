@@ -211,12 +211,16 @@ def test_the_model_of_the_demonstration_is_sound() -> None:
 
 
 def test_families_are_listed_without_a_model() -> None:
-    expected = {family.name: list(family.model_types) for family in FAMILIES}
+    expected = {
+        family.name: {"model_types": list(family.model_types), "stream": family.stream}
+        for family in FAMILIES
+    }
     assert read("--list") == (0, {"families": expected})
     code, output = check("--list")
     assert code == 0
     shown = " ".join(output.split())
-    assert all(name in shown for family, names in expected.items() for name in (family, *names))
+    assert all(name in shown for family in FAMILIES for name in (family.name, *family.model_types))
+    assert "permuted" in shown
 
 
 # Models that are not

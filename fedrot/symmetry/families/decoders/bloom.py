@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.family import NORM_IN_FRONT, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import embedding, norm
@@ -26,6 +26,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="bloom",
     model_types=("bloom",),
+    stream=NORM_IN_FRONT,
     body=(
         embedding("word_embeddings"),
         norm("word_embeddings_layernorm"),

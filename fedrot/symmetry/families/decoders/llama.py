@@ -6,7 +6,7 @@ The helpers serve the families that differ from these in little.
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.describe.family import Config, Family, Layer, Names, Stack
+from fedrot.symmetry.describe.family import ROTATED, Config, Family, Layer, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
@@ -40,11 +40,11 @@ def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
 
 
-def decoder(name: str, model_types: tuple[str, ...], layer: Layer) -> Family:
+def decoder(name: str, model_types: tuple[str, ...], layer: Layer, stream: str = ROTATED) -> Family:
     """Return a family with LLaMA's modules around the layers."""
     body = (embedding("embed_tokens"), Stack("layers", "num_hidden_layers", layer), last_norm("norm"))
     spaces = {RESIDUAL: Space(SignedPermutation)}
-    return Family(name, model_types, body, spaces=spaces, inside=("rotary_emb",))
+    return Family(name, model_types, body, spaces=spaces, inside=("rotary_emb",), stream=stream)
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

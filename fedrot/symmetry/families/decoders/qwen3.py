@@ -28,4 +28,9 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     )
 
 
-FAMILY = decoder("qwen3", ("qwen3", "gemma3_text"), _layer)
+FAMILY = decoder(
+    "qwen3",
+    ("qwen3", "gemma3_text"),
+    _layer,
+    "rotated; permuted in gemma3_text, with norms behind blocks",
+)

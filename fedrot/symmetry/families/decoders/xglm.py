@@ -33,5 +33,6 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="xglm",
     model_types=("xglm",),
+    stream="fixed: its sinusoidal positions are no tensors",
     body=(embedding("embed_tokens"), Stack("layers", "num_layers", _layer), last_norm("layer_norm")),
 )

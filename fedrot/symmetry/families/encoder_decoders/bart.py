@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.describe.family import Config, Family, Item, Names, Stack
+from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Item, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Space, embedding, norm
@@ -42,6 +42,7 @@ def _side(side: str) -> tuple[Item, ...]:
 FAMILY = Family(
     name="bart",
     model_types=("bart",),
+    stream=POST_NORM,
     body=(embedding("shared"), *_side("encoder"), *_side("decoder")),
     task_heads=(
         PLAIN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
@@ -25,6 +25,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="albert",
     model_types=("albert",),
+    stream=POST_NORM,
     body=(
         embeddings(KINDS, "embedding"),
         linear("encoder.embedding_hidden_mapping_in", RESIDUAL, "embedding"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding, linear, merged, norm
@@ -42,6 +42,7 @@ def layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="bert",
     model_types=("bert", "roberta", "xlm-roberta", "camembert"),
+    stream=POST_NORM,
     body=(
         embeddings(KINDS),
         Stack("encoder.layer", "num_hidden_layers", layer),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.describe.family import NORM_IN_FRONT, ROTATED, Config, Family, Names, Stack, When
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Axes, embedding, linear, norm
@@ -69,6 +69,7 @@ FAMILY = Family(
         *_image("vision_model.", "vision_config"),
     ),
     task_heads=(_TEXT_HEADS, _IMAGE_HEADS, {"logit_scale": ()}),
+    stream=f"text {ROTATED}, image {NORM_IN_FRONT}",
 )
 
 TEXT_FAMILY = Family(
@@ -76,5 +77,9 @@ TEXT_FAMILY = Family(
 )
 
 IMAGE_FAMILY = Family(
-    name="clip-image", model_types=("clip_vision_model",), body=_image(), task_heads=(_IMAGE_HEADS,)
+    name="clip-image",
+    model_types=("clip_vision_model",),
+    body=_image(),
+    task_heads=(_IMAGE_HEADS,),
+    stream=NORM_IN_FRONT,
 )

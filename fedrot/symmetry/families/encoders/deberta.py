@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, optional
+from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack, When, optional
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
@@ -59,6 +59,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="deberta",
     model_types=("deberta", "deberta-v2"),
+    stream=POST_NORM,
     body=(
         embedding(_WORDS, "embedding"),
         norm("embeddings.LayerNorm"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
@@ -23,6 +23,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="distilbert",
     model_types=("distilbert",),
+    stream=POST_NORM,
     body=(
         embeddings(KINDS[:2]),
         Stack("transformer.layer", "n_layers", _layer),

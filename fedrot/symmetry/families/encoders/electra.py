@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.describe.family import Family, Stack, optional
+from fedrot.symmetry.describe.family import POST_NORM, Family, Stack, optional
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear
 from fedrot.symmetry.describe.task_heads import masked_lm, read_out, two_layers
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
@@ -10,6 +10,7 @@ from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
 FAMILY = Family(
     name="electra",
     model_types=("electra",),
+    stream=POST_NORM,
     body=(
         embeddings(KINDS, "embedding"),
         *optional(linear("embeddings_project", RESIDUAL, "embedding")),

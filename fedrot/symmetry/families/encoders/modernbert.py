@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.family import NORM_IN_FRONT, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, linear, norm
@@ -29,6 +29,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="modernbert",
     model_types=("modernbert",),
+    stream=NORM_IN_FRONT,
     body=(
         embedding("embeddings.tok_embeddings"),
         norm("embeddings.norm"),

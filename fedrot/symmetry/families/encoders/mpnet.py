@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedrot.symmetry.actions import SignedPermutation
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack
+from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import Space, norm
@@ -24,6 +24,7 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, Block]:
 FAMILY = Family(
     name="mpnet",
     model_types=("mpnet",),
+    stream=POST_NORM,
     body=(
         embeddings(KINDS[:2]),
         Stack(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
-from fedrot.collect.statistic_kinds import transport_statistics
+from fedrot.collect.statistic_kinds import TRAINED, transport_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.pairs import squared_distance
@@ -82,8 +82,8 @@ class Alignment:
                 determine the rotated diagonal (compute it after aligning, or align by permutations only,
                 ``parts=("heads", "ffn")``); or the alignment changed biases.
         """
-        changed = self.symmetry.redundant_biases or self.symmetry.folds
-        if statistics and self.canonical and changed:
+        changed = self.canonical and (self.symmetry.redundant_biases or self.symmetry.folds)
+        if changed and {*statistics} - {TRAINED}:
             raise FedrotError(
                 "Canonical tensors have other activations, so that statistics cannot follow. Apply "
                 "fedrot.canonical to the model before the statistics are computed."
@@ -144,7 +144,7 @@ def align(
     """
     start = time.perf_counter()
     check_symmetry(symmetry)
-    options = checked_options(options)
+    options = checked_options(options).for_model(symmetry)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     check_update(update, symmetry.shapes)
     check_update(anchor.tensors, symmetry.shapes)
@@ -164,7 +164,7 @@ def align(
     with torch.no_grad():
         moves, report = solve(Problem(anchor, update, symmetry, options, activations), groups)
     report = replace(report, seconds=time.perf_counter() - start)
-    return Alignment(symmetry, moves, report, options.canonical)
+    return Alignment(symmetry, moves, report, bool(options.canonical))
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:

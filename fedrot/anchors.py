@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
+from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
@@ -243,9 +244,12 @@ def finder(
     options: AlignmentOptions,
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
+    token_counts: Tensor | None = None,
 ) -> Finder:
     """Return the function that aligns one update to one anchor; arguments as in ``align_round``."""
 
+    options = options.for_model(symmetry)
+    other_basis = None if other_basis is None else other_basis.for_model(symmetry)
     if other_basis is not None and other_basis.canonical != options.canonical:
         # A mean of canonical and of other tensors would be neither.
         options, other_basis = (replace(one, canonical=True) for one in (options, other_basis))
@@ -260,13 +264,14 @@ def finder(
     def find(update: Tensors, to: Anchor) -> Alignment:
         same = other_basis is None or same_basis(update, to.tensors)
         chosen = options if other_basis is None or same else other_basis
-        asked = evidence if "residual" in chosen.parts else None
+        of_stream = "residual" in chosen.parts
+        asked, counts = (evidence, token_counts) if of_stream else (None, None)
         activations = None
         if asked is not None and chosen.canonical:
             activations = asked(canonical(to.tensors, symmetry), canonical(update, symmetry))
         elif asked is not None:
             activations = asked(to.tensors, update)
-        return align(update, to, symmetry, chosen, activations)
+        return align(update, to, symmetry, chosen, activations, counts)
 
     return find
 
@@ -279,6 +284,7 @@ def align_round(
     anchor: str = "global",
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
+    token_counts: Tensor | None = None,
 ) -> Iterator[AlignedUpdate]:
     """Align a round's updates, in order.
 
@@ -296,6 +302,7 @@ def align_round(
             one of the two is ``canonical``, both are.
         evidence: returns the activations of an anchor and an update; called wherever the residual
             stream is matched, with canonical tensors where the options say so.
+        token_counts: see ``align``; used wherever the residual stream is matched.
 
     Raises:
         FedrotError: the anchor is unknown.
@@ -303,7 +310,8 @@ def align_round(
     """
     check_symmetry(symmetry)
     check_anchor(anchor)
-    find = finder(broadcast, symmetry, options or AlignmentOptions(), other_basis, evidence)
+    chosen = options or AlignmentOptions()
+    find = finder(broadcast, symmetry, chosen, other_basis, evidence, token_counts)
     rule = ANCHORS[anchor](Anchor(broadcast), find)
     if rule.needs_all:
         updates = list(updates)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedrot.errors import FedrotError
-from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS
+from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, Symmetry
 
 #: What may move inside heads.
 WITHIN_HEADS = ("rotation", "permutation")
@@ -43,7 +43,8 @@ class AlignmentOptions:
             only where activations are given.
         canonical: anchor and update are brought to canonical form before matching, and the result of
             ``Alignment.apply`` has it (see ``fedrot.canonical``); the function stays. The part
-            ``residual`` is then a rotation of the whole stream, in pre-norm models.
+            ``residual`` is then a rotation of the whole stream, in pre-norm models. None does so where
+            ``residual`` is among the parts and can be rotated in the model (``for_model``).
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
@@ -56,7 +57,7 @@ class AlignmentOptions:
     tolerance: float = 1e-4
     restarts: int = 0
     activation_weight: float = 0.5
-    canonical: bool = False
+    canonical: bool | None = None
 
     def __post_init__(self) -> None:
         parts: object = self.parts
@@ -92,10 +93,25 @@ class AlignmentOptions:
         """True if a chosen part shares tensors with the others, so that all depend on each other."""
         return bool({"residual", "output"} & set(self.parts))
 
+    def for_model(self, symmetry: Symmetry) -> AlignmentOptions:
+        """Return the options with ``canonical`` decided for a model."""
+        if self.canonical is not None:
+            return self
+        return replace(self, canonical="residual" in self.parts and symmetry.can_rotate)
+
+    def as_it_is(self) -> AlignmentOptions:
+        """Return the options with no canonical form, unless they ask for it."""
+        return replace(self, canonical=bool(self.canonical))
+
     @property
     def rotates(self) -> bool:
-        """True if the residual stream is rotated, not permuted."""
-        return self.canonical and "residual" in self.parts
+        """True if the residual stream is rotated, not permuted; known once ``canonical`` is."""
+        return bool(self.canonical) and "residual" in self.parts
+
+    @property
+    def may_be_canonical(self) -> bool:
+        """False if no model is brought to canonical form."""
+        return "residual" in self.parts if self.canonical is None else self.canonical
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""

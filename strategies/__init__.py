@@ -14,7 +14,7 @@ from fedrot.strategies.reporting.metrics_log import MetricsLog
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
-from fedrot.strategies.wire.records import statistics_record, wanted_statistics
+from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
 
 __all__ = [
     "DEFAULT_ANCHOR",
@@ -34,5 +34,6 @@ __all__ = [
     "match_at_client",
     "statistics_record",
     "to_arrays",
+    "token_counts_record",
     "wanted_statistics",
 ]

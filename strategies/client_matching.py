@@ -35,6 +35,9 @@ ACTION = "fedrot_match"
 MESSAGE_TYPE = f"train.{ACTION}"
 ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
 
+#: Key of the request's configuration: whether the server brings the models to canonical form.
+CANONICAL = "fedrot-canonical"
+
 #: Updates from another basis differ in every part.
 OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
 
@@ -50,7 +53,7 @@ class Matching:
         build: returns a ``transformers`` model, or another one with a ``config``.
         batches: returns the client's inputs: keyword arguments of forward, with ``labels`` for
             ``learning``.
-        options: what to align.
+        options: what to align. If ``canonical`` is None, the server decides about that.
         learning: refines the elements by gradient descent on the loss of the average, which costs
             ``learning.steps`` training steps; None does not.
     """
@@ -82,7 +85,11 @@ def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
     ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
-    if matching.options.rotates:
+    options = matching.options
+    if options.canonical is None:
+        told = (config.get(CANONICAL) for config in message.content.config_records.values())
+        options = replace(options, canonical=any(told))
+    if options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
     for model, tensors in ((ours, anchor), (theirs, update)):
@@ -90,7 +97,7 @@ def _match(message: Message, matching: Matching) -> Alignment:
         model.eval()
     inputs = (forward_inputs(ours, batch) for batch in matching.batches())
     activations = collect_activations(ours, theirs, inputs, symmetry)
-    found = align(update, anchor, symmetry, matching.options, activations)
+    found = align(update, anchor, symmetry, options, activations)
     if matching.learning is None:
         return found
     loss, batches = loss_of(ours), matching.batches()
@@ -106,6 +113,7 @@ def request(
     update: ArrayRecord | Mapping[str, Tensor],
     config: ConfigRecord,
     node: int,
+    canonical_form: bool = False,
 ) -> Message:
     """Return the message that asks a node to match its update to an anchor.
 
@@ -113,7 +121,8 @@ def request(
     read without the model that the client had received.
     """
     sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
-    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": config})
+    told = ConfigRecord({**config, CANONICAL: canonical_form})
+    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": told})
     return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
 
 

@@ -110,6 +110,10 @@ class FedRot(Aligned, FedAvg):
         self.aggregation = _builder(aggregation)
         self.statistics_every = statistics_every
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
+        if self._kinds:
+            # Statistics of the update that a client sends are not those of its canonical form.
+            self.options = self.options.as_it_is()
+            self.other_bases.as_it_is()
         self._check_rotations()
 
     def _check_rotations(self) -> None:

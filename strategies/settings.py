@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
+from fedrot.matching.tokens import check_counts
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.wire.arrays import PRECISIONS
 
@@ -26,20 +27,26 @@ class OtherBasis:
 
     Attributes:
         model: returns a model of the broadcast architecture. fedrot checks once that alignment preserves
-            its function, and then matches replies by weights and by activations on random tokens.
+            its function, and then matches replies by weights, and where the residual stream is permuted
+            by activations on random tokens, too.
         options: what to align; the whole model if None. Without ``model`` nothing is checked: you assert
             that the model is a standard one of its family.
         at_clients: ask the senders to match their updates on their own data, which needs
             ``match_at_client`` on their ``ClientApp``. Each of them receives two more models per round:
             its update and the anchor, which is another client's update if most are in another basis.
+        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``, see
+            ``fedrot.align``. If None, the sum of what the round's clients report
+            (``token_counts_record``).
 
     Raises:
-        FedrotError: ``model`` is not a function, or neither ``model`` nor ``options`` is given.
+        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, or the
+            counts are none.
     """
 
     model: Callable[[], nn.Module] | None = None
     options: AlignmentOptions | None = None
     at_clients: bool = False
+    token_counts: Tensor | None = None
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -51,6 +58,8 @@ class OtherBasis:
             )
         if self.model is None and self.options is None:
             raise FedrotError("OtherBasis needs 'model', or 'options', or both.")
+        if self.token_counts is not None:
+            check_counts(self.token_counts)
 
 
 @dataclass(frozen=True)

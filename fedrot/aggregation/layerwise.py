@@ -42,7 +42,8 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
     tensor: the whole model if the residual stream is matched. Tensors without a chosen group come in
     packets without groups, no larger than the largest layer, unless one tensor is.
     """
-    options = options or AlignmentOptions()
+    options = (options or AlignmentOptions()).for_model(symmetry)
+    symmetry = symmetry.rotated if options.rotates else symmetry
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     redundant_biases = symmetry.redundant_biases if options.canonical else ()
     folds = symmetry.folds if options.canonical else ()
@@ -50,11 +51,7 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
         layers.setdefault(key, set()).update(slot.tensor for slot in group.slots)
-    bound = [
-        {g.bias.tensor, *([g.read.tensor, g.taken_up] if g.read is not None else [])}
-        for g in redundant_biases
-    ]
-    bound += [fold.tensors for fold in folds]
+    bound = [redundant.tensors for redundant in redundant_biases] + [fold.tensors for fold in folds]
     joined: list[set[str]] = []
     for names in (*layers.values(), *bound):
         touching = [other for other in joined if other & names]
@@ -99,7 +96,7 @@ def align_by_layer(
     Raises:
         UpdateError: see ``align``. Names and shapes are checked before the first part.
     """
-    options = options or AlignmentOptions()
+    options = (options or AlignmentOptions()).for_model(symmetry)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     for tensors in (update, anchor.tensors):
         check_update(tensors, symmetry.shapes)

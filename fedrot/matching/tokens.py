@@ -14,8 +14,8 @@ def by_frequency(tensors: Tensors, symmetry: Symmetry, counts: Tensor) -> dict[s
     """Return tensors whose tables are scaled so that squared distances count tokens by frequency.
 
     Row ``t`` of a table is multiplied by ``sqrt(V f_t)``, where ``f_t`` is the share of token ``t``
-    and ``V`` the number of tokens. Tables are the tensors with one axis on the residual
-    stream and another of ``V`` entries that nothing moves, so that the factors follow every move.
+    and ``V`` the number of tokens. Nothing moves the axis of the tokens (``tables_of``), so that the
+    factors follow every move.
 
     Args:
         counts: how often each token occurs, ``[V]``, not negative.
@@ -23,17 +23,14 @@ def by_frequency(tensors: Tensors, symmetry: Symmetry, counts: Tensor) -> dict[s
     Raises:
         FedrotError: the counts are none, or the model has no such table.
     """
-    weights = _weights(counts)
-    moved = {(slot.tensor, slot.axis) for group in symmetry.groups for slot in group.slots}
-    streams = {s.tensor: s.axis for g in symmetry.groups if g.part == "residual" for s in g.slots}
+    values = check_counts(counts)
+    weights = (values / values.mean()).sqrt()
     found = {}
-    for name, axis in streams.items():
-        shape = symmetry.shapes[name]
-        other = 1 - axis
-        if len(shape) == 2 and shape[other] == len(weights) and (name, other) not in moved:
+    for name, axis in tables_of(symmetry).items():
+        if symmetry.shapes[name][axis] == len(weights):
             table = tensors[name].detach()
             wide = table.to(compute_dtype(table))
-            found[name] = wide * along_axis(weights, other, wide)
+            found[name] = wide * along_axis(weights, axis, wide)
     if not found:
         raise FedrotError(
             f"There are counts of {len(weights)} tokens, but no table of so many rows on the residual "
@@ -42,7 +39,22 @@ def by_frequency(tensors: Tensors, symmetry: Symmetry, counts: Tensor) -> dict[s
     return {**tensors, **found}
 
 
-def _weights(counts: Tensor) -> Tensor:
+def tables_of(symmetry: Symmetry) -> dict[str, int]:
+    """Return the tables on the residual stream, with the axis that nothing moves: that of their tokens.
+
+    These are embeddings of tokens, positions and kinds, and task heads.
+    """
+    moved = {(slot.tensor, slot.axis) for group in symmetry.groups for slot in group.slots}
+    streams = {s.tensor: s.axis for g in symmetry.groups if g.part == "residual" for s in g.slots}
+    return {
+        name: 1 - axis
+        for name, axis in streams.items()
+        if len(symmetry.shapes[name]) == 2 and (name, 1 - axis) not in moved
+    }
+
+
+def check_counts(counts: object) -> Tensor:
+    """Return token counts as float64 ``[V]``; raise ``FedrotError`` if they are none."""
     given = torch.as_tensor(counts)
     values = given.double()
     fits = values.ndim == 1 and bool(torch.isfinite(values).all()) and bool((values >= 0).all())
@@ -51,4 +63,4 @@ def _weights(counts: Tensor) -> Tensor:
             f"Token counts of shape {list(given.shape)} are no counts: give one number per token, none "
             "negative, not all 0."
         )
-    return (values / values.mean()).sqrt()
+    return values

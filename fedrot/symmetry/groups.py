@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -141,6 +142,12 @@ class RedundantBias:
     read: Slot | None = None
     taken_up: str = ""
 
+    @property
+    def tensors(self) -> set[str]:
+        """The names of all tensors that dropping it reads or changes."""
+        read = {self.read.tensor} if self.read is not None else set()
+        return {self.bias.tensor, self.taken_up, *read} - {""}
+
 
 @dataclass(frozen=True)
 class Symmetry:
@@ -197,6 +204,11 @@ class Symmetry:
         return replace(self, groups=tuple(groups), tied=tied, rotates=True)
 
     @property
+    def can_rotate(self) -> bool:
+        """Whether the model has a stream that can be rotated, and no tied tensors that prevent it."""
+        return bool(self.folds) and not self.untied
+
+    @property
     def untied(self) -> tuple[tuple[str, ...], ...]:
         """The tied tensors that canonical tensors hold separately: embeddings that also read a norm."""
         return tuple(names for names in self.tied if 0 < len(self._readers & {*names}) < len(names))
@@ -205,6 +217,27 @@ class Symmetry:
     def _readers(self) -> frozenset[str]:
         """The weights that read the norms of ``folds``."""
         return frozenset(reader.weight for fold in self.folds for reader in fold.readers)
+
+    def around(self, names: Collection[str]) -> Symmetry:
+        """Return the part of the symmetry that decides about the canonical form of some tensors.
+
+        Its ``shapes`` are these tensors, and those that folding and redundant biases connect to them; it
+        has no groups.
+        """
+        chosen, size = {*names}, -1
+        bound = [fold.tensors for fold in self.folds] + [r.tensors for r in self.redundant_biases]
+        while len(chosen) != size:
+            size = len(chosen)
+            chosen = chosen.union(*(tensors for tensors in bound if tensors & chosen))
+        return replace(
+            self,
+            groups=(),
+            shapes={name: shape for name, shape in self.shapes.items() if name in chosen},
+            tied=(),
+            redundant_biases=tuple(r for r in self.redundant_biases if r.tensors & chosen),
+            folds=tuple(fold for fold in self.folds if fold.tensors & chosen),
+            centred=tuple(place for place in self.centred if place[0] in chosen),
+        )
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.

@@ -64,7 +64,7 @@ class MatchingMethod:
     @property
     def canonical(self) -> bool:
         """Whether both models are brought to canonical form first."""
-        return self.options is not None and self.options.canonical
+        return self.options is not None and bool(self.options.canonical)
 
     @property
     def description(self) -> str:
@@ -123,7 +123,7 @@ def _repaired(
 
 VANILLA = "vanilla"
 # Published methods move whatever removes anything: no method asks what chance removes.
-_EAGER = AlignmentOptions(chance=0)
+_EAGER = AlignmentOptions(chance=0, canonical=False)
 _WHOLE = replace(_EAGER, parts=WHOLE_MODEL)
 _STREAM = replace(_WHOLE, canonical=True)
 
@@ -175,7 +175,7 @@ METHODS: dict[str, MatchingMethod] = {
 
 def methods_for(symmetry: Symmetry) -> tuple[str, ...]:
     """Return the names of all methods that suit a model: not all have a stream that rotates."""
-    rotates = bool(symmetry.folds) and not symmetry.untied
+    rotates = symmetry.can_rotate
     return tuple(name for name, method in METHODS.items() if rotates or not method.canonical)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedrot.aggregation import aggregations
-from fedrot.alignment import Alignment, align
-from fedrot.anchors import base_cosine
-from fedrot.collect.activations import Activations, probing
+from fedrot.alignment import Alignment
+from fedrot.anchors import Evidence, base_cosine, finder
+from fedrot.collect.activations import probing
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import squared_distance
 from fedrot.matching.problem import Anchor
@@ -24,8 +24,9 @@ from fedrot.report import AlignmentReport
 from fedrot.simulations.models.model_files import about
 from fedrot.simulations.models.saved_model import ARCHITECTURE, SavedModel, check_alike, check_bundled
 from fedrot.symmetry import Symmetry, symmetry_of
+from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import apply_moves
-from fedrot.tensors import Tensors, check_finite, compute_dtype
+from fedrot.tensors import check_finite, compute_dtype
 
 Batches = Sequence[Mapping[str, Tensor]]
 
@@ -115,7 +116,15 @@ class Input:
     alignment: Alignment
 
     def own(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors before alignment, at least in float32."""
+        """Return tensors before alignment, at least in float32; canonical if the alignment is."""
+        if not self.alignment.canonical:
+            return self._read(names)
+        chosen = self.saved.tensors.names if names is None else [*names]
+        part = self.alignment.symmetry.around(chosen)
+        tensors = canonical(self._read(part.shapes), part)
+        return {name: tensors[name] for name in chosen}
+
+    def _read(self, names: Iterable[str] | None) -> dict[str, Tensor]:
         return {
             name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
             for name, tensor in self.saved.tensors.read(names).items()
@@ -160,12 +169,16 @@ def aligned(
         check_values(model)
     ours = first.tensors.read()
     symmetry = symmetry_of(first.config, ours)
-    anchor, evidence = Anchor(ours), _evidence(first, symmetry, options, batches)
+    options = options.for_model(symmetry)
+    if options.rotates:
+        symmetry = symmetry.rotated
+    anchor = Anchor(ours)
+    find = finder(ours, symmetry, options, evidence=_evidence(first, symmetry, batches))
 
     def matched(other: SavedModel) -> Alignment:
         theirs = other.tensors.read()
         with about(other.path):
-            return align(theirs, anchor, symmetry, options, evidence(ours, theirs))
+            return find(theirs, anchor)
 
     def with_report(other: SavedModel, weight: float) -> tuple[Input, InputReport]:
         cosine = base_cosine(other.tensors.read(), first.tensors.read(), symmetry)
@@ -174,7 +187,8 @@ def aligned(
         seconds, distances = time.perf_counter() - start, _distances(one, still)
         return one, InputReport(other.name, weight, cosine, *distances, seconds, one.alignment.report)
 
-    still = Input(first, weights[0], Alignment(symmetry, (), AlignmentReport((), 0.0, 0.0, 0.0)))
+    nothing = AlignmentReport((), 0.0, 0.0, 0.0)
+    still = Input(first, weights[0], Alignment(symmetry, (), nothing, bool(options.canonical)))
     report = InputReport(first.name, weights[0], 1.0, 0.0, 0.0, 0.0, still.alignment.report)
     rest = zip(others, weights[1:], strict=True)
     return [(still, report), *(with_report(*one) for one in rest)]
@@ -191,11 +205,10 @@ def _distances(one: Input, anchor: Input) -> tuple[float, float]:
     return before, after
 
 
-def _evidence(
-    saved: SavedModel, symmetry: Symmetry, options: AlignmentOptions, batches: Batches
-) -> Callable[[Tensors, Tensors], Activations | None]:
-    if "residual" not in options.parts:
-        return lambda ours, theirs: None
+def _evidence(saved: SavedModel, symmetry: Symmetry, batches: Batches) -> Evidence | None:
+    """Return activations on the batches; without any, on random tokens, but not of rotated streams."""
+    if symmetry.rotates and not batches:
+        return None
     config = saved.config.to_dict()
     return probing(saved.build, config, symmetry, batches=batches, batch_size=BATCH)
 

@@ -103,6 +103,8 @@ def merge(
     weights = _weights_of(settings.weights) if settings.weights else [1.0] * len(models)
     options = replace(options_of(settings.parts, settings.layers), chance=settings.chance)
     method = _method(settings)
+    if method.needs:
+        options = options.as_it_is()
     if not dry_run:
         if out is None:
             raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment
-from fedrot.anchors import ANCHORS, GlobalAnchor, RunningAnchor, align_round, finder
+from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, align_round, finder
 from fedrot.errors import FedrotError
 from fedrot.matching.pairs import model_distance
 from fedrot.matching.problem import Anchor
@@ -19,6 +19,7 @@ from fedrot.strategies.round.other_basis import Exchange, OtherBases, in_other_b
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.symmetry import Symmetry
+from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors
 
 
@@ -39,7 +40,7 @@ class Unaligned:
     def accept(self, update: Update, place: int = 0) -> None:
         """Take note of an aligned update that is merged."""
 
-    def distances(self, updates: Iterable[Update]) -> Iterator[float]:
+    def distances(self, updates: Sequence[Update]) -> Iterator[float]:
         """Return every update's distance from the broadcast model."""
         return (model_distance(update.tensors, self.broadcast) for update in updates)
 
@@ -70,16 +71,32 @@ class Plan:
         alone = self.other_bases.options is None and self.anchor in ("global", "running")
         return self.device.type != "cpu" and alone
 
-    def rule(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
+    def rule(
+        self,
+        base: Tensors,
+        shared: Mean | None,
+        mixed: bool = True,
+        token_counts: Tensor | None = None,
+    ) -> GlobalAnchor:
         """Return the anchor of a new round whose coordinates are those of ``base``.
 
-        ``shared`` is the mean that the round's updates are added to, if it is a plain one.
+        Args:
+            shared: the mean that the round's updates are added to, if it is a plain one.
+            mixed: False if no update of the round comes from another basis.
+            token_counts: see ``fedrot.align``.
         """
-        others = self.other_bases
-        find = finder(base, self.symmetry, self.options, others.options, others.evidence)
+        options, evidence = self.of_others(mixed)
+        find = finder(base, self.symmetry, self.options, options, evidence, token_counts)
         if self.anchor == "running":
             return RunningAnchor(Anchor(base), find, shared)
         return ANCHORS[self.anchor](Anchor(base), find)
+
+    def of_others(self, mixed: bool) -> tuple[AlignmentOptions | None, Evidence | None]:
+        """Return options and evidence for updates from other bases; none if there are none.
+
+        Options that are canonical make the whole round so, which has to have a reason.
+        """
+        return (self.other_bases.options, self.other_bases.evidence) if mixed else (None, None)
 
 
 class Aligner(Unaligned):
@@ -110,11 +127,11 @@ class Aligner(Unaligned):
         if others.needs_all:
             places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
             self.this_round.other_basis = len(places)
-            base = others.base(updates, places, base)
+            base, counts = others.base(updates, places, base), others.counts(updates, symmetry)
             if others.at_clients and places and self._exchange is not None:
                 asked = (updates, base, symmetry, self._exchange, self.this_round)
                 self._matched = others.matched_at_clients(*asked)
-            self.rule = self.plan.rule(self._there(base), self._shared)
+            self.rule = self.plan.rule(self._there(base), self._shared, bool(places), counts)
         rest = [place for place in range(len(updates)) if place not in self._matched]
         self._places = {place: index for index, place in enumerate(rest)}
         if self.rule.needs_all:
@@ -148,13 +165,15 @@ class Aligner(Unaligned):
         note = self.rule.include if place in self._matched else self.rule.accept
         note(update.tensors, update.weight)
 
-    def distances(self, updates: Iterable[Update]) -> Iterator[float]:
-        """Return every update's distance from the broadcast model, after alignment to it."""
-        plan, others = self.plan, self.plan.other_bases
-        base = on_device(self.broadcast, plan.device)
+    def distances(self, updates: Sequence[Update]) -> Iterator[float]:
+        """Yield every update's distance from the broadcast model, after alignment to it."""
+        plan, base = self.plan, on_device(self.broadcast, self.plan.device)
+        mixed = any(in_other_basis(update, self.broadcast, plan.symmetry) for update in updates)
         given = ((on_device(update.tensors, plan.device), update.weight) for update in updates)
-        how = (plan.symmetry, plan.options, "global", others.options, others.evidence)
-        return (model_distance(result.tensors, base) for result in align_round(given, base, *how))
+        how = (plan.symmetry, plan.options, "global", *plan.of_others(mixed))
+        for result in align_round(given, base, *how):
+            form = canonical(base, plan.symmetry) if result.alignment.canonical else base
+            yield model_distance(result.tensors, form)
 
     def close(self) -> None:
         """Say how many replies came from another basis."""

@@ -206,4 +206,4 @@ def comparison_of(given: object, align: bool, *options: AlignmentOptions | None)
             "plain one. Leave one of the two arguments out."
         )
     # Canonical tensors differ even where no group is moved.
-    return Comparison(guard, any(o is not None and o.canonical for o in options))
+    return Comparison(guard, any(o is not None and o.may_be_canonical for o in options))

@@ -20,7 +20,12 @@ from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.reporting.metrics_log import EVALUATE
 from fedrot.strategies.round.round_report import Round, legible
 from fedrot.strategies.round.update import Schema, Update
-from fedrot.strategies.wire.records import model_records, read_statistics, statistics_bytes
+from fedrot.strategies.wire.records import (
+    model_records,
+    read_statistics,
+    read_token_counts,
+    statistics_bytes,
+)
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
 #: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
@@ -194,7 +199,9 @@ class Inbox:
             log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
             statistics = {}
         as_received = tensors, statistics
-        return Update(client_id(message), message, record, tensors, weight, statistics, *as_received)
+        counts = read_token_counts(content)
+        sender = client_id(message)
+        return Update(sender, message, record, tensors, weight, statistics, *as_received, counts)
 
     def _check_loss(self, content: RecordDict) -> None:
         if self.loss_key is None:

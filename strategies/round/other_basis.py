@@ -10,6 +10,7 @@ import torch
 from flwr.app import ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedrot.alignment import Alignment
 from fedrot.anchors import SAME_BASIS, Evidence, base_cosine
@@ -17,6 +18,7 @@ from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
+from fedrot.matching.tokens import tables_of
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS, read_answer, request
 from fedrot.strategies.round.round_report import Round
@@ -45,7 +47,9 @@ class OtherBases:
 
     Attributes:
         options: what to align in such replies; None aligns them like all others.
-        evidence: returns activations on random tokens, once the model is verified; None before.
+        evidence: returns activations on random tokens, once the model is verified; None before, for
+            models without tokens, and where the residual stream is rotated.
+        token_counts: the strategy's own; None for those that clients report.
     """
 
     def __init__(self, settings: OtherBasis | None) -> None:
@@ -53,12 +57,18 @@ class OtherBases:
         self.options = settings.options if settings is not None else None
         self.at_clients = settings is not None and settings.at_clients
         self.evidence: Evidence | None = None
-        self._prepared = False
+        self.token_counts = settings.token_counts if settings is not None else None
+        self._default, self._prepared = OTHER_BASIS_OPTIONS, False
 
     @property
     def possible_options(self) -> AlignmentOptions | None:
         """The options, or those that ``prepare`` will choose."""
-        return self.options or (OTHER_BASIS_OPTIONS if self.model is not None else None)
+        return self.options or (self._default if self.model is not None else None)
+
+    def as_it_is(self) -> None:
+        """Bring no update to canonical form unless the options ask for it: statistics come with them."""
+        self._default = self._default.as_it_is()
+        self.options = self.options.as_it_is() if self.options is not None else None
 
     @property
     def rotates(self) -> bool:
@@ -76,25 +86,27 @@ class OtherBases:
         Raises:
             SymmetryError: the model is not what its names say.
         """
+        if self.options is not None:
+            self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
         if self._prepared or self.model is None:
             return
+        self.options = (self.options or self._default).for_model(symmetry)
         # Building a model draws random numbers, which a resumed run would draw in another round.
         with torch.random.fork_rng(devices=[]):
             model = self.model()
         config = settings_of(model.config)
-        parts = OTHER_BASIS_OPTIONS.parts if self.options is None else self.options.parts
         symmetry = symmetry.rotated if self.rotates else symmetry
         try:
-            check_function(model, config, symmetry, parts)
+            check_function(model, config, symmetry, self.options.parts)
         except SymmetryError as error:
             raise SymmetryError(
                 "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
                 f"to align them like all others, or give 'options' with fewer parts. {error}"
             ) from error
-        self.options = self.options or OTHER_BASIS_OPTIONS
-        if reads_text(config):
+        # Of rotated streams random tokens tell less than the weights do (docs/stream.md).
+        if reads_text(config) and not self.rotates:
             self.evidence = probing(self.model, config, symmetry)
         self._prepared = True
 
@@ -112,6 +124,26 @@ class OtherBases:
         log(INFO, message + "the anchor is client %d's model.", *counts, heaviest.client)
         return heaviest.tensors
 
+    def counts(self, updates: Sequence[Update], symmetry: Symmetry) -> Tensor | None:
+        """Return how often each token occurs: the strategy's own counts, or the sum of the clients'.
+
+        Counts that fit no table of the model are left out with a warning.
+        """
+        if self.token_counts is not None:
+            return self.token_counts
+        sizes = {symmetry.shapes[name][axis] for name, axis in tables_of(symmetry).items()}
+        found = None
+        for update in updates:
+            given = update.token_counts
+            if given is None:
+                continue
+            if len(given) in sizes and (found is None or len(found) == len(given)):
+                found = given if found is None else found + given
+            else:
+                what = "Client %d counts %d tokens, but the model's tables have %s rows: left out."
+                log(WARNING, what, update.client, len(given), " or ".join(map(str, sorted(sizes))))
+        return found
+
     def matched_at_clients(
         self,
         updates: Sequence[Update],
@@ -126,7 +158,8 @@ class OtherBases:
             if in_other_basis(update, base, symmetry):
                 node = update.message.metadata.src_node_id
                 asked[node] = place
-                requests.append(request(base, update.tensors, exchange.config, node))
+                asking = (base, update.tensors, exchange.config, node, self.rotates)
+                requests.append(request(*asking))
         found: dict[int, Alignment] = {}
         for answer in this_round.waited(exchange.of(requests)):
             place = asked.get(answer.metadata.src_node_id, -1)

@@ -14,7 +14,7 @@ from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Store, Stored
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
-from fedrot.strategies.wire.records import STATISTICS, replace_changed
+from fedrot.strategies.wire.records import STATISTICS, TOKEN_COUNTS, replace_changed
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
@@ -71,13 +71,13 @@ def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
 
 
 def with_tensors(update: Update, store: Store) -> Message:
-    """Return a copy of a reply's message with the update's tensors and without statistics.
+    """Return a copy of a reply's message with the update's tensors and without our own records.
 
     If the store keeps files, ``Array.numpy`` reads the values from one.
     """
     tensors, content = update.tensors, RecordDict(dict(update.message.content))
-    if STATISTICS in content.array_records:
-        del content[STATISTICS]
+    for ours in {STATISTICS, TOKEN_COUNTS} & content.array_records.keys():
+        del content[ours]
     if store.folder is not None:
         stored, record = store.put(tensors), ArrayRecord()
         for (

@@ -27,6 +27,7 @@ class Update:
         statistics: by kind, then by tensor name; they belong to ``tensors``.
         received: the tensors as they were received: views of the message's arrays where possible.
         received_statistics: the statistics as they were received, which belong to ``received``.
+        token_counts: how often each token occurs in the client's texts; None if it does not say.
     """
 
     client: int
@@ -37,6 +38,7 @@ class Update:
     statistics: Statistics = field(default_factory=dict)
     received: Tensors = field(default_factory=dict)
     received_statistics: Statistics = field(default_factory=dict)
+    token_counts: Tensor | None = None
 
     def holding(self, tensors: Tensors, statistics: Statistics, message: Message) -> Update:
         """Return the update with another message, and these tensors and statistics, as received."""

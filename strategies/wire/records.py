@@ -10,12 +10,17 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.matching.tokens import check_counts
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
 #: kinds that the server wants this round, separated by commas.
 STATISTICS = "fedrot-statistics"
+
+#: Name of the ArrayRecord of how often each token occurs in a client's texts, and of its only array.
+TOKEN_COUNTS = "fedrot-token-counts"
+_COUNTS = "counts"
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
@@ -98,9 +103,42 @@ def statistics_bytes(message: Message) -> int:
     return wire_bytes(record) if record is not None else 0
 
 
+def token_counts_record(counts: Tensor) -> ArrayRecord:
+    """Return token counts as the ArrayRecord ``fedrot-token-counts`` of a client's reply.
+
+    A server that matches replies from other bases counts rows of embedding tables by how often their
+    tokens occur. The vector tells the server which words a client's texts have: a client that must not
+    say so leaves it out.
+
+    Args:
+        counts: ``[vocabulary]``, for example ``torch.bincount(input_ids, minlength=vocab_size)``.
+
+    Example: ``content["fedrot-token-counts"] = token_counts_record(counts)``
+    """
+    return ArrayRecord({_COUNTS: encode(_COUNTS, check_counts(counts).float())})
+
+
+def read_token_counts(content: RecordDict) -> Tensor | None:
+    """Return the token counts of a reply, float64 ``[vocabulary]``, None if it has none.
+
+    Raises:
+        UpdateError: they cannot be decoded, or are no counts.
+    """
+    record = content.array_records.get(TOKEN_COUNTS)
+    if record is None:
+        return None
+    if list(record) != [_COUNTS]:
+        raise UpdateError(f"'{TOKEN_COUNTS}' holds {list(record)[:3]}; use token_counts_record.")
+    try:
+        return check_counts(decode(_COUNTS, record[_COUNTS]))
+    except FedrotError as error:
+        raise UpdateError(f"'{TOKEN_COUNTS}': {error}") from error
+
+
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return a reply's ArrayRecords without its statistics; a valid reply has exactly one."""
-    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
+    """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
+    ours = (STATISTICS, TOKEN_COUNTS)
+    return {name: arrays for name, arrays in content.array_records.items() if name not in ours}
 
 
 def without_arrays(content: RecordDict) -> RecordDict:

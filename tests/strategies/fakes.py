@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from fedrot.strategies.settings import Reporting
+from fedrot.strategies.wire.records import token_counts_record
 from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
@@ -124,13 +125,19 @@ def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
 
 
 def play(
-    strategy: FedAvg, base: State, sent: list[State], nodes: list[Client] | FakeGrid
+    strategy: FedAvg,
+    base: State,
+    sent: list[State],
+    nodes: list[Client] | FakeGrid,
+    token_counts: Sequence[Tensor] = (),
 ) -> tuple[ArrayRecord, MetricRecord]:
     """Play one round whose clients answer the requests for matching as they are given."""
     grid = nodes if isinstance(nodes, FakeGrid) else FakeGrid(dict(enumerate(nodes, start=100)))
     messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
     messages.sort(key=lambda m: m.metadata.dst_node_id)
     replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    for message, counts in zip(replies, token_counts, strict=False):
+        message.content["fedrot-token-counts"] = token_counts_record(counts)
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
     assert metrics is not None

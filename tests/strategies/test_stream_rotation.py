@@ -8,15 +8,23 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
-from torch import nn
+from torch import Tensor, nn
 
 import fedrot
-from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
+from fedrot.strategies import (
+    Execution,
+    FedRot,
+    Matching,
+    OtherBasis,
+    match_at_client,
+    token_counts_record,
+)
 from tests.families import config_of, model_of, state_of, symmetry_for, untied
 from tests.models import State, near
 from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of
 
 STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
+DETERMINISTIC = Execution(deterministic=True)
 NAMES = ["llama", "gpt2-classifier"]
 
 
@@ -86,23 +94,84 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
     for fold in symmetry_for(name).folds:
         assert bool((result[fold.gain] == 1).all()), "the new model is canonical"
     # Permutations of the stream do not find the function.
-    permuted = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL))
+    permuted = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=False))
     lost, _ = play(FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3)
     assert (answers(name, tensors_of(lost)) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
-def test_replies_in_the_broadcast_basis_become_canonical_too() -> None:
+def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another() -> None:
     """A mean of canonical and of other tensors would be neither."""
+    name = "llama"
+    symmetry, base = symmetry_for(name), float32(state_of(name))
+    folded = fedrot.canonical(base, symmetry)
+    late = fedrot.random_equivalent(folded, symmetry.rotated, 3, fedrot.WHOLE_MODEL)
+    near_by = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
+    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM))
+    arrays, _ = play(strategy, base, [*near_by, late], [silent] * 3)
+    result = tensors_of(arrays)
+    own = [*(fedrot.canonical(update, symmetry) for update in near_by), folded]
+    for key, found in result.items():
+        expected = (10 * own[0][key] + 11 * own[1][key] + 12 * own[2][key]) / 33
+        assert torch.allclose(found, expected, atol=1e-2), key
+    assert all(bool((result[fold.gain] == 1).all()) for fold in symmetry.folds)
+
+
+def test_without_a_reply_from_another_basis_nothing_becomes_canonical() -> None:
+    """Then the round is that of a strategy without the setting, to the last bit."""
     name = "llama"
     base = float32(state_of(name))
     sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
-    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM))
-    arrays, _ = play(strategy, base, sent, [silent] * 2)
-    result = tensors_of(arrays)
-    folded = [fedrot.canonical(update, symmetry_for(name)) for update in sent]
-    for key, found in result.items():
-        mean = (10 * folded[0][key] + 11 * folded[1][key]) / 21
-        assert torch.allclose(found, mean, atol=1e-6), key
+    results = []
+    for others in (OtherBasis(options=STREAM), None):
+        strategy = FedRot(config_of(name), other_basis=others, execution=DETERMINISTIC)
+        results.append(tensors_of(play(strategy, base, sent, [silent] * 2)[0]))
+    assert all(torch.equal(results[0][key], results[1][key]) for key in base)
+
+
+def test_by_default_the_stream_is_rotated_where_it_can_be() -> None:
+    for name, rotates in (("llama", True), ("gpt2-classifier", True), ("bert", False)):
+        strategy = FedRot(config_of(name), other_basis=OtherBasis(lambda name=name: built(name)))
+        base = float32(state_of(name))
+        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
+        assert strategy.other_bases.rotates is rotates
+        assert (strategy.other_bases.evidence is None) is rotates
+
+
+def test_where_statistics_come_with_replies_the_stream_is_permuted() -> None:
+    """Those of a client's model are not those of its canonical form."""
+    others = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL))
+    strategy = FedRot(config_of("llama"), other_basis=others, aggregation="regmean")
+    base = float32(state_of("llama"))
+    strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
+    assert strategy.other_bases.rotates is False
+
+
+def test_tables_count_by_what_clients_report() -> None:
+    """The sum of the clients' counts decides as counts that are given do; others are left out."""
+    name = "llama"
+    base, sent = states(name)
+    vocabulary = config_of(name).vocab_size
+    reported = [torch.arange(vocabulary).float() ** power for power in (0, 1, 2)]
+    given = OtherBasis(options=STREAM, token_counts=torch.stack(reported).sum(0))
+    strategy = FedRot(config_of(name), other_basis=given, execution=DETERMINISTIC)
+    expected, _ = play(strategy, base, sent, [silent] * 3)
+    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM), execution=DETERMINISTIC)
+    found, _ = play(strategy, base, sent, [silent] * 3, token_counts=reported)
+    without, _ = play(strategy, base, sent, [silent] * 3)
+    found, expected, without = map(tensors_of, (found, expected, without))
+    assert all(torch.equal(found[key], expected[key]) for key in base)
+    assert not all(torch.equal(found[key], without[key]) for key in base)
+    odd = [torch.ones(vocabulary + 1)] * 3
+    left_out, _ = play(strategy, base, sent, [silent] * 3, token_counts=odd)
+    assert all(torch.equal(tensors_of(left_out)[key], without[key]) for key in base)
+
+
+@pytest.mark.parametrize("bad", [-torch.ones(8), torch.zeros(8), torch.ones(2, 4)])
+def test_counts_that_are_none_are_refused(bad: Tensor) -> None:
+    with pytest.raises(fedrot.FedrotError, match="no counts"):
+        OtherBasis(options=STREAM, token_counts=bad)
+    with pytest.raises(fedrot.FedrotError, match="no counts"):
+        token_counts_record(bad)
 
 
 def test_models_with_tied_tables_are_refused_before_clients_train() -> None:

@@ -10,9 +10,11 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies import DEFAULT_ANCHOR, Guard
 from fedrot.symmetry import WHOLE_MODEL
 
-#: Evidence for matching replies in another basis: weights and activations on random tokens, weights
-#: alone, activations on the clients' data (matched at the clients), or learning at the clients.
-EVIDENCE = ("probe", "weights", "clients", "learned")
+#: Evidence for matching replies in another basis: weights, and activations on random tokens where the
+#: residual stream is permuted; weights alone; weights and the token counts that clients report;
+#: activations on the clients' data (matched at the clients); or token counts, and then a common basis
+#: that the clients learn.
+EVIDENCE = ("probe", "weights", "tokens", "clients", "learned")
 
 #: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
 #: their probabilities.
@@ -32,9 +34,9 @@ class Arm(BaseModel):
     """One way to average: ``plain``, or aligned, as ``PARTS@ANCHOR~EVIDENCE*CHANCE:METRIC``.
 
     ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, ``whole``, or ``stream``: the whole
-    model, with a rotation of its residual stream. The arm moves these parts of every reply. ``aligned``
-    in their place is ``FedRot`` with its defaults: the default parts, and the whole model for replies in
-    another basis. What follows may be left out: the defaults are the strategy's anchor, the first of
+    model, with a rotation of its residual stream in place of a permutation. The arm moves these parts of
+    every reply. ``aligned`` in their place is ``FedRot`` with its defaults: the default parts, and the
+    whole model for replies in another basis. What follows may be left out: the defaults are the strategy's anchor, the first of
     ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
 
     ``aligned:loss`` is ``FedRot(guard="loss")``. This guard evaluates the two means on the clients' own
@@ -55,7 +57,7 @@ class Arm(BaseModel):
     guard: str = ""
     aggregation: str = AGGREGATIONS[0]
     other_basis: bool = False
-    canonical: bool = False
+    canonical: bool | None = None
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -103,7 +105,8 @@ class Arm(BaseModel):
             except ValueError as error:
                 raise ValueError(f"arm '{text}': {error}") from error
         arm = {"name": text, "align": True, "parts": parts, "other_basis": other_basis, "guard": guard}
-        return cls.model_validate({**arm, **chosen, "chance": factor, "canonical": what == STREAM})
+        canonical = None if other_basis else what == STREAM
+        return cls.model_validate({**arm, **chosen, "chance": factor, "canonical": canonical})
 
     @property
     def options(self) -> AlignmentOptions:

@@ -26,6 +26,7 @@ from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.actions import HeadLinear, HeadRotation
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import Move
+from fedrot.tensors import Tensors
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -35,11 +36,15 @@ ACTION = "fedrot_match"
 MESSAGE_TYPE = f"train.{ACTION}"
 ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
 
-#: Key of the request's configuration: whether the server brings the models to canonical form.
-CANONICAL = "fedrot-canonical"
+#: Keys of the request's configuration: whether the server brings the models to canonical form, and
+#: whether the client learns rotations; it matches if not.
+CANONICAL, LEARN = "fedrot-canonical", "fedrot-learn"
 
 #: Updates from another basis differ in every part.
 OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
+
+#: Few and small steps: the other clients learn at the same time.
+COMMON_BASIS = LearningOptions(parts=("residual", "attention"), steps=20, lr=1e-3, points=(0.2, 0.8))
 
 #: Suffix of the names of elements of ``GL(d_h)``, which learned matching may find.
 GENERAL = "/general"
@@ -54,14 +59,15 @@ class Matching:
         batches: returns the client's inputs: keyword arguments of forward, with ``labels`` for
             ``learning``.
         options: what to align. If ``canonical`` is None, the server decides about that.
-        learning: refines the elements by gradient descent on the loss of the average, which costs
-            ``learning.steps`` training steps; None does not.
+        learning: how to learn rotations where the server asks for it
+            (``OtherBasis.learning_passes``): by gradient descent on the loss between this client's model
+            and the mean of the others, which costs ``learning.steps`` training steps per pass.
     """
 
     build: Callable[[], nn.Module]
     batches: Callable[[], Iterable[Mapping[str, Tensor]]]
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
-    learning: LearningOptions | None = None
+    learning: LearningOptions = COMMON_BASIS
 
 
 def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
@@ -85,23 +91,34 @@ def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
     ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
+    told = [*message.content.config_records.values()]
     options = matching.options
     if options.canonical is None:
-        told = (config.get(CANONICAL) for config in message.content.config_records.values())
-        options = replace(options, canonical=any(told))
+        options = replace(options, canonical=any(config.get(CANONICAL) for config in told))
     if options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
     for model, tensors in ((ours, anchor), (theirs, update)):
         model.load_state_dict(tensors)
         model.eval()
+    if any(config.get(LEARN) for config in told):
+        return _learned(ours, update, anchor, symmetry, matching)
     inputs = (forward_inputs(ours, batch) for batch in matching.batches())
     activations = collect_activations(ours, theirs, inputs, symmetry)
-    found = align(update, anchor, symmetry, options, activations)
-    if matching.learning is None:
-        return found
-    loss, batches = loss_of(ours), matching.batches()
-    return learn_alignment(loss, batches, update, anchor, symmetry, found, matching.learning).alignment
+    return align(update, anchor, symmetry, options, activations)
+
+
+def _learned(
+    model: nn.Module, update: Tensors, anchor: Tensors, symmetry: Symmetry, matching: Matching
+) -> Alignment:
+    """Learn rotations; a residual stream that is permuted stays in its order."""
+    parts = matching.learning.parts
+    if not symmetry.rotates:
+        parts = tuple(part for part in parts if part != "residual")
+    options = replace(matching.learning, parts=parts)
+    start = alignment_of((), update, anchor, symmetry)
+    given = (loss_of(model), matching.batches(), update, anchor, symmetry, start, options)
+    return learn_alignment(*given).alignment
 
 
 def _name(move: Move) -> str:
@@ -109,31 +126,27 @@ def _name(move: Move) -> str:
 
 
 def request(
-    anchor: Mapping[str, Tensor],
-    update: ArrayRecord | Mapping[str, Tensor],
+    anchor: Tensors,
+    update: ArrayRecord | Tensors,
     config: ConfigRecord,
     node: int,
+    *,
     canonical_form: bool = False,
+    learn: bool = False,
 ) -> Message:
-    """Return the message that asks a node to match its update to an anchor.
+    """Return the message that asks a node to match its update to an anchor, or to learn rotations.
 
     An ArrayRecord is sent as it is, so it must hold all values: arrays sent as "unchanged" cannot be
     read without the model that the client had received.
     """
     sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
-    told = ConfigRecord({**config, CANONICAL: canonical_form})
+    told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
     content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": told})
     return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
 
 
-def read_answer(
-    message: Message,
-    update: Mapping[str, Tensor],
-    anchor: Mapping[str, Tensor],
-    symmetry: Symmetry,
-    rotates: bool = False,
-) -> Alignment:
-    """Return a client's answer as an alignment; with ``rotates`` the residual stream may be rotated.
+def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
+    """Return the moves of a client's answer.
 
     Raises:
         UpdateError: the client failed, or its answer holds other tensors than elements of the symmetry.
@@ -150,11 +163,17 @@ def read_answer(
         elements = from_arrays(record)
     except UpdateError as error:
         raise UpdateError(f"the elements cannot be decoded: {error}") from error
-    if not rotates:
-        return alignment_of(_moves(elements, symmetry), update, anchor, symmetry)
-    update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
-    moves = _moves(elements, symmetry.rotated)
-    return replace(alignment_of(moves, update, anchor, symmetry.rotated), canonical=True)
+    return _moves(elements, symmetry)
+
+
+def alignment_by(
+    moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry
+) -> Alignment:
+    """Return moves as an alignment, of canonical models where the residual stream is rotated."""
+    if symmetry.rotates:
+        update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
+    found = alignment_of(moves, update, anchor, symmetry)
+    return replace(found, canonical=symmetry.rotates)
 
 
 def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:

@@ -34,18 +34,23 @@ class OtherBasis:
         at_clients: ask the senders to match their updates on their own data, which needs
             ``match_at_client`` on their ``ClientApp``. Each of them receives two more models per round:
             its update and the anchor, which is another client's update if most are in another basis.
+        learning_passes: after matching, the round's clients learn a common basis in so many passes: each
+            receives its own model and the mean of the others, takes a few gradient steps on rotations of
+            its model (``Matching.learning``), and answers with these. Every pass sends two models to
+            each client, which needs ``match_at_client`` on its ``ClientApp``.
         token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``, see
             ``fedrot.align``. If None, the sum of what the round's clients report
             (``token_counts_record``).
 
     Raises:
-        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, or the
-            counts are none.
+        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, the passes
+            are negative, or the counts are none.
     """
 
     model: Callable[[], nn.Module] | None = None
     options: AlignmentOptions | None = None
     at_clients: bool = False
+    learning_passes: int = 0
     token_counts: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +63,8 @@ class OtherBasis:
             )
         if self.model is None and self.options is None:
             raise FedrotError("OtherBasis needs 'model', or 'options', or both.")
+        if self.learning_passes < 0:
+            raise FedrotError(f"learning_passes is {self.learning_passes}; it must not be negative.")
         if self.token_counts is not None:
             check_counts(self.token_counts)
 

@@ -1,4 +1,4 @@
-"""Learned matching: gradient descent over group elements on the loss of the average itself.
+"""Learned matching: gradient descent over group elements on the loss between the models.
 
 Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and
 so does a residual stream that is rotated. Every permutation gets a matrix of scores: the best assignment
@@ -44,6 +44,8 @@ class LearningOptions:
         general: learn ``GL(d_h)`` in place of rotations of the heads. The distance to the anchor may
             grow. The loss of the average falls for two models and rises for more.
         steps: gradient steps; 0 returns the start.
+        points: where on the line from the anchor (0) to the update (1) the loss is taken: evenly drawn
+            between these two for every step. Equal ones are a fixed point; 0.5 is the average.
         lr, permutation_lr: Adam's learning rates for the heads' matrices and for the permutations'
             scores; both decay linearly to 0.
         temperature: of the Sinkhorn iterations.
@@ -52,6 +54,7 @@ class LearningOptions:
     parts: tuple[str, ...] = ("attention",)
     general: bool = False
     steps: int = 600
+    points: tuple[float, float] = (0.5, 0.5)
     lr: float = 1e-2
     permutation_lr: float = 3e-2
     temperature: float = 0.3
@@ -64,11 +67,13 @@ class LearningOptions:
         sizes = (self.lr, self.permutation_lr, self.temperature)
         if self.steps < 0 or not all(0 < size < float("inf") for size in sizes):
             raise FedrotError("steps must not be negative; rates and temperature must be positive.")
+        if not 0 <= self.points[0] <= self.points[1] <= 1:
+            raise FedrotError(f"points are {self.points}; they must ascend, from 0 to 1 at most.")
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned alignment, the loss of the average before every step, and the wall time."""
+    """A learned alignment, the loss at every step's point before the step, and the wall time."""
 
     alignment: Alignment
     losses: tuple[float, ...]
@@ -102,7 +107,7 @@ def learn_alignment(
     start: Alignment | None = None,
     options: LearningOptions | None = None,
 ) -> Learned:
-    """Learn the update's group elements that minimise the loss of its average with the anchor.
+    """Learn the update's group elements that minimise the loss between it and the anchor.
 
     Args:
         loss: a differentiable loss, such as ``loss_of(model)``.
@@ -132,8 +137,11 @@ def learn_alignment(
     )
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
     losses: list[float] = []
+    low, high = options.points
+    drawn = torch.Generator().manual_seed(0)
     for batch in islice(cycle(batches), options.steps if groups else 0):
-        value = loss(_average(fixed, moved, learned, options), batch)
+        point = low + (high - low) * float(torch.rand((), generator=drawn))
+        value = loss(_between(fixed, moved, learned, options, point), batch)
         losses.append(float(value.detach()))
         if not torch.isfinite(value):
             raise FedrotError(
@@ -152,17 +160,21 @@ def learn_alignment(
     return Learned(alignment_of(moves, update, anchor, symmetry, seconds), tuple(losses), seconds)
 
 
-def _average(
-    fixed: Tensors, moved: Tensors, learned: Iterable[tuple[Group, Tensor]], options: LearningOptions
+def _between(
+    fixed: Tensors,
+    moved: Tensors,
+    learned: Iterable[tuple[Group, Tensor]],
+    options: LearningOptions,
+    point: float,
 ) -> dict[str, Tensor]:
-    """Return the mean of the anchor and of the update, moved by the elements so far."""
+    """Return a point of the line from the anchor to the update, moved by the elements so far."""
     average = dict(moved)
     for group, parameter in learned:
         matrix = _matrix(group, parameter, options)
         for slot in group.slots:
             average[slot.tensor] = _multiplied(average[slot.tensor], slot, group, matrix)
     return {
-        name: (fixed[name] + tensor) / 2 if tensor.is_floating_point() else tensor
+        name: torch.lerp(fixed[name], tensor, point) if tensor.is_floating_point() else tensor
         for name, tensor in average.items()
     }
 

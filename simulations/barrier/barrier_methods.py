@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from fedrot.alignment import align, alignment_of
 from fedrot.collect.activations import Activations, Moments, collect_activations
-from fedrot.collect.random_inputs import random_inputs
+from fedrot.collect.random_inputs import random_inputs, reads_text
+from fedrot.collect.token_counts import token_counts
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.research import interpolation
@@ -80,7 +80,7 @@ def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: 
 
 def _stream_learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
     """Learn the rotation of the residual stream, starting from the aligned client."""
-    options = LearningOptions(parts=("residual",), steps=150, lr=3e-3)
+    options = LearningOptions(parts=("residual",), steps=150, lr=3e-3, points=(0.2, 0.8))
     return _refined(anchor, client, symmetry, batches, options)
 
 
@@ -202,7 +202,7 @@ def match(
     state = client.state_dict()
     if method.options is not None:
         activations = _activations(method, anchor, client, symmetry, batches)
-        counts = _token_counts(batches, anchor) if method.frequencies else None
+        counts = _counts(batches, anchor) if method.frequencies else None
         found = align(state, anchor.state_dict(), symmetry, method.options, activations, counts)
         state = found.apply(state)
     if method.refine is not None:
@@ -225,11 +225,10 @@ def canonical_pair(
     return ours, theirs, symmetry.rotated
 
 
-def _token_counts(batches: Batches, model: nn.Module) -> Tensor | None:
-    """Return how often each token occurs in the batches, None if they hold no tokens."""
+def _counts(batches: Batches, model: nn.Module) -> Tensor | None:
+    """Return how often each token occurs in the batches, None for models of other inputs."""
     config: Any = model.config
-    seen = [b["input_ids"][b["attention_mask"].bool()] for b in batches if "input_ids" in b]
-    return torch.bincount(torch.cat(seen), minlength=config.vocab_size) if seen else None
+    return token_counts(batches, config.vocab_size) if reads_text(config.to_dict()) else None
 
 
 def _activations(

@@ -22,15 +22,21 @@ from torch import Tensor, nn
 import fedrot
 from fedrot._io import replacing
 from fedrot.collect.statistic_kinds import kind_named
+from fedrot.collect.token_counts import token_counts
 from fedrot.options import AlignmentOptions
-from fedrot.research.learning import LearningOptions
 from fedrot.simulations.federation.arms import evaluate_held_out
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
-from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
+from fedrot.strategies.wire.records import (
+    STATISTICS,
+    TOKEN_COUNTS,
+    statistics_record,
+    token_counts_record,
+    wanted_statistics,
+)
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors
 
@@ -57,7 +63,7 @@ class Job:
     round: int
     last_round: int
     cache: str  # Folder of results that arms share; empty for none.
-    learn: bool  # Matching is refined by gradient descent.
+    count: bool  # The client reports how often each token occurs in its texts.
     align: tuple[str, ...]  # Parts that the client itself aligns.
     chance: float  # See AlignmentOptions.
     client: int  # Partition id of the node.
@@ -74,7 +80,7 @@ class Job:
             round=int(config["server-round"]),
             last_round=int(config["last-round"]),
             cache=str(config["cache"]),
-            learn=bool(config["learn"]),
+            count=bool(config["count"]),
             align=tuple(part for part in str(config["align"]).split("+") if part),
             chance=cast(float, config["chance"]),
             client=int(context.node_config[CLIENT_KEY]),
@@ -142,6 +148,10 @@ def train(message: Message, context: Context) -> Message:
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
     content = _content(context, metrics)
     content["arrays"] = ArrayRecord(state)
+    if job.count:
+        batches = job.batches(len(job.rows), STATISTICS_BATCH)
+        vocabulary = model_config(job.task.config, job.task.data).vocab_size
+        content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
     kinds = wanted_statistics(message)
     if kinds:
         content[STATISTICS] = _statistics(job, state, kinds)
@@ -168,7 +178,6 @@ def _matching(message: Message, context: Context) -> Matching:
     return Matching(
         build=lambda: build_model(config, job.task.data, seed=0),
         batches=lambda: job.batches(MATCHING_ROWS, config.batch_size),
-        learning=LearningOptions() if job.learn else None,
     )
 
 

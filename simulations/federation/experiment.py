@@ -41,6 +41,9 @@ from fedrot.tensors import Tensors
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
+#: Passes in which the clients of an arm that learns find a common basis.
+LEARNING_PASSES = 3
+
 #: Seconds between two looks for replies; Flower's default of seconds is long beside rounds this short.
 PAUSE = 0.02
 
@@ -143,7 +146,7 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         "start": cell.start,
         "last-round": config.rounds,
         "cache": str(scratch) if shared_cache else "",
-        "learn": cell.arm.evidence == "learned",
+        "count": cell.arm.evidence in ("tokens", "learned"),
         "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
         "chance": cell.arm.chance,
     }
@@ -182,7 +185,8 @@ class ArmStrategy(FedRot):
         other_basis = OtherBasis(
             model=cell.model if arm.evidence == "probe" else None,
             options=OTHER_BASIS_OPTIONS if arm.other_basis else arm.options,
-            at_clients=arm.evidence in ("clients", "learned"),
+            at_clients=arm.evidence == "clients",
+            learning_passes=LEARNING_PASSES if arm.evidence == "learned" else 0,
         )
         super().__init__(
             model_config(config, task.data).to_dict(),

@@ -15,6 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.matching.pairs import model_distance
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.round.common_basis import learned_together
 from fedrot.strategies.round.other_basis import Exchange, OtherBases, in_other_basis
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
@@ -74,16 +75,16 @@ class Plan:
     def rule(
         self,
         base: Tensors,
-        shared: Mean | None,
         mixed: bool = True,
         token_counts: Tensor | None = None,
+        shared: Mean | None = None,
     ) -> GlobalAnchor:
         """Return the anchor of a new round whose coordinates are those of ``base``.
 
         Args:
-            shared: the mean that the round's updates are added to, if it is a plain one.
             mixed: False if no update of the round comes from another basis.
             token_counts: see ``fedrot.align``.
+            shared: the mean that the round's updates are added to, if it is a plain one.
         """
         options, evidence = self.of_others(mixed)
         find = finder(base, self.symmetry, self.options, options, evidence, token_counts)
@@ -119,7 +120,7 @@ class Aligner(Unaligned):
         self._shared, self._exchange = shared, exchange
         self._matched: dict[int, Alignment] = {}
         self._places: dict[int, int] = {}
-        self.rule = plan.rule(self._there(broadcast), shared)
+        self.rule = plan.rule(self._there(broadcast), shared=shared)
 
     def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
         """Choose the round's coordinates and anchor; updates that their clients matched come first."""
@@ -131,13 +132,33 @@ class Aligner(Unaligned):
             if others.at_clients and places and self._exchange is not None:
                 asked = (updates, base, symmetry, self._exchange, self.this_round)
                 self._matched = others.matched_at_clients(*asked)
-            self.rule = self.plan.rule(self._there(base), self._shared, bool(places), counts)
+            given = (self._there(base), bool(places), counts)
+            if others.learning_passes and places and len(updates) > 1 and self._exchange is not None:
+                found = self._all_aligned(updates, self.plan.rule(*given))
+                asked = (updates, found, base, symmetry, others, self._exchange, self.this_round)
+                self._matched = learned_together(*asked)
+            self.rule = self.plan.rule(*given, self._shared)
         rest = [place for place in range(len(updates)) if place not in self._matched]
         self._places = {place: index for index, place in enumerate(rest)}
         if self.rule.needs_all:
             given = (updates[place] for place in rest)
             self.rule.prepare([(self._there(update.tensors), update.weight) for update in given])
         return [*sorted(self._matched), *rest]
+
+    def _all_aligned(self, updates: Sequence[Update], rule: GlobalAnchor) -> dict[int, Alignment]:
+        """Return the alignments of all updates by place: of their clients, or by a rule of their own."""
+        rest = [place for place in range(len(updates)) if place not in self._matched]
+        if rule.needs_all:
+            rule.prepare([(self._there(updates[p].tensors), updates[p].weight) for p in rest])
+        found = dict(self._matched)
+        for place, alignment in found.items():
+            update = updates[place]
+            rule.include(alignment.apply(self._there(update.tensors)), update.weight)
+        for index, place in enumerate(rest):
+            tensors = self._there(updates[place].tensors)
+            found[place] = rule.align(tensors, index)
+            rule.accept(found[place].apply(tensors), updates[place].weight)
+        return found
 
     def align(self, update: Update, place: int = 0) -> Update | None:
         """Return the update with its statistics in the round's coordinates.

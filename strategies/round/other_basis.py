@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -20,7 +20,12 @@ from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.tokens import tables_of
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS, read_answer, request
+from fedrot.strategies.client_matching import (
+    OTHER_BASIS_OPTIONS,
+    alignment_by,
+    read_moves,
+    request,
+)
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import OtherBasis
@@ -56,6 +61,7 @@ class OtherBases:
         self.model = settings.model if settings is not None else None
         self.options = settings.options if settings is not None else None
         self.at_clients = settings is not None and settings.at_clients
+        self.learning_passes = settings.learning_passes if settings is not None else 0
         self.evidence: Evidence | None = None
         self.token_counts = settings.token_counts if settings is not None else None
         self._default, self._prepared = OTHER_BASIS_OPTIONS, False
@@ -74,6 +80,11 @@ class OtherBases:
     def rotates(self) -> bool:
         """Whether the residual stream is rotated, not permuted."""
         return self.options is not None and self.options.rotates
+
+    @property
+    def form(self) -> dict[str, bool]:
+        """The arguments of a request that say in which form the models are sent."""
+        return {"canonical_form": self.rotates}
 
     @property
     def needs_all(self) -> bool:
@@ -153,21 +164,18 @@ class OtherBases:
         this_round: Round,
     ) -> dict[int, Alignment]:
         """Return the alignments that clients found for their own updates, by place."""
-        asked, requests = dict[int, int](), list[Message]()
-        for place, update in enumerate(updates):
-            if in_other_basis(update, base, symmetry):
-                node = update.message.metadata.src_node_id
-                asked[node] = place
-                asking = (base, update.tensors, exchange.config, node, self.rotates)
-                requests.append(request(*asking))
+        symmetry = symmetry.rotated if self.rotates else symmetry
+        places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
+        requests = [
+            request(base, updates[i].tensors, exchange.config, node_of(updates[i]), **self.form)
+            for i in places
+        ]
         found: dict[int, Alignment] = {}
-        for answer in this_round.waited(exchange.of(requests)):
-            place = asked.get(answer.metadata.src_node_id, -1)
-            if place < 0 or place in found:
-                continue
+        for place, answer in answers(requests, updates, places, exchange, this_round):
             update = updates[place]
             try:
-                alignment = read_answer(answer, update.tensors, base, symmetry, self.rotates)
+                moves = read_moves(answer, symmetry)
+                alignment = alignment_by(moves, update.tensors, base, symmetry)
                 check_finite(alignment.apply(update.tensors))
             except UpdateError as error:
                 log(WARNING, "Client %d is matched at the server: %s", update.client, error)
@@ -186,6 +194,26 @@ class OtherBases:
                 count,
                 of,
             )
+
+
+def node_of(update: Update) -> int:
+    """Return the node that sent an update."""
+    return update.message.metadata.src_node_id
+
+
+def answers(
+    requests: Sequence[Message],
+    updates: Sequence[Update],
+    places: Iterable[int],
+    exchange: Exchange,
+    this_round: Round,
+) -> Iterator[tuple[int, Message]]:
+    """Yield the first answer of each sender of the updates at some places, as it comes."""
+    asked = {node_of(updates[place]): place for place in places}
+    for answer in this_round.waited(exchange.of(requests)):
+        place = asked.pop(answer.metadata.src_node_id, None)
+        if place is not None:
+            yield place, answer
 
 
 def in_other_basis(update: Update, base: Tensors, symmetry: Symmetry) -> bool:

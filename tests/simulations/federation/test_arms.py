@@ -241,7 +241,7 @@ def answered(
         "last-round": 9,
         "server-round": 1,
         "cache": "",
-        "learn": False,
+        "count": False,
         "align": "",
         "chance": 1.1,
         **{name.replace("_", "-"): value for name, value in options.items()},

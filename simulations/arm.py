@@ -36,8 +36,8 @@ class Arm(BaseModel):
     ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, ``whole``, or ``stream``: the whole
     model, with a rotation of its residual stream in place of a permutation. The arm moves these parts of
     every reply. ``aligned`` in their place is ``FedRot`` with its defaults: the default parts, and the
-    whole model for replies in another basis. What follows may be left out: the defaults are the strategy's anchor, the first of
-    ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
+    whole model for replies in another basis. What follows may be left out: the defaults are the
+    strategy's anchor, the first of ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
 
     ``aligned:loss`` is ``FedRot(guard="loss")``. This guard evaluates the two means on the clients' own
     held-out rows (``holdout``): nobody trains on them, and tables report the held-out split.

@@ -44,7 +44,7 @@ CANONICAL, LEARN = "fedrot-canonical", "fedrot-learn"
 OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
 
 #: Few and small steps: the other clients learn at the same time.
-COMMON_BASIS = LearningOptions(parts=("residual", "attention"), steps=20, lr=1e-3, points=(0.2, 0.8))
+COMMON_BASIS = LearningOptions(parts=("residual", "attention"), steps=8, lr=1e-3, points=(0.2, 0.8))
 
 #: Suffix of the names of elements of ``GL(d_h)``, which learned matching may find.
 GENERAL = "/general"

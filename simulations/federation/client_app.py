@@ -148,9 +148,9 @@ def train(message: Message, context: Context) -> Message:
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
     content = _content(context, metrics)
     content["arrays"] = ArrayRecord(state)
-    if job.count:
+    vocabulary = getattr(model_config(job.task.config, job.task.data), "vocab_size", None)
+    if job.count and vocabulary is not None:
         batches = job.batches(len(job.rows), STATISTICS_BATCH)
-        vocabulary = model_config(job.task.config, job.task.data).vocab_size
         content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
     kinds = wanted_statistics(message)
     if kinds:

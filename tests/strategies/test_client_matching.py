@@ -16,7 +16,15 @@ import fedrot
 from fedrot.alignment import Alignment
 from fedrot.research import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
-from fedrot.strategies.client_matching import ELEMENTS, GENERAL, MESSAGE_TYPE, read_answer, request
+from fedrot.strategies.client_matching import (
+    COMMON_BASIS,
+    ELEMENTS,
+    GENERAL,
+    MESSAGE_TYPE,
+    alignment_by,
+    read_moves,
+    request,
+)
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry.actions import (
     HeadLinear,
@@ -64,7 +72,7 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def client(learning: LearningOptions | None = None) -> Client:
+def client(learning: LearningOptions = COMMON_BASIS) -> Client:
     """Return a node with a real ``ClientApp`` that matches."""
     app = ClientApp()
     match_at_client(app, lambda message, context: Matching(build, batches, learning=learning))
@@ -72,8 +80,12 @@ def client(learning: LearningOptions | None = None) -> Client:
     return lambda message: app(message, context)
 
 
-def ask(node: Client, anchor: State, update: State) -> Message:
-    return node(request(anchor, ArrayRecord(update), ConfigRecord(), 7))
+def ask(node: Client, anchor: State, update: State, learn: bool = False) -> Message:
+    return node(request(anchor, ArrayRecord(update), ConfigRecord(), 7, learn=learn))
+
+
+def read_answer(answer: Message, update: State, anchor: State, symmetry: Symmetry) -> Alignment:
+    return alignment_by(read_moves(answer, symmetry), update, anchor, symmetry)
 
 
 def elements_of(answer: Message) -> dict[str, Tensor]:
@@ -94,13 +106,14 @@ def edited(node: Client, edit: EDITED) -> Client:
 # One exchange
 
 
-@pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-def test_the_answer_holds_elements_and_nothing_else(learning: LearningOptions | None) -> None:
-    answer = ask(client(learning), state(), state(3))
+@pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
+def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
+    answer = ask(client(LEARNING), state(), state(3), learn)
     assert list(answer.content) == [ELEMENTS]
     elements = elements_of(answer)
     groups = {group.name: group for group in SYMMETRY.groups}
-    assert {groups[name.removesuffix(GENERAL)].part for name in elements} >= {"residual", "attention"}
+    parts = {groups[name.removesuffix(GENERAL)].part for name in elements}
+    assert parts == {"attention"} if learn else parts >= {"residual", "attention"}
     sizes = {"Permutation": 1, "SignedPermutation": 1, "HeadPermutation": 1, "HeadRotation": 3}
     for name, element in elements.items():
         group = groups[name.removesuffix(GENERAL)]
@@ -109,7 +122,7 @@ def test_the_answer_holds_elements_and_nothing_else(learning: LearningOptions | 
         weights = {SYMMETRY.shapes[s.tensor] for g in SYMMETRY.groups for s in g.slots}
         assert not element.is_floating_point() or tuple(element.shape) not in weights
     general = {name for name in elements if name.endswith(GENERAL)}
-    assert len(general) == (len(SYMMETRY.select(("attention",))) if learning else 0)
+    assert len(general) == (len(SYMMETRY.select(("attention",))) if learn else 0)
 
 
 def test_a_permuted_update_comes_back_exactly() -> None:
@@ -145,19 +158,14 @@ def test_the_clients_own_data_decide() -> None:
 
 def learned_here(base: State, update: State) -> Alignment:
     """The oracle: what the client does, without messages."""
-    model = build().eval()
-    ours, theirs = build(), build()
-    ours.load_state_dict(base), theirs.load_state_dict(update)
-    inputs = [{k: v for k, v in b.items() if k != "labels"} for b in batches()]
-    seen = fedrot.collect_activations(ours, theirs, inputs, SYMMETRY)
-    start = fedrot.align(update, base, SYMMETRY, WHOLE, seen)
-    loss = loss_of(model)
+    start = fedrot.align(update, base, SYMMETRY, fedrot.AlignmentOptions(()))
+    loss = loss_of(build().eval())
     return learn_alignment(loss, batches(), update, base, SYMMETRY, start, LEARNING).alignment
 
 
 def test_learned_elements_of_gl_travel_exactly() -> None:
     base, update = state(), state(3)
-    answer = ask(client(LEARNING), base, update)
+    answer = ask(client(LEARNING), base, update, learn=True)
     alignment = read_answer(answer, update, base, SYMMETRY)
     found, expected = (
         {move.group.name: move for move in a.moves} for a in (alignment, learned_here(base, update))
@@ -433,14 +441,13 @@ def test_a_client_without_the_action_fails() -> None:
 # Rounds
 
 
-@pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
 @pytest.mark.parametrize("most", [True, False], ids=["most-in-another-basis", "one-in-another-basis"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
-    most: bool, learning: LearningOptions | None, warnings: Callable[[], str]
+    most: bool, warnings: Callable[[], str]
 ) -> None:
     base = state()
     sent = [permuted(base, i) if most or i == 1 else base for i in range(3)]
-    node = client(learning)
+    node = client()
     asked: list[Message] = []
 
     def counted(message: Message) -> Message:
@@ -451,7 +458,7 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
         config_of(NAME), other_basis=OtherBasis(options=WHOLE, at_clients=True), reporting=ALL_METRICS
     )
     result, metrics = play(strategy, base, sent, [counted] * 3)
-    assert error(result, base) <= (1e-4 if learning is None else 0.2)
+    assert error(result, base) <= 1e-4
     assert warnings() == ""
     assert metrics["fedrot-replies-other-basis"] == (3 if most else 1)
     # The heaviest is the anchor where most are in another basis; nobody else needs to be asked.
@@ -567,11 +574,10 @@ def test_no_answer_ends_the_round(case: str) -> None:
     assert error(result, base) <= 0.1
 
 
-@pytest.mark.parametrize("learning", [None, LEARNING], ids=["closed", "learned"])
-def test_what_a_client_found_is_what_is_averaged(learning: LearningOptions | None) -> None:
+def test_what_a_client_found_is_what_is_averaged() -> None:
     """Its data decided; to move the update again, by weights alone, would undo that."""
     base, update = state(), state(3)
-    node = client(learning)
+    node = client()
     found = read_answer(ask(node, base, update), update, base, SYMMETRY).apply(update)
     strategy = FedRot(
         config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)

@@ -410,7 +410,7 @@ def test_arms_share_a_training_only_if_nothing_that_decides_it_differs(
     assert trainings == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("same", [{"learn": True}, {"start": "scrambled"}, {"align": "ffn"}], ids=str)
+@pytest.mark.parametrize("same", [{"count": True}, {"start": "scrambled"}, {"align": "ffn"}], ids=str)
 def test_what_comes_after_training_shares_it(
     same: dict[str, Any], task: Task, tmp_path: Path, trainings: list[float]
 ) -> None:

@@ -1,0 +1,156 @@
+"""Clients that learn a common basis together: what they are asked, and what becomes of the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fedrot
+from fedrot.research import LearningOptions
+from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
+from fedrot.strategies.client_matching import ANCHOR, COMMON_BASIS, UPDATE
+from tests.models import State, near
+from tests.strategies.fakes import Client, failure, play, tensors_of
+
+CONFIG = LlamaConfig(
+    vocab_size=30,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    tie_word_embeddings=False,
+)
+PASSES = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2)
+
+
+def build() -> LlamaForCausalLM:
+    return LlamaForCausalLM(CONFIG)
+
+
+def rows(seed: int, count: int) -> Iterable[Mapping[str, Tensor]]:
+    """Return texts in which each token follows from the two before it, but for one in five."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        ids = torch.randint(30, (16, 12), generator=generator)
+        for place in range(2, 12):
+            follows = (3 * ids[:, place - 1] + ids[:, place - 2]) % 30
+            noise = torch.rand(16, generator=generator) < 0.2
+            ids[:, place] = torch.where(noise, ids[:, place], follows)
+        yield {"input_ids": ids, "labels": ids}
+
+
+@cache
+def trained(seed: int) -> State:
+    """Return a model that was trained from a start of its own on rows of its own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for batch in rows(seed, 150):
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def loss(tensors: State) -> float:
+    """Return the loss on rows that nobody has seen."""
+    model = build().eval()
+    model.load_state_dict(tensors)
+    with torch.no_grad():
+        return float(sum(model(**batch).loss for batch in rows(99, 8)) / 8)
+
+
+def node(seed: int, asked: list[Message] | None = None, learning: Any = COMMON_BASIS) -> Client:
+    """Return a client that learns on its own rows, and notes what it is asked."""
+    app = ClientApp()
+    match_at_client(app, lambda *_: Matching(build, lambda: rows(seed, 20), learning=learning))
+    context = Context(1, 1, {}, RecordDict(), {})
+
+    def answer(message: Message) -> Message:
+        if asked is not None:
+            asked.append(message)
+        return app(message, context)
+
+    return answer
+
+
+def test_learning_together_lowers_the_loss_of_the_mean() -> None:
+    sent = [trained(seed) for seed in (1, 2, 3)]
+    learning = LearningOptions(parts=("residual", "attention"), steps=20, lr=3e-3, points=(0.2, 0.8))
+    nodes = [node(seed, learning=learning) for seed in (1, 2, 3)]
+    losses = {}
+    for passes in (0, 3):
+        others = OtherBasis(options=PASSES.options, learning_passes=passes)
+        strategy = FedRot(CONFIG, anchor="consensus", other_basis=others)
+        losses[passes] = loss(tensors_of(play(strategy, trained(0), sent, nodes)[0]))
+    plain, _ = play(FedRot(CONFIG, align=False), trained(0), sent, nodes)
+    assert losses[3] < losses[0] - 0.01
+    assert losses[0] < loss(tensors_of(plain)) - 0.05
+
+
+def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> None:
+    sent = [trained(seed) for seed in (1, 2, 3)]
+    asked: list[Message] = []
+    # Without steps nobody moves: the second pass asks what the first has asked.
+    nodes = [node(seed, asked, LearningOptions(steps=0)) for seed in (1, 2, 3)]
+    result, _ = play(FedRot(CONFIG, other_basis=PASSES), trained(0), sent, nodes)
+    assert len(asked) == 6
+    own, rest = (
+        [tensors_of(message.content.array_records[name]) for message in asked[:3]]
+        for name in (UPDATE, ANCHOR)
+    )
+    weights = [10, 11, 12]
+    for name, mean in tensors_of(result).items():
+        for place in range(3):
+            others = [i for i in range(3) if i != place]
+            expected = sum(weights[i] * own[i][name] for i in others) / sum(weights[i] for i in others)
+            assert torch.allclose(rest[place][name], expected, atol=1e-5)
+            again = asked[3 + place].content.array_records[UPDATE]
+            assert torch.allclose(tensors_of(again)[name], own[place][name], atol=1e-5)
+        expected = sum(w * o[name] for w, o in zip(weights, own, strict=True)) / 33
+        assert torch.allclose(mean, expected, atol=1e-5)
+
+
+def test_each_update_keeps_its_function() -> None:
+    class Noting(FedRot):
+        def on_update(self, update: Any) -> None:
+            losses.append(loss(dict(update.tensors)))
+
+    losses: list[float] = []
+    sent = [trained(seed) for seed in (1, 2)]
+    play(Noting(CONFIG, other_basis=PASSES), trained(0), sent, [node(1), node(2)])
+    assert losses == pytest.approx([loss(update) for update in sent], abs=1e-4)
+
+
+def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
+    sent = [trained(seed) for seed in (1, 2, 3)]
+    result, _ = play(FedRot(CONFIG, other_basis=PASSES), trained(0), sent, [failure] * 3)
+    matched = OtherBasis(options=PASSES.options)
+    expected, _ = play(FedRot(CONFIG, other_basis=matched), trained(0), sent, [failure] * 3)
+    found, expected = tensors_of(result), tensors_of(expected)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+    assert warnings().count("keeps its rotations") == 6
+
+
+def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
+    base = trained(0)
+    sent = [near(base, 0.01, seed) for seed in (1, 2)]
+    asked: list[Message] = []
+    play(FedRot(CONFIG, other_basis=PASSES), base, sent, [node(1, asked), node(2, asked)])
+    assert not asked
+
+
+def test_negative_passes_are_refused() -> None:
+    with pytest.raises(fedrot.FedrotError, match="must not be negative"):
+        OtherBasis(options=PASSES.options, learning_passes=-1)

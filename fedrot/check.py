@@ -83,13 +83,26 @@ def output_change(
 
     def change(selected: Selection) -> float:
         model.load_state_dict(apply_moves(state, (m for m in moves if selected(m.group))))
-        changes = [
-            (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
-            for a, b in zip(_outputs(model, given), before, strict=True)
-        ]
-        return float(torch.stack(changes).max())
+        return _largest_change(_outputs(model, given), before)
 
     return change
+
+
+def function_change(
+    model: nn.Module, other: nn.Module, config: Mapping[str, Any] | object, seed: int = 0
+) -> float:
+    """Return the largest difference of an output of two models, relative to the output's largest entry.
+
+    Both are copied, and run in evaluation mode and float64 on random inputs. What they return in
+    coordinates that may move is left out, see ``output_change``.
+
+    Raises:
+        SymmetryError: a model does not run on random inputs, or returns no tensor.
+    """
+    batch = _drawn_batch(settings_of(config), seed)
+    doubles = [copy.deepcopy(one).double().eval() for one in (model, other)]
+    ours, theirs = (_outputs(one, _prepared(one, batch)) for one in doubles)
+    return _largest_change(theirs, ours)
 
 
 def check_function(
@@ -145,6 +158,14 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
         "model as a family of its own (docs/own-model.md: what forward adds to the stream without a "
         "tensor has to be refused), or align it without these parts."
     )
+
+
+def _largest_change(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
+    """Return the largest change relative to the largest entry of its output."""
+    changes = [
+        (a - b).abs().max() / b.abs().max().clamp_min(1e-30) for a, b in zip(after, before, strict=True)
+    ]
+    return float(torch.stack(changes).max())
 
 
 def _only(groups: tuple[Group, ...]) -> Selection:

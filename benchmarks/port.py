@@ -1,0 +1,108 @@
+"""What a fine-tuning is worth on another base: the base alone, the naive port, and matched ones.
+
+Two bases of one architecture are trained as language models from different starts, on halves of the
+GoEmotions comments. The first is fine-tuned on other texts, and the fine-tuning is carried over to the
+second (``fedrot port``). Rows have the loss and the token accuracy on held-out texts of the new kind.
+
+    python benchmarks/port.py --data-dir DIR --out runs/port
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedrot._io import json_line, write_json, write_text
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation.run_folder import versions
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.port.porting import MATCHES, ported
+from fedrot.simulations.port.rewriting import Separate
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import task_of
+from fedrot.symmetry import symmetry_of
+
+ARCHITECTURES = ("gpt2", "llama")
+TEXTS = ("dair_emotion", "sst2")
+
+
+def main() -> None:
+    """Train, carry over, evaluate; what ``--out`` holds is not done again."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=8000, help="training rows of both bases together")
+    parser.add_argument("--tuning-rows", type=int, default=4000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = {k: str(v) for k, v in vars(options).items() if k not in ("data_dir", "out")}
+    write_json(options.out / "config.json", {"settings": settings, "scale": 1.0})
+    write_json(options.out / "versions.json", versions())
+    for seed in range(options.seeds):
+        for architecture in ARCHITECTURES:
+            path = options.out / f"{architecture}.{seed}.jsonl"
+            if not path.exists():
+                rows = measured(architecture, seed, options)
+                write_text(path, "".join(map(json_line, rows)))
+                for row in rows:
+                    print(json.dumps(row), flush=True)
+    files = sorted(options.out.glob("*.*.jsonl"))
+    write_text(options.out / "rows.jsonl", "".join(file.read_text() for file in files))
+
+
+def measured(architecture: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one pair of bases."""
+
+    def task(data: str, rows: int) -> Any:
+        config = SimulationConfig(
+            task="clm",
+            data=data,
+            architecture=architecture,
+            data_dir=options.data_dir,
+            train_limit=rows,
+            test_limit=500,
+            local_epochs=3,
+            lr=1e-3,
+        )
+        return task_of(config.to_json())
+
+    comments = task("goemotions", options.rows)
+    halves = np.array_split(np.random.default_rng(seed).permutation(len(comments.train)), 2)
+    bases = []
+    for number, half in enumerate(halves):
+        model = build_model(comments.config, comments.data, 2 * seed + number)
+        training.train(model, comments, np.sort(half), 2 * seed + number)
+        bases.append(model.eval())
+    old, new = map(separate, bases)
+    rows = []
+    for data in TEXTS:
+        texts = task(data, options.tuning_rows)
+        tuned = copy.deepcopy(bases[0])
+        training.train(tuned, texts, np.arange(len(texts.train)), seed, 1)
+        fine = separate(tuned.eval())
+        models = {"base": new.model, "tuned": fine.model}
+        for name, how in MATCHES.items():
+            tensors, _, _ = ported(old, fine, new, how)
+            models[name] = fine.holding(tensors)
+        for name, model in models.items():
+            found = training.evaluate(model, texts, texts.test, np.arange(len(texts.test)))
+            labels = {"architecture": architecture, "seed": seed, "texts": data, "model": name}
+            rows.append({**labels, "loss": found["loss"], "accuracy": found["accuracy"]})
+    return rows
+
+
+def separate(model: Any) -> Separate:
+    """Return a model of the harness, whose tables are separate tensors already."""
+    return Separate(None, model, symmetry_of(model.config, model.state_dict()), ())  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

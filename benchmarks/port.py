@@ -1,8 +1,10 @@
 """What a fine-tuning is worth on another base: the base alone, the naive port, and matched ones.
 
 Two bases of one architecture are trained as language models from different starts, on halves of the
-GoEmotions comments. The first is fine-tuned on other texts, and the fine-tuning is carried over to the
-second (``fedrot port``). Rows have the loss and the token accuracy on held-out texts of the new kind.
+GoEmotions comments. The first is fine-tuned to a classifier of other texts, and the classifier is carried
+over to the second base (``fedrot port``). Rows have loss and accuracy on held-out texts of ``base`` (the
+second base with the head of the fine-tuned model), ``none`` (the naive port), ``permutation``,
+``rotation``, and ``tuned``, the fine-tuned model itself.
 
     python benchmarks/port.py --data-dir DIR --out runs/port
 """
@@ -61,20 +63,20 @@ def main() -> None:
 def measured(architecture: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of one pair of bases."""
 
-    def task(data: str, rows: int) -> Any:
+    def task(kind: str, data: str, rows: int) -> Any:
         config = SimulationConfig(
-            task="clm",
+            task=kind,
             data=data,
             architecture=architecture,
             data_dir=options.data_dir,
             train_limit=rows,
-            test_limit=500,
+            test_limit=1000,
             local_epochs=3,
             lr=1e-3,
         )
         return task_of(config.to_json())
 
-    comments = task("goemotions", options.rows)
+    comments = task("clm", "goemotions", options.rows)
     halves = np.array_split(np.random.default_rng(seed).permutation(len(comments.train)), 2)
     bases = []
     for number, half in enumerate(halves):
@@ -84,11 +86,13 @@ def measured(architecture: str, seed: int, options: argparse.Namespace) -> list[
     old, new = map(separate, bases)
     rows = []
     for data in TEXTS:
-        texts = task(data, options.tuning_rows)
-        tuned = copy.deepcopy(bases[0])
-        training.train(tuned, texts, np.arange(len(texts.train)), seed, 1)
+        texts = task("classification", data, options.tuning_rows)
+        tuned = build_model(texts.config, texts.data, seed)
+        tuned.load_state_dict(bases[0].state_dict(), strict=False)
+        training.train(tuned, texts, np.arange(len(texts.train)), seed)
         fine = separate(tuned.eval())
-        models = {"base": new.model, "tuned": fine.model}
+        models = {"base": copy.deepcopy(tuned), "tuned": tuned}
+        models["base"].load_state_dict(bases[1].state_dict(), strict=False)
         for name, how in MATCHES.items():
             tensors, _, _ = ported(old, fine, new, how)
             models[name] = fine.holding(tensors)

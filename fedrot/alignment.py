@@ -19,7 +19,7 @@ from fedrot.matching.tokens import by_frequency
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.symmetry.canonical import canonical, check_folded
+from fedrot.symmetry.canonical import CanonicalView, canonical, check_folded
 from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.tensors import Tensors, check_update
@@ -153,8 +153,10 @@ def align(
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
     if options.canonical:
-        anchor = anchor.in_canonical_form(canonical(anchor.tensors, symmetry))
-        update = canonical(update, symmetry)
+        # The stream alone is matched in one pass, in which each tensor is read once.
+        form = CanonicalView if {*options.parts} == {"residual"} else canonical
+        anchor = anchor.in_canonical_form(form(anchor.tensors, symmetry))
+        update = form(update, symmetry)
     else:
         check_folded(anchor.tensors, symmetry)
         check_folded(update, symmetry)

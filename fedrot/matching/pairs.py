@@ -18,17 +18,33 @@ from fedrot.tensors import Tensors, compute_dtype
 #: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.
 Pair = tuple[Tensor, Tensor]
 
+#: Entries of a block of ``blocks_of``: 64 MiB in float32.
+_BLOCK = 2**24
+
 T = TypeVar("T")
 
 
 def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
     """Return the pairs of all slots of a group; views of the models where dtype and layout allow it."""
-    return [_pair(slot, anchor[slot.tensor], client[slot.tensor]) for slot in group.slots]
+    return [pair_of(slot, anchor, client) for slot in group.slots]
 
 
-def _pair(slot: Slot, a: Tensor, c: Tensor) -> Pair:
+def pair_of(slot: Slot, anchor: Tensors, client: Tensors) -> Pair:
+    """Return the pair of one slot; views of the models where dtype and layout allow it."""
+    a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
     dtype = compute_dtype(c)
-    return slot.rows(a.detach(), dtype), slot.rows(c.detach(), dtype)
+    return slot.rows(a, dtype), slot.rows(c, dtype)
+
+
+def blocks_of(slot: Slot, anchor: Tensors, client: Tensors) -> Iterator[Pair]:
+    """Yield the pair of one slot in blocks of columns, so that little of it is in memory in float32."""
+    a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
+    dtype = compute_dtype(c)
+    # Rows in the tensor's own dtype are a view: only blocks are converted.
+    a, c = slot.rows(a, a.dtype), slot.rows(c, c.dtype)
+    columns = max(1, _BLOCK // len(a))
+    for ours, theirs in zip(a.split(columns, 1), c.split(columns, 1), strict=True):
+        yield ours.to(dtype), theirs.to(dtype)
 
 
 def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:

@@ -194,9 +194,12 @@ class Problem:
             )
         return value
 
-    def evidence(self, group: Group, blocks: Sequence[Pair]) -> tuple[float, Tensor | None]:
+    def evidence(
+        self, group: Group, blocks: Sequence[Pair] | None = None
+    ) -> tuple[float, Tensor | None]:
         """Return the factor of the weights' similarity, and the activations' term to add to it.
 
+        ``blocks`` are the group's pairs, if the caller has them.
         Both are in units of squared distance. With ``w = options.activation_weight``, a group's
         activations count ``w / (1 - w)`` times its weights; with ``w = 1`` the weights' factor is 0.
         """
@@ -204,6 +207,7 @@ class Problem:
         cross = None if self.activations is None else self.activations.cross(group)
         if cross is None or weight == 0:
             return 1.0, None
+        blocks = self.pairs(group) if blocks is None else blocks
         cross = cross.to(blocks[0][1].device)
         norms = (torch.stack([torch.linalg.vector_norm(m).double() for m in pair]) for pair in blocks)
         size = float(torch.stack([n.square() for n in norms]).sum(0).sqrt().prod())
@@ -221,6 +225,6 @@ class Problem:
         only_activations = self.activations is not None and self.options.activation_weight == 1
         value = 0.0 if only_activations else self.total(groups)
         for group in groups:
-            _, addition = self.evidence(group, self.pairs(group))
+            _, addition = self.evidence(group)
             value -= 0.0 if addition is None else 2 * float(addition.trace())
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -53,6 +53,27 @@ def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Te
     return out
 
 
+class CanonicalView(Mapping[str, Tensor]):
+    """The tensors of ``canonical``, each computed when it is asked for, and not kept.
+
+    For large models whose tensors are read once.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
+        check_update(tensors, symmetry.shapes)
+        self._tensors, self._symmetry = tensors, symmetry
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self._symmetry.around([name])
+        return canonical({other: self._tensors[other] for other in part.shapes}, part)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def check_rotates(symmetry: Symmetry) -> None:
     """Raise ``SymmetryError`` if no model could hold canonical tensors whose stream is rotated."""
     if symmetry.rotated and symmetry.untied:
@@ -75,17 +96,20 @@ def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
 
 def _fold(out: dict[str, Tensor], fold: Fold) -> None:
     """Let the readers of a norm hold its gain, and its bias where all of them have one."""
+    if bool((out[fold.gain] == 1).all()) and not (fold.bias and bool(out[fold.bias].any())):
+        return
     dtype = compute_dtype(out[fold.gain])
     gain = out[fold.gain].detach().to(dtype)
     bias = out[fold.bias].detach().to(dtype) if fold.bias else None
     for reader in fold.readers:
         weight = out[reader.weight].detach()
-        wide = weight.to(compute_dtype(weight))
+        # A copy that is changed in place: large tables are not in memory twice.
+        wide = weight.to(compute_dtype(weight), copy=True)
         if bias is not None and fold.holds_bias:
             own = out[reader.bias].detach()
             added = torch.tensordot(wide, bias.to(wide), dims=([reader.axis], [0]))
             out[reader.bias] = (own.to(added.dtype) + added).to(own.dtype)
-        out[reader.weight] = (wide * along_axis(gain, reader.axis, wide)).to(weight.dtype)
+        out[reader.weight] = wide.mul_(along_axis(gain, reader.axis, wide)).to(weight.dtype)
     if bias is not None:
         if not fold.holds_bias and bool(((gain == 0) & (bias != 0)).any()):
             raise UpdateError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.assignment import MINIMUM_GAIN
-from fedrot.matching.pairs import Pair
+from fedrot.matching.pairs import blocks_of
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.procrustes import polar
 from fedrot.matching.stages import solves
@@ -23,14 +23,11 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
     matches = []
     for group in groups:
         kind = cast(StreamRotation, group.kind)
-        blocks = problem.pairs(group)
-        before = problem.distance(group, blocks)
-        factor, addition = problem.evidence(group, blocks)
-        weights = _cross(blocks)
+        before, weights, precise = _looked_through(group, problem)
+        factor, addition = problem.evidence(group)
         cross = factor * weights if addition is None else factor * weights + addition
         if kind.centred:
             cross = _keeping_ones(cross)
-        precise = blocks[0][1].dtype == torch.float64
         element = polar(cross[None], problem.options.ridge, precise=precise)
         gain, removed = (2 * float((element * m).sum() - m.trace()) for m in (cross, weights))
         if gain > MINIMUM_GAIN * abs(float(cross.trace())):
@@ -40,12 +37,18 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
     return matches
 
 
-def _cross(blocks: Sequence[Pair]) -> Tensor:
-    """Return ``sum of A C^T`` over the blocks, float64 ``[dim, dim]``."""
-    total = torch.zeros((), dtype=torch.float64)
-    for a, c in blocks:
-        total = total + (a @ c.mT).double()
-    return total
+def _looked_through(group: Group, problem: Problem) -> tuple[float, Tensor, bool]:
+    """Return the squared distance, ``sum of A C^T`` (float64 ``[dim, dim]``), and if it is precise.
+
+    Tensors are read in blocks: a large model would not fit into memory twice in float32.
+    """
+    distance, cross, precise = 0.0, torch.zeros((), dtype=torch.float64), True
+    for slot in group.slots:
+        for a, c in blocks_of(slot, problem.anchor.tensors, problem.client):
+            distance += problem.distance(group, [(a, c)])
+            cross = cross + (a @ c.mT).double()
+            precise = precise and c.dtype == torch.float64
+    return distance, cross, precise
 
 
 def _keeping_ones(cross: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What a fine-tuning is worth on another base: the base alone, the naive port, and matched ones.
 
 Two bases of one architecture are trained as language models from different starts, on halves of the
-GoEmotions comments. The first is fine-tuned to a classifier of other texts, and the classifier is carried
+GoEmotions comments. The first is fine-tuned to a classifier of other texts, which is carried
 over to the second base (``fedrot port``). Rows have loss and accuracy on held-out texts of ``base`` (the
 second base with the head of the fine-tuned model), ``none`` (the naive port), ``permutation``,
 ``rotation``, and ``tuned``, the fine-tuned model itself.

@@ -37,7 +37,7 @@ def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    _executed("stream.md", 1)
+    _executed("stream.md", 2)
     permuted, rotated = re.findall(
         r"canonical=\w+: (\S+)% of the distance left", capsys.readouterr().out
     )

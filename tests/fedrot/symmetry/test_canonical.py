@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fedrot
+from fedrot.symmetry.canonical import CanonicalView
 from tests.families import MEMBERS, outputs, state_of, symmetry_for
 from tests.models import State, largest_difference, squared_distance
 
@@ -144,3 +147,46 @@ def test_statistics_follow_where_nothing_is_folded_or_redundant() -> None:
     fisher = {"fisher": {"model.norm.weight": torch.ones_like(anchor["model.norm.weight"])}}
     found = alignment.transport(fisher)["fisher"]["model.norm.weight"]
     assert torch.equal(found, fisher["fisher"]["model.norm.weight"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5-gated", "vit", "bert", "falcon-7b"])
+def test_a_view_of_the_canonical_form_computes_each_tensor_alone(name: str) -> None:
+    symmetry, tensors = symmetry_for(name), state_of(name)
+    expected = fedrot.canonical(tensors, symmetry)
+    found = CanonicalView(tensors, symmetry)
+    assert list(found) == list(tensors)
+    assert len(found) == len(tensors)
+    assert all(torch.equal(found[key], expected[key]) for key in tensors)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_the_part_around_a_tensor_is_enough_for_its_canonical_form(name: str) -> None:
+    symmetry, tensors = symmetry_for(name), state_of(name)
+    expected = fedrot.canonical(tensors, symmetry)
+    sizes = []
+    for key in tensors:
+        part = symmetry.around([key])
+        alone = fedrot.canonical({other: tensors[other] for other in part.shapes}, part)
+        assert torch.equal(alone[key], expected[key])
+        sizes.append(len(part.shapes))
+    assert max(sizes) < len(tensors) / 2, "a layer at most"
+
+
+def test_what_is_folded_already_is_not_copied() -> None:
+    symmetry = symmetry_for("llama")
+    folded = fedrot.canonical(state_of("llama"), symmetry)
+    again = fedrot.canonical(folded, symmetry)
+    readers = {reader.weight for fold in symmetry.folds for reader in fold.readers}
+    assert all(again[name] is folded[name] for name in readers)
+
+
+def test_the_default_is_canonical_where_the_stream_can_be_rotated() -> None:
+    for name, rotates in (("llama", True), ("gpt2", True), ("bert", False), ("xglm", False)):
+        symmetry = symmetry_for(name)
+        parts = tuple(part for part in fedrot.WHOLE_MODEL if part not in symmetry.refused)
+        chosen = fedrot.AlignmentOptions(parts).for_model(symmetry)
+        assert chosen.canonical is chosen.rotates is rotates
+        assert fedrot.AlignmentOptions(parts, canonical=False).for_model(symmetry).canonical is False
+        assert fedrot.AlignmentOptions().for_model(symmetry).canonical is False
+    tied = replace(symmetry_for("gpt2"), tied=(("lm_head.weight", "transformer.wte.weight"),))
+    assert fedrot.AlignmentOptions(fedrot.WHOLE_MODEL).for_model(tied).canonical is False

@@ -1,12 +1,19 @@
 """Research methods: tested and documented, but no published table of ours recommends them yet.
 
-``GreedySoup`` and ``OptimalTransport`` are aggregations. ``learn_alignment`` learns group elements by
-gradient descent. ``repair`` restores the variance of an average's units. ``loss_barrier`` measures the
-loss between two models.
+``GreedySoup`` and ``OptimalTransport`` are aggregations. ``learn_alignment`` and ``learn_together``
+learn group elements by gradient descent. ``repair`` restores the variance of an average's units.
+``loss_barrier`` measures the loss between two models.
 """
 
 from fedrot.research.interpolation import Barrier, interpolate, loss_barrier
-from fedrot.research.learning import Learned, LearningOptions, learn_alignment, loss_of
+from fedrot.research.learning import (
+    CommonBasis,
+    Learned,
+    LearningOptions,
+    learn_alignment,
+    learn_together,
+    loss_of,
+)
 from fedrot.research.optimal_transport import OptimalTransport
 from fedrot.research.soup import GreedySoup
 from fedrot.research.variance import (
@@ -19,6 +26,7 @@ from fedrot.research.variance import (
 
 __all__ = [
     "Barrier",
+    "CommonBasis",
     "GreedySoup",
     "Learned",
     "LearningOptions",
@@ -27,6 +35,7 @@ __all__ = [
     "average_statistics",
     "interpolate",
     "learn_alignment",
+    "learn_together",
     "loss_barrier",
     "loss_of",
     "repair",

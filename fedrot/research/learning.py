@@ -9,10 +9,11 @@ is applied, and the gradient is that of Sinkhorn iterations (a straight-through 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -160,6 +161,91 @@ def learn_alignment(
     return Learned(alignment_of(moves, update, anchor, symmetry, seconds), tuple(losses), seconds)
 
 
+@dataclass(frozen=True)
+class CommonBasis:
+    """Learned alignments, one per model, the loss at every step's point, and the wall time."""
+
+    alignments: tuple[Alignment, ...]
+    losses: tuple[float, ...]
+    seconds: float
+
+
+def learn_together(
+    loss: Loss,
+    batches: Iterable[Tensors],
+    models: Sequence[Tensors],
+    symmetry: Symmetry,
+    options: LearningOptions | None = None,
+    concentration: float = 1.0,
+) -> CommonBasis:
+    """Learn rotations of several models at once that minimise the loss of their averages.
+
+    Every step takes the loss of a random convex combination of all models, whose weights are drawn from
+    a Dirichlet distribution. All models move. (Of two models, both ends do.)
+
+    Args:
+        loss: a differentiable loss, such as ``loss_of(model)``.
+        batches: labelled batches, repeated if there are fewer than ``steps``.
+        models: tensors in coordinates that are near each other already, from ``fedrot.align``; canonical
+            ones if the symmetry rotates the residual stream.
+        symmetry: of the models, ``symmetry.rotated`` for canonical ones.
+        options: ``parts``, ``steps`` and ``lr`` are read. The default learns the residual stream, where
+            it is rotated, and the heads, in 200 steps of 1e-3.
+        concentration: of the Dirichlet distribution; a large one gives the mean in every step.
+
+    Returns:
+        One alignment per model, of which the first is the anchor in the reports.
+
+    Raises:
+        FedrotError: there are fewer than two models, there are no batches, or the loss is not finite.
+    """
+    begin = time.perf_counter()
+    options = options or LearningOptions(("residual", "attention"), steps=200, lr=1e-3)
+    if len(models) < 2 or not concentration > 0:
+        raise FedrotError(
+            f"There are {len(models)} models, and the concentration is {concentration}; two models are "
+            "needed at least, and a positive concentration."
+        )
+    fixed = [{name: tensor.detach() for name, tensor in model.items()} for model in models]
+    groups = [group for group in symmetry.select(options.parts) if _is_continuous(group)]
+    learned = [[(group, _initial(group.kind)) for group in groups] for _ in models]
+    optimizer = torch.optim.Adam([p for own in learned for _, p in own], lr=options.lr)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
+    drawn = np.random.default_rng(0)
+    losses: list[float] = []
+    for batch in islice(cycle(batches), options.steps):
+        weights = drawn.dirichlet([concentration] * len(models)).tolist()
+        moved = [_moved_by(model, own, options) for model, own in zip(fixed, learned, strict=True)]
+        value = loss(_combined(moved, weights), batch)
+        losses.append(float(value.detach()))
+        if not torch.isfinite(value):
+            raise FedrotError(f"The loss is {losses[-1]} at step {len(losses)}; lower lr.")
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        optimizer.step()
+        decay.step()
+    if options.steps and not losses:
+        raise FedrotError("No batches were given; pass at least one labelled batch.")
+    seconds = time.perf_counter() - begin
+    with torch.no_grad():
+        found = [[Move(group, _element(group, p)) for group, p in own] for own in learned]
+    alignments = (
+        alignment_of(moves, model, fixed[0], symmetry, seconds)
+        for moves, model in zip(found, fixed, strict=True)
+    )
+    return CommonBasis(tuple(alignments), tuple(losses), seconds)
+
+
+def _combined(models: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
+    """Return a convex combination; integers are those of the first model."""
+    return {
+        name: sum(w * model[name] for w, model in zip(weights, models, strict=True))
+        if first.is_floating_point()
+        else first
+        for name, first in models[0].items()
+    }
+
+
 def _between(
     fixed: Tensors,
     moved: Tensors,
@@ -168,15 +254,22 @@ def _between(
     point: float,
 ) -> dict[str, Tensor]:
     """Return a point of the line from the anchor to the update, moved by the elements so far."""
-    average = dict(moved)
+    return {
+        name: torch.lerp(fixed[name], tensor, point) if tensor.is_floating_point() else tensor
+        for name, tensor in _moved_by(moved, learned, options).items()
+    }
+
+
+def _moved_by(
+    tensors: Tensors, learned: Iterable[tuple[Group, Tensor]], options: LearningOptions
+) -> dict[str, Tensor]:
+    """Return tensors moved by the elements so far, differentiably."""
+    moved = dict(tensors)
     for group, parameter in learned:
         matrix = _matrix(group, parameter, options)
         for slot in group.slots:
-            average[slot.tensor] = _multiplied(average[slot.tensor], slot, group, matrix)
-    return {
-        name: torch.lerp(fixed[name], tensor, point) if tensor.is_floating_point() else tensor
-        for name, tensor in average.items()
-    }
+            moved[slot.tensor] = _multiplied(moved[slot.tensor], slot, group, matrix)
+    return moved
 
 
 def _is_continuous(group: Group) -> bool:

@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fedrot
 from fedrot.research import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from fedrot.strategies.client_matching import ANCHOR, COMMON_BASIS, UPDATE
-from tests.models import State, near
+from tests.models import near
 from tests.strategies.fakes import Client, failure, play, tensors_of
+from tests.trained import CONFIG, build, loss, rows, trained
 
-CONFIG = LlamaConfig(
-    vocab_size=30,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    max_position_embeddings=16,
-    tie_word_embeddings=False,
-)
 PASSES = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2)
-
-
-def build() -> LlamaForCausalLM:
-    return LlamaForCausalLM(CONFIG)
-
-
-def rows(seed: int, count: int) -> Iterable[Mapping[str, Tensor]]:
-    """Return texts in which each token follows from the two before it, but for one in five."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        ids = torch.randint(30, (16, 12), generator=generator)
-        for place in range(2, 12):
-            follows = (3 * ids[:, place - 1] + ids[:, place - 2]) % 30
-            noise = torch.rand(16, generator=generator) < 0.2
-            ids[:, place] = torch.where(noise, ids[:, place], follows)
-        yield {"input_ids": ids, "labels": ids}
-
-
-@cache
-def trained(seed: int) -> State:
-    """Return a model that was trained from a start of its own on rows of its own."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for batch in rows(seed, 150):
-            loss = model(**batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def loss(tensors: State) -> float:
-    """Return the loss on rows that nobody has seen."""
-    model = build().eval()
-    model.load_state_dict(tensors)
-    with torch.no_grad():
-        return float(sum(model(**batch).loss for batch in rows(99, 8)) / 8)
 
 
 def node(seed: int, asked: list[Message] | None = None, learning: Any = COMMON_BASIS) -> Client:
@@ -94,9 +43,7 @@ def test_learning_together_lowers_the_loss_of_the_mean() -> None:
         others = OtherBasis(options=PASSES.options, learning_passes=passes)
         strategy = FedRot(CONFIG, anchor="consensus", other_basis=others)
         losses[passes] = loss(tensors_of(play(strategy, trained(0), sent, nodes)[0]))
-    plain, _ = play(FedRot(CONFIG, align=False), trained(0), sent, nodes)
-    assert losses[3] < losses[0] - 0.01
-    assert losses[0] < loss(tensors_of(plain)) - 0.05
+    assert losses[3] < losses[0] - 0.05
 
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> None:

@@ -52,6 +52,7 @@ class Cell(BaseModel):
             both seeds together decide how the rows are divided.
         points: positions on the line.
         rows: training rows for the methods that look at data.
+        methods: those that are measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +62,12 @@ class Cell(BaseModel):
     pairs: tuple[tuple[int, int], ...]
     points: Annotated[int, Field(ge=3)] = 21
     rows: Annotated[int, Field(gt=0)] = 2048
+    methods: tuple[str, ...] = tuple(METHODS)
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> tuple[str, ...]:
+        return check_methods(map(str, value if isinstance(value, list | tuple) else [value]))
 
     @field_validator("points")
     @classmethod
@@ -84,33 +91,30 @@ class Cell(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Return all settings that a pair's results depend on, without the seeds."""
         config = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"data_dir"})
-        return {**self.model_dump(mode="json", exclude={"pairs", "config"}), "config": config}
+        return {**self.model_dump(mode="json", exclude={"pairs", "config", "methods"}), "config": config}
 
 
 class Grid(BaseModel):
-    """Cells, and the methods that are measured in each."""
+    """Cells of pairs."""
 
     model_config = ConfigDict(frozen=True)
 
     cells: tuple[Cell, ...]
-    methods: tuple[str, ...]
 
     @classmethod
     def read(cls, path: Path, data_dir: Path | None = None) -> Grid:
         """Read a TOML file of ``[base]`` and one ``[[task]]`` per data set.
 
-        A task has the fields of ``SimulationConfig``, ``points``, ``rows`` and ``pairs``, a table from
-        sharing to pairs of seeds. ``base`` has the fields that tasks share, and ``methods``.
+        A task has the fields of ``SimulationConfig``, ``points``, ``rows``, ``methods`` and ``pairs``, a
+        table from sharing to pairs of seeds. ``base`` has the fields that tasks share.
         ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
         """
         base, tasks = read_grid(path, "task")
-        methods = base.pop("methods", [*METHODS])
-        methods = check_methods(map(str, methods if isinstance(methods, list) else [methods]))
         given = {"data_dir": data_dir} if data_dir else {}
         cells = tuple(cell for task in tasks for cell in _cells({**base, **task, **given}))
         if not cells or len({cell.name for cell in cells}) != len(cells):
             raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
-        return cls(cells=cells, methods=methods)
+        return cls(cells=cells)
 
     def only(self, names: Sequence[str]) -> Grid:
         """Return the grid of the given cells; the name of a setting stands for all of its cells."""
@@ -121,12 +125,22 @@ class Grid(BaseModel):
         chosen = (cell for cell in self.cells if {cell.name, cell.config.setting} & {*names})
         return self.model_copy(update={"cells": tuple(chosen)})
 
+    def measuring(self, methods: Sequence[str]) -> Grid:
+        """Return the grid with the given methods in place of its own."""
+        chosen = check_methods(methods)
+        return Grid(cells=tuple(cell.model_copy(update={"methods": chosen}) for cell in self.cells))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods of all cells."""
+        return tuple(dict.fromkeys(method for cell in self.cells for method in cell.methods))
+
 
 def _cells(task: dict[str, Any]) -> Iterator[Cell]:
     pairs = task.pop("pairs", {})
     if not isinstance(pairs, dict) or not pairs:
         raise FedrotError(f"Task '{task.get('setting', task.get('data'))}' of the grid has no pairs.")
-    own = {name: task.pop(name) for name in ("points", "rows") if name in task}
+    own = {name: task.pop(name) for name in ("points", "rows", "methods") if name in task}
     config = SimulationConfig.from_flat(task)
     for sharing, seeds in pairs.items():
         yield Cell(config=config, sharing=sharing, pairs=seeds, **own)
@@ -168,7 +182,7 @@ def run_grid(
         (cell, seeds, missing, out)
         for cell in grid.cells
         for seeds in cell.pairs
-        if (missing := [m for m in grid.methods if not _line_path(out, cell, seeds, m).exists()])
+        if (missing := [m for m in cell.methods if not _line_path(out, cell, seeds, m).exists()])
     ]
     try:
         for number, lines in enumerate(_results(jobs, workers), start=1):

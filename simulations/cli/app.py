@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 import fedrot
-from fedrot.simulations.barrier.barrier_methods import BarrierSettings, check_methods
+from fedrot.simulations.barrier.barrier_methods import BarrierSettings
 from fedrot.simulations.cli.commands import (
     FAILED,
     command,
@@ -207,7 +207,7 @@ def barriers(
     if only:
         described = described.only(names(only))
     if methods:
-        described = described.model_copy(update={"methods": check_methods(names(methods))})
+        described = described.measuring(names(methods))
     try:
         lines = run_grid(described, out, command_line(), say, workers)
     except KeyboardInterrupt:

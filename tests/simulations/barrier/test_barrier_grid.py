@@ -260,8 +260,8 @@ def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
     [
         ("base = 3", "is no grid"),
         ("[task]\ndata = 'sst2'", "is no grid"),
-        ("[base]\nmethods = 0", "Unknown method '0'"),
-        ("[base]\nmethods = [[0]]", "Unknown method"),
+        ("[base]\nmethods = 0\n[[task]]\npairs = {same = [[0, 1]]}", "Unknown method '0'"),
+        ("[base]\nmethods = [[0]]\n[[task]]\npairs = {same = [[0, 1]]}", "Unknown method"),
         ("[[task]]\ndata = 'sst2'\npairs = 5", "has no pairs"),
     ],
 )
@@ -292,6 +292,21 @@ def test_models_share_the_rows_they_should(sharing: Any, common: int, each: int)
     again = shared_rows(300, sharing, (4, 5))
     assert all(map(np.array_equal, (first, second), again))
     assert sharing == "same" or not np.array_equal(first, shared_rows(300, sharing, (6, 7))[0])
+
+
+def test_a_task_may_have_methods_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        '[base]\nmethods = ["vanilla", "stream"]\n'
+        '[[task]]\nsetting = "gpt2"\ntask = "clm"\narchitecture = "gpt2"\n'
+        "[task.pairs]\nsame = [[0, 1]]\n"
+        '[[task]]\nsetting = "bert"\nmethods = ["vanilla", "whole"]\n'
+        "[task.pairs]\nsame = [[0, 1]]\n"
+    )
+    grid = Grid.read(file)
+    assert [cell.methods for cell in grid.cells] == [("vanilla", "stream"), ("vanilla", "whole")]
+    assert grid.methods == ("vanilla", "stream", "whole")
+    assert {cell.methods for cell in grid.measuring(["rotation"]).cells} == {("rotation",)}
 
 
 def test_where_the_data_lies_does_not_count_as_another_setting() -> None:

@@ -20,6 +20,7 @@ from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog, begin_rows
+from fedrot.strategies.reporting.verdict import run_lines
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
@@ -38,7 +39,6 @@ from fedrot.strategies.round.outbox import plain, to_send
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.run_round import aligned_merge, run_round
 from fedrot.strategies.round.update import Schema, Update
-from fedrot.strategies.round.verdict import run_lines
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays

@@ -13,8 +13,8 @@ from flwr.common import log
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.report import AlignmentReport, moved_units
+from fedrot.strategies.reporting import verdict
 from fedrot.strategies.reporting.json_log import log_fields
-from fedrot.strategies.round import verdict
 from fedrot.strategies.round.update import Update
 from fedrot.tensors import Tensors, check_finite
 

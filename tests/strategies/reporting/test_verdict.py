@@ -12,8 +12,8 @@ import torch
 
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
+from fedrot.strategies.reporting.verdict import CHANCE, DROPPED, FOUND, MOVED, run_lines, verdict
 from fedrot.strategies.round.round_report import FIGURES
-from fedrot.strategies.round.verdict import CHANCE, DROPPED, FOUND, MOVED, run_lines, verdict
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, State, near

@@ -1,0 +1,184 @@
+"""The commands about experiments: simulate, compare, flower-app, report, barrier, barriers."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedrot.simulations.barrier.barrier_methods import BarrierSettings
+from fedrot.simulations.cli.commands import (
+    command,
+    command_line,
+    console,
+    names,
+    say,
+)
+from fedrot.simulations.cli.root import app
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation import runner
+from fedrot.simulations.grids import bundled_grids, read_grid
+
+
+def _grid_help(entries: str) -> str:
+    bundled = ", ".join(bundled_grids(entries))
+    return f"TOML file: [base] and one [[{entries}]] each; or a bundled one: {bundled}."
+
+
+# Parameters of several commands
+NewRun = Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
+GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
+
+
+@command(
+    app,
+    "fedrot simulate --out runs/first",
+    "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
+    "fedrot simulate --out runs/mine --data mine.csv --dry-run",
+    fields=SimulationConfig,
+    renamed={"starts": "--start"},
+    leave_out=("setting",),
+)
+def simulate(
+    out: NewRun,
+    settings: dict[str, Any],
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    gpus: Annotated[
+        float, typer.Option(min=0, help="GPUs per client: a share of one, such as 0.5, or whole ones.")
+    ] = 0.0,
+    dry_run: DryRun = False,
+) -> None:
+    """Compare aligned with plain averaging in Flower's simulation engine."""
+    _simulate([{**settings, "first_seed": first_seed}], out, gpus=gpus, dry_run=dry_run)
+
+
+@command(app, "fedrot compare one-shot --data-dir data --out runs/grid")
+def compare(
+    grid: Annotated[Path, typer.Argument(help=_grid_help("setting"))],
+    out: NewRun,
+    data_dir: GridData = None,
+    model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a grid of settings, each with its arms, starts and seeds."""
+    options = {"data_dir": data_dir, "model": model}
+    given = {key: value for key, value in options.items() if value is not None}
+    base, entries = read_grid(grid, "setting")
+    if not entries:
+        raise ValueError(f"'{grid}' describes no [[setting]].")
+    _simulate([{**base, **entry, **given} for entry in entries], out, dry_run=dry_run)
+
+
+def _simulate(settings: list[dict[str, Any]], out: Path, **how: Any) -> None:
+    configs = [SimulationConfig.from_flat(setting) for setting in settings]
+    named = [config.setting for config in configs]
+    if len(set(named)) != len(named):
+        raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")
+    if not runner.simulate(configs, out, command_line(), console, **how):
+        raise KeyboardInterrupt
+
+
+@command(app, "fedrot flower-app my-app", name="flower-app")
+def flower_app(
+    folder: Annotated[Path, typer.Argument(help="A new folder for the app's pyproject.toml.")],
+) -> None:
+    """Write the Flower app that runs a comparison in a federation of your own by flwr run."""
+    source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_bytes(source.read_bytes())
+    say(f"Flower app: {folder}")
+
+
+@command(
+    app,
+    "fedrot report runs/first --markdown results.md",
+    "fedrot report alignment.jsonl --out alignment.html",
+)
+def report(
+    run_or_file: Annotated[
+        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Of a file: its metrics_path; default: metrics.jsonl beside it.")
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(help="Of a folder: also write the tables of results to this Markdown file."),
+    ] = None,
+) -> None:
+    """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
+    from fedrot.simulations.federation.run_folder import read_alignment, read_rows, rows_file
+    from fedrot.simulations.report.shares import share_table
+    from fedrot.simulations.report.strategy_page import write_strategy_report
+    from fedrot.simulations.report.tables import markdown_table
+
+    if run_or_file.is_file():
+        page = write_strategy_report(run_or_file, out, metrics)
+        found = share_table(read_rows(run_or_file.parent, run_or_file.name))
+        if found is not None:
+            console.print(found.terminal())
+        say(f"Report: {page}")
+        return
+    if rows_file(run_or_file) is None:
+        raise ValueError(f"'{run_or_file}' is not a run folder: it has no rows.jsonl.")
+    runner.present(run_or_file, console)
+    if markdown is not None:
+        found = share_table(read_alignment(run_or_file))
+        tables = [markdown_table(read_rows(run_or_file)), *([found.markdown()] if found else [])]
+        markdown.write_text("\n".join(tables), encoding="utf-8")
+
+
+@command(
+    app,
+    "fedrot barrier models/a models/b --out runs/barrier --methods vanilla,whole",
+    fields=BarrierSettings,
+)
+def barrier(
+    a: Annotated[Path, typer.Argument(help="Folder of a model saved with save_pretrained.")],
+    b: Annotated[Path, typer.Argument(help="Folder of another one, which is moved to the first.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; must be empty or new.")],
+    settings: dict[str, Any],
+) -> None:
+    """Measure the loss along the line between two saved models, matched in every way."""
+    from fedrot.simulations.barrier.barrier_run import compare_saved_models
+
+    compare_saved_models(a, b, out, BarrierSettings(**settings), command_line(), console)
+
+
+@command(app, "fedrot barriers barriers --data-dir data --out runs/pairs")
+def barriers(
+    grid: Annotated[Path, typer.Argument(help=_grid_help("task"))],
+    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
+    data_dir: GridData = None,
+    only: Annotated[
+        str | None, typer.Option(help="Cells or settings of the grid, separated by commas.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Instead of the grid's methods, separated by commas; see barrier --help."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
+) -> None:
+    """Train pairs of small models and measure their barriers under every method of a grid."""
+    from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
+    from fedrot.simulations.barrier.barrier_report import summarise, tables
+
+    described = Grid.read(grid, data_dir)
+    if only:
+        described = described.only(names(only))
+    if methods:
+        described = described.measuring(names(methods))
+    try:
+        lines = run_grid(described, out, command_line(), say, workers)
+    except KeyboardInterrupt:
+        say(f"Interrupted; the finished cells are in {out}. Repeat the command to continue.")
+        raise
+    for table in tables(summarise(lines)):
+        console.print(table)
+    console.print(f"Summary: {out / 'summary.md'}")

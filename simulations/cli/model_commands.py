@@ -1,0 +1,174 @@
+"""The commands about saved models: merge, canonical, port, check, diagnose."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, say
+from fedrot.simulations.cli.root import app
+from fedrot.simulations.merge.merge_inputs import MergeSettings
+from fedrot.simulations.port.porting import PortSettings
+
+
+@command(
+    app,
+    "fedrot merge models/a models/b --out models/merged",
+    "fedrot merge models/a models/b --parts whole --dry-run",
+    fields=MergeSettings,
+)
+def merge(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Two or more: folders of saved models, .safetensors files or hub names."),
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
+    ] = None,
+    settings: dict[str, Any],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
+) -> None:
+    """Align saved models to one of them, merge them, and write the result as a model."""
+    from fedrot.simulations.merge.merging import merge as merge_models
+    from fedrot.simulations.merge.merging import table
+
+    with console.status(escape(f"{settings['method']} of {len(models)} models")):
+        found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)
+    console.print(table(found))
+    for note in found.notes:
+        say(f"Note: {note}")
+    say(f"Written: {found.out}" if found.out else "Dry run: nothing was written.")
+
+
+@command(app, "fedrot canonical models/a models/a-canonical")
+def canonical(
+    model: Annotated[str, typer.Argument(help="Folder of a saved model, or a hub name.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+) -> None:
+    """Write a pre-norm model whose norms are folded: the same function, a stream that can be rotated."""
+    from fedrot.simulations.port.canonical_model import write_canonical
+
+    with console.status(escape(f"Folding {model}")):
+        found = write_canonical(model, out)
+    say(f"Folded: {len(found.folded)} norms. The outputs change by {found.change:.1e} of their size.")
+    if found.untied:
+        say(f"Note: {' and '.join(found.untied)} were one table, and are two now.")
+    say(f"Written: {out}")
+
+
+@command(
+    app,
+    "fedrot port models/base models/tuned models/other-base --out models/ported",
+    fields=PortSettings,
+)
+def port(
+    base: Annotated[str, typer.Argument(help="The model that was fine-tuned: a folder or hub name.")],
+    tuned: Annotated[str, typer.Argument(help="The fine-tuned model.")],
+    new_base: Annotated[str, typer.Argument(help="Another base of the same architecture.")],
+    *,
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    settings: dict[str, Any],
+) -> None:
+    """Carry a fine-tuning from its base over to another base of the same architecture."""
+    from fedrot.simulations.port.porting import port as carry
+
+    with console.status(escape(f"Porting {tuned}")):
+        found = carry(base, tuned, new_base, out, PortSettings(**settings))
+    if found.matched is not None:
+        how = "rotated" if found.rotated else "permuted"
+        left = found.matched.after / max(found.matched.before, 1e-30)
+        say(f"The residual stream was {how}. Of the bases' squared distance {left:.0%} is left.")
+    if found.taken:
+        say(f"Note: the bases lack {', '.join(found.taken)}; they were moved as a whole.")
+    say(f"Written: {out}")
+
+
+@command(app, "fedrot check models/a", "fedrot check --list")
+def check(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a saved model, or a hub name; its class is loaded.")
+    ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="Parts such as attention+ffn, or whole; default: all that may move."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random elements, inputs and noise.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    list_families: Annotated[bool, typer.Option("--list", help="List the supported families.")] = False,
+) -> None:
+    """Move a model by random elements of its symmetry, and see whether its outputs stay what they are.
+
+    Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
+    """
+    from fedrot.simulations.check.checking import check_model, families_table, tables, verdict
+    from fedrot.simulations.merge.merging import options_of
+    from fedrot.symmetry import FAMILIES
+
+    if list_families:
+        if as_json:
+            listed = {f.name: {"model_types": f.model_types, "stream": f.stream} for f in FAMILIES}
+            typer.echo(json.dumps({"families": listed}))
+        else:
+            console.print(families_table(FAMILIES))
+        return
+    if model is None:
+        raise ValueError("Give a model to check, or --list.")
+    chosen = None if parts is None else options_of(parts).parts
+    with nullcontext() if as_json else console.status(escape(f"Checking {model}")):
+        found = check_model(model, chosen, seed)
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        for table in tables(found):
+            console.print(table)
+        for part, reason in found.refused.items():
+            say(f"Part '{part}' cannot be moved: {reason}")
+        for note in found.notes:
+            say(f"Note: {note}")
+        (say if found.holds else complain_in_red)(verdict(found))
+    if not found.holds:
+        raise typer.Exit(FAILED)
+
+
+@command(
+    app,
+    "fedrot diagnose models/base models/client-0 models/client-1",
+    "fedrot diagnose runs/mine",
+    "fedrot diagnose alignment.jsonl",
+)
+def diagnose(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="A run folder, or the rows file that a strategy wrote; or a base and the updates that "
+            "were trained from it: folders of saved models, .safetensors files or hub names."
+        ),
+    ],
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Of .safetensors files: config.json, or a folder with one."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say whether clients have turned against each other, and which average to take."""
+    from fedrot.simulations.diagnose.diagnosing import diagnose_models, diagnose_run, tables
+
+    with nullcontext() if as_json else console.status(escape(f"Diagnosing {what[0]}")):
+        one = len(what) == 1
+        found = diagnose_run(Path(what[0])) if one else [diagnose_models(what, config)]
+    if as_json:
+        typer.echo(json.dumps({"diagnoses": [each.to_dict() for each in found]}))
+        return
+    for each in found:
+        for table in tables(each):
+            console.print(table)
+    for each in found:
+        say(": ".join(filter(None, [each.title, each.diagnosis.sentence])))

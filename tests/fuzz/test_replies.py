@@ -20,12 +20,18 @@ from fedrot.alignment import Alignment
 from fedrot.collect.statistic_kinds import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
-from fedrot.strategies.client_matching import ELEMENTS, read_answer
+from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import BFLOAT16, TIED, UNCHANGED, from_arrays
-from fedrot.strategies.wire.records import STATISTICS, read_statistics
+from fedrot.strategies.wire.records import (
+    STATISTICS,
+    TOKEN_COUNTS,
+    read_statistics,
+    read_token_counts,
+    token_counts_record,
+)
 from tests.fuzz.cases import EDGES, fuzzed, mutated
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
@@ -183,7 +189,7 @@ def contents(draw: st.DrawFn) -> RecordDict:
     return content
 
 
-@fuzzed(40, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
+@fuzzed(36, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
 def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tuple[str, ...]) -> bool:
     try:
         reply = inbox(needs).decode(Message(content, reply_to=ASKED))
@@ -241,6 +247,23 @@ def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool
     return True
 
 
+counts = st.just(token_counts_record(torch.arange(5))) | records(token_counts_record(torch.arange(5)))
+
+
+@fuzzed(4, record=counts)
+def test_token_counts_are_counts_or_refused(record: ArrayRecord) -> bool:
+    try:
+        found = read_token_counts(RecordDict({TOKEN_COUNTS: record}))
+    except UpdateError:
+        return False
+    assert found is not None
+    assert found.ndim == 1
+    assert bool(found.isfinite().all())
+    assert bool((found >= 0).all())
+    assert float(found.sum()) > 0
+    return True
+
+
 ANCHOR = state(0)
 OTHER_BASIS = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
 MOVES = fedrot.align(
@@ -253,7 +276,8 @@ GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
 def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> bool:
     message = Message(RecordDict({ELEMENTS: record}), reply_to=ASKED)
     try:
-        alignment = read_answer(message, OTHER_BASIS, ANCHOR, SYMMETRY)
+        moves = read_moves(message, SYMMETRY)
+        alignment = alignment_by(moves, OTHER_BASIS, ANCHOR, SYMMETRY)
     except UpdateError:
         return False
     assert isinstance(alignment, Alignment)

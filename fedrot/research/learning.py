@@ -238,12 +238,12 @@ def learn_together(
 
 def _combined(models: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
     """Return a convex combination; integers are those of the first model."""
-    return {
-        name: sum(w * model[name] for w, model in zip(weights, models, strict=True))
-        if first.is_floating_point()
-        else first
-        for name, first in models[0].items()
-    }
+    found = dict(models[0])
+    for name, first in found.items():
+        if first.is_floating_point():
+            stacked = [weight * model[name] for weight, model in zip(weights, models, strict=True)]
+            found[name] = torch.stack(stacked).sum(0)
+    return found
 
 
 def _between(

@@ -132,12 +132,12 @@ class Aligner(Unaligned):
             if others.at_clients and places and self._exchange is not None:
                 asked = (updates, base, symmetry, self._exchange, self.this_round)
                 self._matched = others.matched_at_clients(*asked)
-            given = (self._there(base), bool(places), counts)
+            coordinates = (self._there(base), bool(places), counts)
             if others.learning_passes and places and len(updates) > 1 and self._exchange is not None:
-                found = self._all_aligned(updates, self.plan.rule(*given))
-                asked = (updates, found, base, symmetry, others, self._exchange, self.this_round)
-                self._matched = learned_together(*asked)
-            self.rule = self.plan.rule(*given, self._shared)
+                found = self._all_aligned(updates, self.plan.rule(*coordinates))
+                how = (base, symmetry, others, self._exchange, self.this_round)
+                self._matched = learned_together(updates, found, *how)
+            self.rule = self.plan.rule(*coordinates, self._shared)
         rest = [place for place in range(len(updates)) if place not in self._matched]
         self._places = {place: index for index, place in enumerate(rest)}
         if self.rule.needs_all:

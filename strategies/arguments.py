@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from fedrot.strategies.flower_compat import callers
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.symmetry.resolve import settings_of
+from fedrot.tensors import Tensors
 
 #: The error of Flower's legacy server with an aligned strategy.
 LEGACY = (
@@ -108,9 +110,24 @@ def _holds_tensors(given: object) -> bool:
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
     """Return the symmetry of the broadcast model: the given one, or that of the configuration."""
     if not isinstance(described, Symmetry):
-        return symmetry_of(described, from_arrays(arrays))
+        tensors = from_arrays(arrays)
+        symmetry = symmetry_of(described, tensors)
+        return replace(symmetry, tied=symmetry.tied or _equal_tables(symmetry, tensors))
     check_shapes(described, {name: tuple(array.shape) for name, array in arrays.items()}, "broadcast")
     return described
+
+
+def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
+    """Return the output tables that are equal to an embedding: what the model ties travels twice."""
+    readers = {reader.weight for fold in symmetry.folds for reader in fold.readers}
+    streams = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
+    return tuple(
+        (other, reader)
+        for reader in sorted(readers)
+        for other in sorted(streams - readers)
+        if symmetry.shapes[other] == symmetry.shapes[reader]
+        and torch.equal(tensors[other], tensors[reader])
+    )
 
 
 def check_shapes(symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:

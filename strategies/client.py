@@ -16,7 +16,7 @@ from torch import Tensor
 from fedrot.aggregation import Statistics
 from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.options import AlignmentOptions
+from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies.arguments import check_shapes
 from fedrot.strategies.client_matching import ACTION
 from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, inner_mods
@@ -193,7 +193,8 @@ def _align(update: Mapping[str, Tensor], model: _Model, options: AlignmentOption
         name: t.to(like[name].dtype) if t.is_floating_point() and like[name].is_floating_point() else t
         for name, t in update.items()
     }
-    alignment = align(cast, anchor, model.symmetry, options)
+    # Whether the model ties its tables is not in the message: only options that ask for it fold norms.
+    alignment = align(cast, anchor, model.symmetry, checked_options(options).as_it_is())
     report = alignment.report
     message = "Alignment: distance to the received model %.4g -> %.4g, %.2f s"
     log(INFO, message, report.before, report.after, report.seconds)

@@ -71,7 +71,7 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     folds, centred, unfolded = _foldable(groups, merged(inside.axes, heads), inside.norms)
     _check_dtypes(groups, tensors)
     _check_shapes(groups, shapes, family)
-    tied = _tied(tensors)
+    tied = tied_tensors(tensors)
     _check_ties(groups, tied, family)
     biases = inside.redundant_biases
     return Symmetry(family.name, layers, groups, shapes, tied, refused, biases, folds, centred, unfolded)
@@ -308,7 +308,8 @@ def _check_shapes(
             )
 
 
-def _tied(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
+def tied_tensors(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
+    """Return the sets of names whose tensors share storage; none for shapes."""
     places: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, t in tensors.items():
         if isinstance(t, Tensor) and t.device.type != "meta" and t.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import check_rotates
-from fedrot.symmetry.resolve import settings_of
+from fedrot.symmetry.resolve import settings_of, tied_tensors
 from fedrot.tensors import Tensors, check_finite
 
 
@@ -97,17 +98,19 @@ class OtherBases:
         Raises:
             SymmetryError: the model is not what its names say.
         """
-        if self.options is not None:
-            self.options = self.options.for_model(symmetry)
-        if self.rotates:
-            check_rotates(symmetry)
-        if self._prepared or self.model is None:
+        if self._prepared:
             return
-        self.options = (self.options or self._default).for_model(symmetry)
+        if self.model is None:
+            self._decide(symmetry)
+            self._prepared = True
+            return
         # Building a model draws random numbers, which a resumed run would draw in another round.
         with torch.random.fork_rng(devices=[]):
             model = self.model()
         config = settings_of(model.config)
+        # What a model ties is told by the model: arrays hold every tensor.
+        self._decide(replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict())))
+        assert self.options is not None
         symmetry = symmetry.rotated if self.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
@@ -120,6 +123,13 @@ class OtherBases:
         if reads_text(config) and not self.rotates:
             self.evidence = probing(self.model, config, symmetry)
         self._prepared = True
+
+    def _decide(self, symmetry: Symmetry) -> None:
+        """Decide whether the residual stream is rotated; refuse that where no model could hold it."""
+        chosen = self.possible_options
+        self.options = chosen.for_model(symmetry) if chosen is not None else None
+        if self.rotates:
+            check_rotates(symmetry)
 
     def base(self, updates: Sequence[Update], places: Sequence[int], broadcast: Tensors) -> Tensors:
         """Return the model whose coordinates the round takes.

@@ -185,6 +185,27 @@ def test_models_with_tied_tables_are_refused_before_clients_train() -> None:
         strategy.configure_train(1, ArrayRecord(model.state_dict()), ConfigRecord(), grid)
 
 
+def test_tied_tables_keep_permutations_by_default() -> None:
+    """They are found in the model, and without one in arrays, where tied tables are two equal ones."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0)
+    tied = GPT2LMHeadModel(config)
+    copied = {name: value.clone() for name, value in tied.state_dict().items()}
+    separate = {**copied, "lm_head.weight": torch.randn(12, 8)}
+    options = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
+    for others, base, rotates in (
+        (OtherBasis(lambda: tied), copied, False),
+        (OtherBasis(lambda: tied), separate, False),
+        (OtherBasis(options=options), copied, False),
+        (OtherBasis(options=options), separate, True),
+        (OtherBasis(lambda: untied(GPT2LMHeadModel(config))), separate, True),
+    ):
+        strategy = FedRot(config, other_basis=others)
+        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
+        assert strategy.other_bases.rotates is rotates
+
+
 def test_post_norm_models_are_refused_before_clients_train() -> None:
     base = float32(state_of("bert"))
     strategy = FedRot(config_of("bert"), other_basis=OtherBasis(options=STREAM))

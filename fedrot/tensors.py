@@ -110,3 +110,11 @@ def check_finite(update: Tensors) -> None:
                 f"The tensor '{name}' holds {what}. Check the client's training (learning rate, mixed "
                 "precision) before sending it."
             )
+
+
+def widened(tensors: Tensors) -> dict[str, Tensor]:
+    """Return tensors with floating-point ones in the dtype to compute in, float32 at least."""
+    return {
+        name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }

@@ -119,12 +119,11 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
 
 def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
     """Return the output tables that are equal to an embedding: what the model ties travels twice."""
-    readers = {reader.weight for fold in symmetry.folds for reader in fold.readers}
     streams = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
     return tuple(
         (other, reader)
-        for reader in sorted(readers)
-        for other in sorted(streams - readers)
+        for reader in sorted(symmetry.readers)
+        for other in sorted(streams - symmetry.readers)
         if symmetry.shapes[other] == symmetry.shapes[reader]
         and torch.equal(tensors[other], tensors[reader])
     )

@@ -30,7 +30,7 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
     Raises:
         SymmetryError: a group's action has no solver or no stage.
     """
-    if not any(group.part in COUPLED for group in groups) or _independent(groups):
+    if not _coupled(groups):
         descent = _Descent(problem, groups)
         descent.sweep()
         before = descent.first_seen
@@ -43,10 +43,13 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
     return best.solution(problem.total(groups), best.problem.total(groups))
 
 
-def _independent(groups: Sequence[Group]) -> bool:
-    """Whether one match of each group is the best: no tensor lies on two slots of the groups."""
+def _coupled(groups: Sequence[Group]) -> bool:
+    """Whether groups depend on each other, so that one match of each is not the best yet.
+
+    They do not where no tensor lies on two slots, even in the stages that share tensors as a rule.
+    """
     tensors = [slot.tensor for group in groups for slot in group.slots]
-    return len(set(tensors)) == len(tensors)
+    return any(group.part in COUPLED for group in groups) and len(set(tensors)) < len(tensors)
 
 
 class _Descent:
@@ -58,7 +61,7 @@ class _Descent:
         for group in groups:
             solver_of(group)
         self.stages = {stage: tuple(g for g in groups if stage_of(g) == stage) for stage in STAGES}
-        self.coupled = any(group.part in COUPLED for group in groups) and not _independent(groups)
+        self.coupled = _coupled(groups)
         self.moves: list[Move] = []
         self.rows: dict[str, GroupReport] = {}
         self.objective = float("inf")

@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
     """Return the pairs of all slots of a group; views of the models where dtype and layout allow it."""
-    return [pair_of(slot, anchor, client) for slot in group.slots]
+    return [_pair(slot, anchor, client) for slot in group.slots]
 
 
-def pair_of(slot: Slot, anchor: Tensors, client: Tensors) -> Pair:
+def _pair(slot: Slot, anchor: Tensors, client: Tensors) -> Pair:
     """Return the pair of one slot; views of the models where dtype and layout allow it."""
     a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
     dtype = compute_dtype(c)

@@ -199,7 +199,7 @@ class Symmetry:
                 kind = StreamRotation(1, slots[0].size, any(s.tensor in centred for s in slots))
                 group = replace(group, kind=kind, slots=slots)
             groups.append(group)
-        alike = (tuple(n for n in names if n not in self._readers) for names in self.tied)
+        alike = (tuple(n for n in names if n not in self.readers) for names in self.tied)
         tied = tuple(names for names in alike if len(names) > 1)
         return replace(self, groups=tuple(groups), tied=tied, rotates=True)
 
@@ -211,10 +211,10 @@ class Symmetry:
     @property
     def untied(self) -> tuple[tuple[str, ...], ...]:
         """The tied tensors that canonical tensors hold separately: embeddings that also read a norm."""
-        return tuple(names for names in self.tied if 0 < len(self._readers & {*names}) < len(names))
+        return tuple(names for names in self.tied if 0 < len(self.readers & {*names}) < len(names))
 
     @cached_property
-    def _readers(self) -> frozenset[str]:
+    def readers(self) -> frozenset[str]:
         """The weights that read the norms of ``folds``."""
         return frozenset(reader.weight for fold in self.folds for reader in fold.readers)
 

@@ -106,6 +106,11 @@ class Job:
         """Whether the client trains from a start of its own."""
         return self.start == "different" and self.round == 1
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of the model's tokens, None if it reads none."""
+        return getattr(model_config(self.task.config, self.task.data), "vocab_size", None)
+
     def batches(self, limit: int, size: int) -> Any:
         """Return batches of at most ``limit`` random training rows."""
         model = _empty_model(self.config_json)
@@ -148,8 +153,8 @@ def train(message: Message, context: Context) -> Message:
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
     content = _content(context, metrics)
     content["arrays"] = ArrayRecord(state)
-    vocabulary = getattr(model_config(job.task.config, job.task.data), "vocab_size", None)
-    if job.count and vocabulary is not None:
+    vocabulary = job.vocabulary if job.count else None
+    if vocabulary is not None:
         batches = job.batches(len(job.rows), STATISTICS_BATCH)
         content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
     kinds = wanted_statistics(message)

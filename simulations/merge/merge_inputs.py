@@ -26,7 +26,7 @@ from fedrot.simulations.models.saved_model import ARCHITECTURE, SavedModel, chec
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import apply_moves
-from fedrot.tensors import check_finite, compute_dtype
+from fedrot.tensors import check_finite, widened
 
 Batches = Sequence[Mapping[str, Tensor]]
 
@@ -125,10 +125,7 @@ class Input:
         return {name: tensors[name] for name in chosen}
 
     def _read(self, names: Iterable[str] | None) -> dict[str, Tensor]:
-        return {
-            name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
-            for name, tensor in self.saved.tensors.read(names).items()
-        }
+        return widened(self.saved.tensors.read(names))
 
     def moved(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the named tensors after alignment; no other tensor is read."""

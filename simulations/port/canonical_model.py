@@ -46,6 +46,5 @@ def write_canonical(name: str, out: Path) -> CanonicalReport:
     model = given.holding(canonical(given.tensors, symmetry))
     change = function_change(given.model, model, given.saved.config)
     write(model, given.saved.beside, out)
-    readers = {reader.weight for fold in symmetry.folds for reader in fold.readers}
-    untied = [n for names in given.tied if readers & {*names} for n in names]
+    untied = [n for names in given.tied if symmetry.readers & {*names} for n in names]
     return CanonicalReport(tuple(fold.gain for fold in symmetry.folds), tuple(untied), change)

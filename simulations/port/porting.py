@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import Move, apply_moves
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, widened
 
 #: How the two bases are matched, by name; None is not at all.
 MATCHES: Mapping[str, AlignmentOptions | None] = {
@@ -93,11 +92,11 @@ def ported(
     before, after, there = old.tensors, fine.tensors, new.tensors
     alignment = None
     if options is not None:
-        alignment = align(_wide(before), _wide(there), old.symmetry, replace(options, chance=0))
+        alignment = align(widened(before), widened(there), old.symmetry, replace(options, chance=0))
         if alignment.canonical:
-            there = canonical(_wide(there), new.symmetry)
-        before = alignment.apply(_wide(before))
-        after = _moved_alike(_wide(after), fine.symmetry, alignment)
+            there = canonical(widened(there), new.symmetry)
+        before = alignment.apply(widened(before))
+        after = _moved_alike(widened(after), fine.symmetry, alignment)
     result, taken = {}, []
     for name, tensor in fine.tensors.items():
         if not tensor.is_floating_point():
@@ -122,9 +121,3 @@ def _moved_alike(tensors: Tensors, symmetry: Symmetry, alignment: Alignment) -> 
         if move.group.name in groups
     ]
     return apply_moves(tensors, moves)
-
-
-def _wide(tensors: Tensors) -> dict[str, Tensor]:
-    """Return tensors in float32 at least."""
-    half = (torch.float16, torch.bfloat16)
-    return {name: t.float() if t.dtype in half else t for name, t in tensors.items()}

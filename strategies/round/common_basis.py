@@ -71,4 +71,5 @@ def _request(
         name: (total - share * own[name]) / (1 - share) if total.is_floating_point() else total
         for name, total in mean.current.items()
     }
-    return request(rest, own, exchange.config, node_of(update), **others.form, learn=True)
+    node = node_of(update)
+    return request(rest, own, exchange.config, node, canonical_form=others.rotates, learn=True)

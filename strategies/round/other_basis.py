@@ -83,11 +83,6 @@ class OtherBases:
         return self.options is not None and self.options.rotates
 
     @property
-    def form(self) -> dict[str, bool]:
-        """The arguments of a request that say in which form the models are sent."""
-        return {"canonical_form": self.rotates}
-
-    @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, can only be chosen once every reply has arrived."""
         return self.options is not None and (self.at_clients or "residual" in self.options.parts)
@@ -177,7 +172,13 @@ class OtherBases:
         symmetry = symmetry.rotated if self.rotates else symmetry
         places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
         requests = [
-            request(base, updates[i].tensors, exchange.config, node_of(updates[i]), **self.form)
+            request(
+                base,
+                updates[i].tensors,
+                exchange.config,
+                node_of(updates[i]),
+                canonical_form=self.rotates,
+            )
             for i in places
         ]
         found: dict[int, Alignment] = {}

@@ -4,7 +4,7 @@ Two bases of one architecture are trained as language models from different star
 GoEmotions comments. The first is fine-tuned to a classifier of other texts, which is carried
 over to the second base (``fedrot port``). Rows have loss and accuracy on held-out texts of ``base`` (the
 second base with the head of the fine-tuned model), ``none`` (the naive port), ``permutation``,
-``rotation``, and ``tuned``, the fine-tuned model itself.
+``rotation`` with and without the tokenizer's order, and ``tuned``, the fine-tuned model itself.
 
     python benchmarks/port.py --data-dir DIR --out runs/port
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ import numpy as np
 import torch
 
 from fedrot._io import json_line, write_json, write_text
+from fedrot.collect.token_counts import counts_by_order
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.port.porting import MATCHES, ported
-from fedrot.simulations.port.rewriting import Separate
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
-from fedrot.symmetry import symmetry_of
+from fedrot.symmetry import Symmetry, symmetry_of
+from fedrot.tensors import Tensors
 
 ARCHITECTURES = ("gpt2", "llama")
 TEXTS = ("dair_emotion", "sst2")
@@ -83,19 +85,22 @@ def measured(architecture: str, seed: int, options: argparse.Namespace) -> list[
         model = build_model(comments.config, comments.data, 2 * seed + number)
         training.train(model, comments, np.sort(half), 2 * seed + number)
         bases.append(model.eval())
-    old, new = map(separate, bases)
+    old, new = map(Weights.of, bases)
     rows = []
     for data in TEXTS:
         texts = task("classification", data, options.tuning_rows)
         tuned = build_model(texts.config, texts.data, seed)
         tuned.load_state_dict(bases[0].state_dict(), strict=False)
         training.train(tuned, texts, np.arange(len(texts.train)), seed)
-        fine = separate(tuned.eval())
+        fine = Weights.of(tuned.eval())
         models = {"base": copy.deepcopy(tuned), "tuned": tuned}
         models["base"].load_state_dict(bases[1].state_dict(), strict=False)
-        for name, how in MATCHES.items():
-            tensors, _, _ = ported(old, fine, new, how)
-            models[name] = fine.holding(tensors)
+        order = counts_by_order(tuned.config.vocab_size)
+        ways = [(name, how, None) for name, how in MATCHES.items()]
+        for name, how, counts in [*ways, ("rotation, token order", MATCHES["rotation"], order)]:
+            tensors, _, _ = ported(old, fine, new, how, token_counts=counts)
+            models[name] = copy.deepcopy(tuned)
+            models[name].load_state_dict(tensors)
         for name, model in models.items():
             found = training.evaluate(model, texts, texts.test, np.arange(len(texts.test)))
             labels = {"architecture": architecture, "seed": seed, "texts": data, "model": name}
@@ -103,9 +108,18 @@ def measured(architecture: str, seed: int, options: argparse.Namespace) -> list[
     return rows
 
 
-def separate(model: Any) -> Separate:
-    """Return a model of the harness, whose tables are separate tensors already."""
-    return Separate(None, model, symmetry_of(model.config, model.state_dict()), ())  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a model of the harness, whose tables are separate already, and their symmetry."""
+
+    tensors: Tensors
+    symmetry: Symmetry
+
+    @classmethod
+    def of(cls, model: Any) -> Weights:
+        """Return those of a model; it may go on training."""
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return cls(tensors, symmetry_of(model.config, tensors))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.precision import Float64
+from fedrot.simulations.port.rewriting import with_separate_tables
 from tests.models import State, randomise
 
 VOCABULARY = 40
@@ -396,18 +397,10 @@ def answers(name: str, model: Any, rows: int = 2) -> Tensor:
     return torch.cat(seen)
 
 
-def untied(model: Any) -> Any:
-    """Return the model itself, in which every tensor has storage of its own now."""
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(module, key, torch.nn.Parameter(parameter.detach().clone()))
-    return model
-
-
 @cache
 def _loaded(name: str, attention: str) -> Any:
     """Return a model whose tied tensors became separate ones, as canonical tensors need it."""
-    return untied(model_of(name, attention=attention))
+    return with_separate_tables(model_of(name, attention=attention))
 
 
 def outputs(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:

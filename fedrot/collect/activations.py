@@ -172,7 +172,8 @@ def collect_activations(
         symmetry: from ``symmetry_of``.
         residual: layers that show the residual stream: ``first`` (the first after the embeddings),
             ``last`` (the task head), ``all``, or ``identity`` (none: the stream stays as it is).
-        heads: moments that rotations are fitted to.
+        heads: moments that rotations are fitted to, of heads and of the residual stream. Covariances
+            turn with a model's basis; correlations depend on it.
         units: moments that permutations are fitted to; correlations are those of Eq. 1.
 
     Raises:
@@ -209,7 +210,7 @@ def collect_activations(
     matrices = {}
     for name, by_site in moments.items():
         group = by_name[name]
-        how = heads if group.part == "attention" else units
+        how = heads if isinstance(group.kind, InsideHeads) else units
         chosen = list(by_site.values())
         if group.part == "residual" and residual in ("first", "last"):
             chosen = chosen[:1] if residual == "first" else chosen[-1:]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedrot.alignment import align, alignment_of
 from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs, reads_text
-from fedrot.collect.token_counts import token_counts
+from fedrot.collect.token_counts import counts_by_order, token_counts
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.research import interpolation
@@ -43,7 +43,8 @@ class MatchingMethod:
         evidence: the activations that count beside the weights: none, those of ``probe`` (random
             tokens), or those of ``data`` (training rows).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
-        frequencies: whether tables count tokens by how often they occur in the training rows.
+        frequencies: how often tokens of tables count: equally, as in the training rows (``counted``), or
+            by the tokenizer's order (``ordered``).
         refine, repair: a change of the aligned client, and of the models on the line.
     """
 
@@ -51,7 +52,7 @@ class MatchingMethod:
     evidence: Literal["weights", "probe", "data"] = "weights"
     residual: str = "all"
     heads: Moments = "covariance"
-    frequencies: bool = False
+    frequencies: Literal["equal", "counted", "ordered"] = "equal"
     refine: Refine | None = None
     repair: Repair | None = None
 
@@ -59,7 +60,7 @@ class MatchingMethod:
     def looks_at_data(self) -> bool:
         """Whether training rows are read."""
         refines = self.refine is not None or self.repair is not None
-        return self.evidence == "data" or self.frequencies or refines
+        return self.evidence == "data" or self.frequencies == "counted" or refines
 
     @property
     def canonical(self) -> bool:
@@ -160,10 +161,11 @@ METHODS: dict[str, MatchingMethod] = {
     "whole+data@whitened": MatchingMethod(_WHOLE, "data", heads="whitened"),
     "whole+data+repair": MatchingMethod(_WHOLE, "data", repair=_repaired),
     "learned": MatchingMethod(_WHOLE, "data", refine=_learned),
-    "whole+tokens": MatchingMethod(_WHOLE, frequencies=True),
+    "whole+tokens": MatchingMethod(_WHOLE, frequencies="counted"),
     # Rotations of the residual stream, for pre-norm models
     "stream": MatchingMethod(_STREAM),
-    "stream+tokens": MatchingMethod(_STREAM, frequencies=True),
+    "stream+tokens": MatchingMethod(_STREAM, frequencies="counted"),
+    "stream+order": MatchingMethod(_STREAM, frequencies="ordered"),
     "stream+probe": MatchingMethod(_STREAM, "probe"),
     "stream+data": MatchingMethod(_STREAM, "data"),
     "stream+data@0.8": MatchingMethod(replace(_STREAM, activation_weight=0.8), "data"),
@@ -202,7 +204,7 @@ def match(
     state = client.state_dict()
     if method.options is not None:
         activations = _activations(method, anchor, client, symmetry, batches)
-        counts = _counts(batches, anchor) if method.frequencies else None
+        counts = _counts(method, batches, anchor)
         found = align(state, anchor.state_dict(), symmetry, method.options, activations, counts)
         state = found.apply(state)
     if method.refine is not None:
@@ -225,10 +227,13 @@ def canonical_pair(
     return ours, theirs, symmetry.rotated
 
 
-def _counts(batches: Batches, model: nn.Module) -> Tensor | None:
-    """Return how often each token occurs in the batches, None for models of other inputs."""
+def _counts(method: MatchingMethod, batches: Batches, model: nn.Module) -> Tensor | None:
+    """Return how often each token counts; None for equally, and for models of other inputs."""
     config: Any = model.config
-    return token_counts(batches, config.vocab_size) if reads_text(config.to_dict()) else None
+    if method.frequencies == "equal" or not reads_text(config.to_dict()):
+        return None
+    size: int = config.vocab_size
+    return token_counts(batches, size) if method.frequencies == "counted" else counts_by_order(size)
 
 
 def _activations(

@@ -85,7 +85,7 @@ def _options(
         if name in leave_out:
             continue
         leaves = _leaves(field.annotation)
-        kind: Any = next((kind for kind in (int, float, Path) if kind in leaves), str)
+        kind: Any = next((kind for kind in (bool, int, float, Path) if kind in leaves), str)
         default = field.default
         if isinstance(default, tuple):
             default = len(default) if kind is int else ",".join(default)

@@ -22,7 +22,13 @@ from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.models.model_files import about
-from fedrot.simulations.models.saved_model import ARCHITECTURE, SavedModel, check_alike, check_bundled
+from fedrot.simulations.models.saved_model import (
+    ARCHITECTURE,
+    SavedModel,
+    check_alike,
+    check_bundled,
+    tokens_by_order,
+)
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import apply_moves
@@ -60,6 +66,11 @@ class MergeSettings(BaseModel):
         default=AlignmentOptions.chance,
         description="A group moves only if that removes more than this factor of what chance removes; "
         "0: if it removes anything.",
+    )
+    token_order: bool = Field(
+        default=False,
+        description="Count tokens by their place in the vocabulary (whole): for tokenizers that number "
+        "frequent ones first.",
     )
     weights: str | None = Field(
         default=None, description="One number per model, separated by commas; default: equal."
@@ -158,7 +169,11 @@ def check_values(model: SavedModel) -> None:
 
 
 def aligned(
-    models: Sequence[SavedModel], weights: Sequence[float], options: AlignmentOptions, batches: Batches
+    models: Sequence[SavedModel],
+    weights: Sequence[float],
+    options: AlignmentOptions,
+    batches: Batches,
+    token_order: bool = False,
 ) -> list[tuple[Input, InputReport]]:
     """Align all models to the first, one at a time; two models are mapped at once."""
     first, *others = models
@@ -170,7 +185,9 @@ def aligned(
     if options.rotates:
         symmetry = symmetry.rotated
     anchor = Anchor(ours)
-    find = finder(ours, symmetry, options, evidence=_evidence(first, symmetry, batches))
+    counts = tokens_by_order(first) if token_order else None
+    evidence = _evidence(first, symmetry, batches)
+    find = finder(ours, symmetry, options, evidence=evidence, token_counts=counts)
 
     def matched(other: SavedModel) -> Alignment:
         theirs = other.tensors.read()

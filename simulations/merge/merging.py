@@ -117,7 +117,7 @@ def merge(
         check_mergeable(first, other)
     rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
     batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
-    inputs, reports = zip(*aligned(saved, weights, options, batches), strict=True)
+    inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
     dtype = DTYPES.get(settings.dtype or "")
     written = _written(merged, first, dtype)

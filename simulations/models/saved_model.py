@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedrot.collect.token_counts import counts_by_order
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import (
     BESIDE,
@@ -206,6 +207,14 @@ def _read_config(file: Path) -> Any:
         check_family(settings)
     refuse_quantised(settings, file)
     return AutoConfig.from_pretrained(file, local_files_only=True)
+
+
+def tokens_by_order(saved: SavedModel) -> Tensor:
+    """Return ``counts_by_order`` of a model; raises ``FedrotError`` if it has no vocabulary."""
+    vocabulary = getattr(saved.config, "vocab_size", None)
+    if not vocabulary:
+        raise FedrotError(f"'{saved.path}' reads no tokens: leave --token-order out.")
+    return counts_by_order(vocabulary)
 
 
 def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCHITECTURE) -> None:

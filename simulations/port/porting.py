@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -14,7 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.models.model_files import refuse_filled
-from fedrot.simulations.models.saved_model import check_alike
+from fedrot.simulations.models.saved_model import check_alike, tokens_by_order
 from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical
@@ -38,6 +39,11 @@ class PortSettings(BaseModel):
         default="rotation",
         description="How the new base is matched to the old one: rotation (of the residual stream where "
         "the family has it, else a permutation), permutation, or none.",
+    )
+    token_order: bool = Field(
+        default=False,
+        description="Count tokens by their place in the vocabulary: for tokenizers that number frequent "
+        "ones first.",
     )
     scale: float = Field(default=1.0, description="The fine-tuning's difference counts so many times.")
 
@@ -79,20 +85,38 @@ def port(
     old, fine, new = (Separate.load(name) for name in (base, tuned, new_base))
     for other in (fine, new):
         check_alike(old.saved, other.saved)
-    tensors, taken, alignment = ported(old, fine, new, MATCHES[settings.match], settings.scale)
+    counts = tokens_by_order(old.saved) if settings.token_order else None
+    options = MATCHES[settings.match]
+    tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)
     write(fine.holding(tensors), fine.saved.beside, out)
     report = alignment.report if alignment is not None else None
     return PortReport(alignment is not None and alignment.canonical, report, taken)
 
 
+class Described(Protocol):
+    """The tensors of a model whose tables are separate, and their symmetry."""
+
+    @property
+    def tensors(self) -> Tensors: ...
+
+    @property
+    def symmetry(self) -> Symmetry: ...
+
+
 def ported(
-    old: Separate, fine: Separate, new: Separate, options: AlignmentOptions | None, scale: float = 1.0
+    old: Described,
+    fine: Described,
+    new: Described,
+    options: AlignmentOptions | None,
+    scale: float = 1.0,
+    token_counts: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], tuple[str, ...], Alignment | None]:
     """Return the tensors of the port, the names of those that the bases lack, and the alignment."""
     before, after, there = old.tensors, fine.tensors, new.tensors
     alignment = None
     if options is not None:
-        alignment = align(widened(before), widened(there), old.symmetry, replace(options, chance=0))
+        bases = (widened(before), widened(there), old.symmetry, replace(options, chance=0))
+        alignment = align(*bases, token_counts=token_counts)
         if alignment.canonical:
             there = canonical(widened(there), new.symmetry)
         before = alignment.apply(widened(before))

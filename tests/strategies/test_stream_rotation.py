@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 import fedrot
+from fedrot.simulations.port.rewriting import with_separate_tables
 from fedrot.strategies import (
     Execution,
     FedRot,
@@ -19,7 +20,7 @@ from fedrot.strategies import (
     match_at_client,
     token_counts_record,
 )
-from tests.families import config_of, model_of, state_of, symmetry_for, untied
+from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.models import State, near
 from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of
 
@@ -42,7 +43,7 @@ def float32(tensors: State) -> State:
 
 def built(name: str) -> nn.Module:
     """Return a float32 model whose tables are separate tensors."""
-    model: nn.Module = untied(model_of(name).float())
+    model: nn.Module = with_separate_tables(model_of(name).float())
     return model
 
 
@@ -199,7 +200,7 @@ def test_tied_tables_keep_permutations_by_default() -> None:
         (OtherBasis(lambda: tied), separate, False),
         (OtherBasis(options=options), copied, False),
         (OtherBasis(options=options), separate, True),
-        (OtherBasis(lambda: untied(GPT2LMHeadModel(config))), separate, True),
+        (OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(config))), separate, True),
     ):
         strategy = FedRot(config, other_basis=others)
         strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))

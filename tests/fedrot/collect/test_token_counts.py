@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.collect.token_counts import token_counts
+from fedrot.collect.token_counts import counts_by_order, token_counts
 
 
 def test_tokens_are_counted_where_the_mask_is_one() -> None:
@@ -36,3 +36,13 @@ def test_other_inputs_are_refused() -> None:
     for token in (-1, 4):
         with pytest.raises(fedrot.FedrotError, match="not all of a vocabulary of 4"):
             token_counts([{"input_ids": torch.tensor([token])}], 4)
+
+
+def test_counts_by_order_follow_zipf_and_mandelbrot() -> None:
+    counts = counts_by_order(400)
+    expected = [(399 + 10) / (token + 10) for token in range(400)]
+    assert counts.tolist() == pytest.approx(expected)
+    assert counts.dtype == torch.float64
+    assert counts_by_order(1).tolist() == [1.0]
+    with pytest.raises(fedrot.FedrotError, match="vocabulary is 0"):
+        counts_by_order(0)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.simulations.port.rewriting import with_separate_tables
 from fedrot.symmetry import FAMILIES
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.describe.family import ROTATED
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.stream import StreamRotation, centred_basis
-from tests.families import MEMBERS, outputs, state_of, symmetry_for
+from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State, largest_difference
 
@@ -316,6 +317,24 @@ def test_the_rotation_is_the_best_one(name: str) -> None:
     best, _ = orthogonal_procrustes(rows(update).numpy(), rows(anchor).numpy())
     found = basis.mT @ move.element[0].mT @ basis
     assert torch.allclose(found, torch.from_numpy(best), atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_activations_turn_with_the_stream(name: str) -> None:
+    """Seen after a rotation they are the rotated ones: no basis of the client's is preferred."""
+    rotated, group = symmetry_for(name).rotated, stream(name)
+    anchor, client = model_of(name), model_of(name)
+    with_separate_tables(anchor).load_state_dict(canonical(name))
+    before = canonical(name, 1)
+    move = Move(group, group.kind.random(seeded(3)))
+    found = []
+    for tensors in (before, apply_moves(before, [move])):
+        with_separate_tables(client).load_state_dict(tensors)
+        found.append(fedrot.collect_activations(anchor, client, [inputs(name, 8)], rotated))
+    expected = found[0].moved([move]).matrices
+    assert (found[0].matrices[group.name] - expected[group.name]).abs().max() > 1e-3
+    for key, matrix in found[1].matrices.items():
+        assert (matrix - expected[key]).abs().max() <= 1e-5
 
 
 def test_a_head_rotation_is_no_rotation_of_the_stream() -> None:

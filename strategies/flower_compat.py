@@ -17,6 +17,8 @@ function or constant       internal, and why it is used                         
                            public name.
 ``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       flwr 1.41,
 ``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
+``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   flwr 1.41
+                           that the engine has not given a run.
 =========================  =======================================================  =============
 """
 
@@ -39,6 +41,7 @@ from flwr.serverapp.strategy import (
     QFedAvg,
     Strategy,
 )
+from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
@@ -115,6 +118,20 @@ def inner_mods(call_next: Any) -> Iterator[Any]:
         while isinstance(mod, partial) or hasattr(mod, "__wrapped__"):
             mod = mod.func if isinstance(mod, partial) else mod.__wrapped__
         yield mod
+
+
+@contextmanager
+def outside_of_the_engine() -> Iterator[None]:
+    """Let messages be made inside the ``with`` block, in a process without Flower's engine."""
+    names = ("_task_id", "_run_id", "_node_id")
+    before = {name: getattr(TaskIdentity, name) for name in names}
+    try:
+        for name in names:
+            setattr(TaskIdentity, name, 1)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(TaskIdentity, name, value)
 
 
 def unavailable(asked: Message, reason: str) -> Message:

@@ -10,6 +10,7 @@ import typer
 
 from fedrot.simulations.barrier.barrier_methods import BarrierSettings
 from fedrot.simulations.cli.commands import (
+    FAILED,
     command,
     command_line,
     console,
@@ -20,6 +21,7 @@ from fedrot.simulations.cli.root import app
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
 from fedrot.simulations.grids import bundled_grids, read_grid
+from fedrot.simulations.jobs import Machine
 
 
 def _grid_help(entries: str) -> str:
@@ -30,6 +32,12 @@ def _grid_help(entries: str) -> str:
 # Parameters of several commands
 NewRun = Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes, with one thread each; default: one per core.")
+]
+RayAddress = Annotated[
+    str, typer.Option("--ray", help="Address of a Ray cluster that works in place of this machine.")
+]
 GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
 
 
@@ -52,33 +60,43 @@ def simulate(
     dry_run: DryRun = False,
 ) -> None:
     """Compare aligned with plain averaging in Flower's simulation engine."""
-    _simulate([{**settings, "first_seed": first_seed}], out, gpus=gpus, dry_run=dry_run)
+    config = SimulationConfig.from_flat({**settings, "first_seed": first_seed})
+    if not runner.simulate(config, out, command_line(), console, gpus=gpus, dry_run=dry_run):
+        raise KeyboardInterrupt
 
 
 @command(app, "fedrot compare one-shot --data-dir data --out runs/grid")
 def compare(
     grid: Annotated[Path, typer.Argument(help=_grid_help("setting"))],
-    out: NewRun,
+    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
     data_dir: GridData = None,
     model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
+    workers: Workers = None,
+    ray: RayAddress = "",
+    gpus: Annotated[
+        float, typer.Option(min=0, help="GPUs per cell: a share of one, such as 0.5, or whole ones.")
+    ] = 0.0,
     dry_run: DryRun = False,
 ) -> None:
-    """Run a grid of settings, each with its arms, starts and seeds."""
+    """Run a grid of settings, each with its arms, starts and seeds.
+
+    Cells (setting, seed, start and arm) run side by side, one per core, each with all of its clients in
+    one process. A cell that fails does not stop the others.
+    """
+    from fedrot.simulations.federation.grid_run import compare as run_grid
+
     options = {"data_dir": data_dir, "model": model}
     given = {key: value for key, value in options.items() if value is not None}
     base, entries = read_grid(grid, "setting")
     if not entries:
         raise ValueError(f"'{grid}' describes no [[setting]].")
-    _simulate([{**base, **entry, **given} for entry in entries], out, dry_run=dry_run)
-
-
-def _simulate(settings: list[dict[str, Any]], out: Path, **how: Any) -> None:
-    configs = [SimulationConfig.from_flat(setting) for setting in settings]
+    configs = [SimulationConfig.from_flat({**base, **entry, **given}) for entry in entries]
     named = [config.setting for config in configs]
     if len(set(named)) != len(named):
         raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")
-    if not runner.simulate(configs, out, command_line(), console, **how):
-        raise KeyboardInterrupt
+    machine = Machine(workers, ray, gpus)
+    if not run_grid(configs, out, command_line(), console, machine, dry_run=dry_run):
+        raise typer.Exit(FAILED)
 
 
 @command(app, "fedrot flower-app my-app", name="flower-app")

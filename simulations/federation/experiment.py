@@ -28,7 +28,7 @@ from fedrot.simulations.federation.arms import (
     train_joined,
 )
 from fedrot.simulations.federation.client_app import ALONE
-from fedrot.simulations.federation.run_folder import RunFolder
+from fedrot.simulations.federation.run_folder import Rows, RunFolder
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot, Guard
@@ -50,7 +50,7 @@ PAUSE = 0.02
 
 @dataclass(frozen=True)
 class ArmRun:
-    """A cell of a configuration: one arm from one start with one seed; its rows go to ``folder``.
+    """A cell of a configuration: one arm from one start with one seed; its rows go to ``rows``.
 
     ``initial`` has the metrics of the seed's initial model, shared by its cells; empty until known.
     """
@@ -59,7 +59,7 @@ class ArmRun:
     seed: int
     start: Start
     arm: Arm
-    folder: RunFolder
+    rows: Rows
     progress: Progress
     initial: dict[str, float]
 
@@ -77,7 +77,7 @@ class ArmRun:
         """Write a row per metric."""
         own = {**self.labels, "round": server_round, "scope": scope}
         for name, value in metrics.items():
-            self.folder.row({**own, "metric": name, "value": value})
+            self.rows.row({**own, "metric": name, "value": value})
 
     def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
         """Write the global model's metrics and show the progress."""
@@ -122,10 +122,25 @@ def run_cells(
         with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
             for _, start, arm in cells:
                 cell = ArmRun(task, seed, start, arm, folder, progress, initial)
-                if arm.name == JOINED:
-                    _run_joined(cell)
-                else:
-                    _run_federated(cell, ordered, Path(scratch), shared_cache)
+                run_cell(cell, ordered, Path(scratch), scratch if shared_cache else "")
+
+
+def run_cell(cell: ArmRun, grid: Grid, scratch: Path, cache: str) -> None:
+    """Run one cell.
+
+    Args:
+        grid: an ``OrderedGrid`` of the configuration's clients.
+        scratch: a folder for temporary files.
+        cache: folder of first-round results that cells of one seed share; empty for none.
+
+    Raises:
+        Interrupted: the grid was stopped.
+        RuntimeError: a round brought no update.
+    """
+    if cell.arm.name == JOINED:
+        _run_joined(cell)
+    else:
+        _run_federated(cell, grid, scratch, cache)
 
 
 def _run_joined(cell: ArmRun) -> None:
@@ -136,7 +151,7 @@ def _run_joined(cell: ArmRun) -> None:
         cell.finish_round(server_round, cell.evaluate(model, server_round))
 
 
-def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) -> None:
+def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, cache: str) -> None:
     config, model = cell.task.config, cell.model()
     report = scratch / "alignment.jsonl"
     strategy = ArmStrategy(cell, model, report)
@@ -145,7 +160,7 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, shared_cache: bool) 
         "seed": cell.seed,
         "start": cell.start,
         "last-round": config.rounds,
-        "cache": str(scratch) if shared_cache else "",
+        "cache": cache,
         "count": cell.arm.evidence in ("tokens", "learned"),
         "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
         "chance": cell.arm.chance,
@@ -261,7 +276,7 @@ def _move_report(report: Path, cell: ArmRun) -> list[str]:
     rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     report.unlink(missing_ok=True)
     for row in rows:
-        cell.folder.alignment({**cell.labels, **row})
+        cell.rows.alignment({**cell.labels, **row})
     return sorted({row["dropped"] for row in rows if "dropped" in row})
 
 

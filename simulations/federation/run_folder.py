@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedrot._io import json_line, replacing, write_json
 
@@ -19,9 +19,19 @@ _PACKAGES = (
     *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
 
-#: The file of alignment rows.
-ALIGNMENT = "alignment.jsonl"
+#: The files of rows of results and of alignment.
+ROWS, ALIGNMENT = "rows.jsonl", "alignment.jsonl"
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
+
+
+class Rows(Protocol):
+    """Takes the rows of cells."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Take one row of results."""
+
+    def alignment(self, row: Mapping[str, Any]) -> None:
+        """Take one row of the alignment report."""
 
 
 class RunFolder:
@@ -37,7 +47,7 @@ class RunFolder:
         self._partitions: dict[str, Any] = {}
         write_json(path / "config.json", {"command": command, "settings": list(settings)})
         write_json(path / "versions.json", versions())
-        self._rows = (path / "rows.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._rows = (path / ROWS).open("a", encoding="utf-8", buffering=1)
         self._alignments = (path / ALIGNMENT).open("a", encoding="utf-8", buffering=1)
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -60,14 +70,19 @@ class RunFolder:
         """Write ``rows.csv``, and ``status.json`` with whether the run is complete."""
         self._rows.close()
         self._alignments.close()
-        with (
-            replacing(self.path / "rows.csv") as temporary,
-            temporary.open("w", newline="", encoding="utf-8") as file,
-        ):
-            writer = csv.DictWriter(file, ROW_FIELDS)
-            writer.writeheader()
-            writer.writerows(read_rows(self.path))
+        write_csv(self.path)
         write_json(self.path / "status.json", {"complete": complete})
+
+
+def write_csv(path: Path) -> None:
+    """Write the rows of a run folder once more, as ``rows.csv``."""
+    with (
+        replacing(path / "rows.csv") as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, ROW_FIELDS)
+        writer.writeheader()
+        writer.writerows(read_rows(path))
 
 
 def refuse_used(path: Path) -> None:
@@ -76,13 +91,13 @@ def refuse_used(path: Path) -> None:
         raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
 
 
-def rows_file(path: Path, name: str = "rows.jsonl") -> Path | None:
+def rows_file(path: Path, name: str = ROWS) -> Path | None:
     """Return the file of a run folder with these rows: JSON lines or Parquet, None if there is none."""
     found = (path / name, (path / name).with_suffix(".parquet"))
     return next((file for file in found if file.is_file()), None)
 
 
-def read_rows(path: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
+def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
     """Read the rows of a run folder, or of a compact copy that has them as a Parquet file.
 
     In JSON lines an unfinished last line is left out, and the value null is NaN.

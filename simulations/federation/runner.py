@@ -88,7 +88,7 @@ def present(out: Path, console: Console) -> None:
 
 
 def simulate(
-    configs: Sequence[SimulationConfig],
+    config: SimulationConfig,
     out: Path,
     command: str,
     console: Console,
@@ -96,7 +96,7 @@ def simulate(
     gpus: float = 0.0,
     dry_run: bool = False,
 ) -> bool:
-    """Run every configuration into the folder ``out``; return False if the user interrupted it.
+    """Run a configuration in Flower's engine into the folder ``out``; return False if interrupted.
 
     Args:
         gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
@@ -112,18 +112,18 @@ def simulate(
     if not dry_run:
         refuse_used(out)
     check_gpus(gpus)
-    check(configs)
-    _print_partitions(configs, console)
+    check([config])
+    print_partitions([config], console)
     if dry_run:
-        cells = sum(len(config.cells()) for config in configs)
-        console.print(f"Dry run: {cells} cells (seed, start and arm); nothing was run or written.")
+        console.print(
+            f"Dry run: {len(config.cells())} cells (seed, start and arm); nothing was run or written."
+        )
         return True
-    folder = RunFolder(out, [c.model_dump(mode="json") for c in configs], command)
+    folder = RunFolder(out, [config.model_dump(mode="json")], command)
     complete = False
     try:
-        with _interruptible() as stop, _progress(console, configs) as advance:
-            for config in configs:
-                _run(config, folder, stop, advance, gpus)
+        with _interruptible() as stop, _progress(console, config) as advance:
+            _run(config, folder, stop, advance, gpus)
         complete = True
     except Interrupted:
         console.print(f"Interrupted; the finished part is in {out}.", style="yellow")
@@ -133,7 +133,8 @@ def simulate(
     return complete
 
 
-def _print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
+def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
+    """Print how the first seed divides the data of each setting."""
     from fedrot.simulations.report.tables import partition_table
     from fedrot.simulations.tasks.task import task_of
 
@@ -227,11 +228,11 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _progress(console: Console, configs: Sequence[SimulationConfig]) -> Iterator[Any]:
+def _progress(console: Console, config: SimulationConfig) -> Iterator[Any]:
     text = rich.progress.TextColumn("{task.description}", markup=False)
     _, bar, _, remaining = rich.progress.Progress.get_default_columns()
     done, elapsed = rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()
-    total = sum(len(config.cells()) * config.rounds for config in configs)
+    total = len(config.cells()) * config.rounds
     with rich.progress.Progress(text, bar, done, elapsed, remaining, console=console) as progress:
         task = progress.add_task("starting Flower's engine", total=total)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
+from fedrot.simulations.federation.local_grid import LocalGrid
 from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.records import token_counts_record
 from tests.models import State
@@ -46,51 +45,17 @@ def failure(to: Message) -> Message:
     return Message(Error(code=1, reason="crashed"), reply_to=to)
 
 
-class FakeGrid(Grid):
-    """Delivers every message to the client of its node, which answers when its answer is fetched.
-
-    A client that returns None never answers.
-    """
+class FakeGrid(LocalGrid):
+    """Delivers every message to the client of its node; ``asked`` has the nodes of every delivery."""
 
     def __init__(self, clients: Mapping[int, Client]) -> None:
-        self.clients = dict(clients)
+        super().__init__(clients)
         self.asked: list[list[int]] = []
-        self._sent: dict[str, Message] = {}
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.clients)
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        return list(self.pull_messages(self.push_messages(messages)))
-
-    def set_run(self, run: Any) -> None: ...
-
-    @property
-    def run(self) -> Any:
-        return None
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        return Message(*args, **kwargs)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         sent = list(messages)
         self.asked.append([message.metadata.dst_node_id for message in sent])
-        for message in sent:
-            message.metadata.__dict__["_message_id"] = uuid4().hex
-            self._sent[message.metadata.message_id] = message
-        return [message.metadata.message_id for message in sent]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        answers = []
-        for message_id in list(message_ids):
-            message = self._sent.get(message_id)
-            answer = message and self.clients[message.metadata.dst_node_id](message)
-            if answer is not None:
-                del self._sent[message_id]
-                answers.append(answer)
-        return answers
+        return super().push_messages(sent)
 
 
 def broadcast(

@@ -218,7 +218,7 @@ def test_the_loop_is_flowers(
     ends, calls, evaluations, timeouts, logs = [], [], [], [], []
     for ours in (True, False):
         seeded(0)
-        strategy, clients = Recorded(**COMMON), TimedGrid(grid().clients)
+        strategy, clients = Recorded(**COMMON), TimedGrid(grid().nodes)
         seen: list[tuple[int, str]] = []
 
         def evaluation(number: int, arrays: ArrayRecord, seen: Any = seen) -> MetricRecord | None:
@@ -316,7 +316,7 @@ def test_a_finished_run_is_returned_as_it_ended(tmp_path: Path, uninterrupted: F
 
 
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
-    failing = FakeGrid(dict.fromkeys(grid().clients, failure))
+    failing = FakeGrid(dict.fromkeys(grid().nodes, failure))
     settings: dict[str, Any] = {"checkpoints": Checkpoints(tmp_path), "resume": tmp_path}
     seeded(0)
     for rounds in (1, 2):
@@ -331,7 +331,7 @@ def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
 
 class _FailingUntil(FakeGrid):
     def __init__(self, last: int) -> None:
-        good = grid().clients
+        good = grid().nodes
 
         def client_of(node: int) -> Client:
             def answer(message: Message) -> Message:

@@ -428,7 +428,7 @@ def test_after_a_failed_round_the_next_one_starts_from_the_same_model() -> None:
         CONFIG, min_available_nodes=1, min_train_nodes=1, fraction_evaluate=0.0, reporting=ALL_METRICS
     )
     grid = FakeGrid({100: broken})
-    grid.clients = {100: broken, 101: broken}
+    grid.nodes = {100: broken, 101: broken}
     result = strategy.start(grid, ArrayRecord(state()), 2)
     assert all(difference(model, state()) == 0 for model in seen)
     assert [m["fedrot-round-failed"] for m in result.train_metrics_clientapp.values()] == [1, 0]

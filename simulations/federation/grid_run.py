@@ -1,0 +1,186 @@
+"""The run of a grid: its cells side by side, each with all of its clients in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from fedrot.simulations.arm import JOINED, Arm
+from fedrot.simulations.config import SimulationConfig, Start
+from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
+from fedrot.simulations.federation.local_grid import local_clients
+from fedrot.simulations.federation.runner import check, check_gpus, present, print_partitions
+from fedrot.simulations.jobs import Job, Machine, run_jobs
+from fedrot.simulations.tasks.task import task_of
+from fedrot.strategies.flower_compat import outside_of_the_engine
+
+
+def compare(
+    configs: Sequence[SimulationConfig],
+    out: Path,
+    command: str,
+    console: Console,
+    machine: Machine,
+    *,
+    dry_run: bool = False,
+) -> bool:
+    """Run the cells that the folder ``out`` does not have yet; return False if any failed.
+
+    A cell that fails is shown and does not stop the others.
+
+    Raises:
+        FileExistsError, FedrotError: the folder holds something else, see ``GridFolder``; data,
+            partition or model cannot be used; the machine has fewer GPUs, or there is no cluster.
+        KeyboardInterrupt: the user stopped the run; finished cells are in the folder.
+    """
+    check_gpus(machine.gpus)
+    check(configs)
+    print_partitions(configs, console)
+    cells = cells_of(configs)
+    if dry_run:
+        console.print(f"Dry run: {len(cells)} cells (seed, start and arm); nothing was run or written.")
+        return True
+    folder = GridFolder(out, configs, command)
+    folder.partitions(_partitions(configs))
+    missing = [cell for cell in cells if not folder.finished(cell)]
+    if len(missing) < len(cells):
+        console.print(f"{len(cells) - len(missing)} of {len(cells)} cells are finished already.")
+    complete = False
+    try:
+        failed = _run(missing, folder, console, machine)
+        complete = not failed
+    except KeyboardInterrupt:
+        console.print(
+            f"Interrupted; the finished cells are in {out}. Repeat the command to go on.", style="yellow"
+        )
+        raise
+    finally:
+        folder.close(complete)
+        if any(map(folder.finished, cells)):
+            present(out, console)
+    if failed:
+        console.print(
+            f"{failed} of {len(missing)} cells failed; the tracebacks are in {out / 'failures'}. Repeat "
+            "the command to try them again.",
+            style="red",
+        )
+    return complete
+
+
+def _run(cells: Sequence[GridCell], folder: GridFolder, console: Console, machine: Machine) -> int:
+    """Run cells and write their rows as they come; return how many failed."""
+    failed, done, start = 0, 0.0, perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
+        remaining = {cell.name: cell for cell in cells}
+        jobs = _jobs(cells, Path(scratch))
+        left = sum(job.cost for job in jobs)
+        for number, (job, outcome) in enumerate(run_jobs(jobs, machine), start=1):
+            cell = remaining.pop(job.name)
+            done, left = done + job.cost, left - job.cost
+            if outcome.failure:
+                failed += 1
+                said = f"FAILED, see {folder.fail(cell, outcome.failure)}: {_last_line(outcome.failure)}"
+            else:
+                rows, log = outcome.value
+                folder.add(cell, rows, log)
+                said = _last_metrics(rows)
+            time = timedelta(seconds=round(left * (perf_counter() - start) / done))
+            rest = f"; about {time} left" if remaining else ""
+            console.print(f"[{number} of {len(cells)}] {cell.title}: {said}{rest}", highlight=False)
+            if all(other.trains_first != cell.trains_first for other in remaining.values()):
+                shutil.rmtree(_cache(Path(scratch), cell), ignore_errors=True)
+    return failed
+
+
+def _jobs(cells: Sequence[GridCell], scratch: Path) -> list[Job]:
+    """Return a job per cell: the first of those that share trainings goes first and keeps them."""
+    first: dict[object, str] = {}
+    jobs = []
+    for cell in cells:
+        cache, after = _cache(scratch, cell), ""
+        cache.mkdir(exist_ok=True)
+        if cell.arm.name != JOINED:
+            after = first.setdefault(cell.trains_first, cell.name)
+        arguments = (cell.config.to_json(), cell.seed, cell.start, cell.arm.name, str(cache))
+        jobs.append(
+            Job(cell.name, run_alone, arguments, _cost(cell), after if after != cell.name else "")
+        )
+    return jobs
+
+
+def _cache(scratch: Path, cell: GridCell) -> Path:
+    return scratch / hashlib.sha256(repr(cell.trains_first).encode()).hexdigest()[:16]
+
+
+def _cost(cell: GridCell) -> float:
+    """Return the rows that all clients of a cell train on."""
+    config = cell.config
+    epochs = sum(map(config.epochs, range(1, config.rounds + 1)))
+    return epochs * len(task_of(config.to_json()).train) * config.fraction_train
+
+
+def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -> tuple[CellRows, str]:
+    """Run one cell with all of its clients in this process; return its rows and Flower's log."""
+    from fedrot.simulations.federation.client_app import app
+    from fedrot.simulations.federation.experiment import ArmRun, OrderedGrid, run_cell
+
+    torch.set_num_threads(1)
+    task, rows = task_of(config_json), CellRows()
+    cell = ArmRun(task, seed, start, Arm.parse(arm), rows, lambda *_: None, {})
+    count = task.config.clients
+    with ExitStack() as stack:
+        log = stack.enter_context(_logged())
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fedrot-"))
+        stack.enter_context(outside_of_the_engine())
+        grid = OrderedGrid(local_clients(app, count), threading.Event(), count)
+        run_cell(cell, grid, Path(scratch), cache)
+    return rows, log.getvalue()
+
+
+@contextmanager
+def _logged() -> Iterator[io.StringIO]:
+    """Collect Flower's log inside of the context."""
+    logger, log = logging.getLogger("flwr"), io.StringIO()
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before, propagate = list(logger.handlers), logger.propagate
+    logger.handlers[:], logger.propagate = [handler], False
+    try:
+        yield log
+    finally:
+        logger.handlers[:], logger.propagate = before, propagate
+
+
+def _last_line(traceback: str) -> str:
+    return traceback.strip().splitlines()[-1]
+
+
+def _last_metrics(found: CellRows) -> str:
+    """Return the metrics of the last round's model as text."""
+    central = [row for row in found.rows if row["scope"] == "central"]
+    last = max(row["round"] for row in central)
+    return ", ".join(f"{row['metric']} {row['value']:.3f}" for row in central if row["round"] == last)
+
+
+def _partitions(configs: Sequence[SimulationConfig]) -> dict[str, Any]:
+    """Return names of classes, sizes and counts of all clients, by setting and seed."""
+    found: dict[str, Any] = {}
+    for config in configs:
+        for seed in config.seeds:
+            names, sizes, counts = task_of(config.to_json()).partition(seed)
+            by_setting = found.setdefault(config.setting, {"label_names": list(names), "seeds": {}})
+            by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
+    return found

@@ -1,0 +1,94 @@
+"""``LocalGrid``: Flower's messages answered by client apps in this process, without an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+#: Answers a message; None never answers.
+Node = Callable[[Message], Message | None]
+
+
+class LocalGrid(Grid):
+    """Delivers every message to its node, which answers when its answer is fetched.
+
+    One answer at a time is in memory. ``nodes`` are by node id.
+    """
+
+    def __init__(self, nodes: Mapping[int, Node]) -> None:
+        self.nodes = dict(nodes)
+        self._sent: dict[str, Message] = {}
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            ids.append(uuid4().hex)
+            message.metadata.__dict__["_message_id"] = ids[-1]
+            self._sent[ids[-1]] = message
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        answers = []
+        for message_id in list(message_ids):
+            message = self._sent.get(message_id)
+            answer = message and self.nodes[message.metadata.dst_node_id](message)
+            if answer is not None:
+                del self._sent[message_id]
+                answers.append(answer)
+        return answers
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        return Message(*args, **kwargs)
+
+    def set_run(self, run: Any) -> None:
+        """Do nothing: there are no runs to tell apart."""
+
+    @property
+    def run(self) -> Any:
+        """None: there are no runs to tell apart."""
+        return None
+
+
+def local_clients(app: ClientApp, count: int) -> LocalGrid:
+    """Return a grid of ``count`` nodes with one app, which hold the partitions 0 to ``count - 1``."""
+
+    def node(partition: int) -> Node:
+        config: dict[str, Any] = {"partition-id": partition, "num-partitions": count}
+        context = Context(1, partition, config, RecordDict(), {})
+
+        def answer(message: Message) -> Message:
+            with _own_random_numbers():
+                return app(message, context)
+
+        return answer
+
+    return LocalGrid({partition: node(partition) for partition in range(count)})
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Draw random numbers that the server does not notice, as a client's own process does."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,204 @@
+"""Grids cell by cell: continued where they were left, whatever fails on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fedrot.simulations.federation import experiment, grid_run
+from fedrot.simulations.federation.run_folder import read_alignment, read_rows
+from tests.simulations import commands
+from tests.simulations.in_process import simulated
+
+GRID = """
+[base]
+train_limit = 120
+test_limit = 20
+layers = 1
+width = 16
+heads = 2
+max_length = 16
+clients = 2
+rounds = 2
+seeds = [0, 1]
+arms = ["plain", "aligned", "joined"]
+
+[[setting]]
+setting = "one"
+
+[[setting]]
+setting = "two"
+partition = "dirichlet:1"
+starts = ["different"]
+"""
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    path = tmp_path / "grid.toml"
+    path.write_text(GRID)
+    return path
+
+
+def lasting(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows without wall times."""
+    return [row for row in read_rows(folder) if "seconds" not in row["metric"]]
+
+
+def cells(folder: Path) -> dict[str, int]:
+    """Return when every cell's file was written."""
+    return {file.name: file.stat().st_mtime_ns for file in (folder / "cells").glob("*.json")}
+
+
+def test_cells_side_by_side_give_the_rows_of_one_after_the_other(grid: Path, tmp_path: Path) -> None:
+    simulated(tmp_path / "one", "compare", grid)
+    code, printed = commands.invoke("compare", grid, "--workers", 2, "--out", tmp_path / "many")
+    assert code == 0, printed
+    assert lasting(tmp_path / "one") == lasting(tmp_path / "many")
+    wanted = [
+        (s, seed, arm)
+        for s in ("one", "two")
+        for seed in (0, 1)
+        for arm in ("plain", "aligned", "joined")
+    ]
+    rows = lasting(tmp_path / "one")
+    assert list(dict.fromkeys((r["setting"], r["seed"], r["arm"]) for r in rows)) == wanted
+    assert {row["arm"] for row in read_alignment(tmp_path / "many")} == {"aligned"}
+    assert json.loads((tmp_path / "many" / "status.json").read_text()) == {"complete": True}
+    assert (tmp_path / "many" / "report.html").is_file()
+    assert "Reply of client 0" in (tmp_path / "many" / "flower.log").read_text()
+
+
+def test_a_setting_alone_gives_the_rows_of_flowers_engine(grid: Path, tmp_path: Path) -> None:
+    """``fedrot simulate`` runs through the engine's interface, one arm after the other."""
+    simulated(tmp_path / "grid", "compare", grid)
+    arguments = "--train-limit 120 --test-limit 20 --layers 1 --width 16 --heads 2 --max-length 16"
+    arguments += " --clients 2 --rounds 2 --seeds 2 --arms plain,aligned,joined"
+    simulated(tmp_path / "engine", "simulate", *arguments.split())
+    rows = [row for row in lasting(tmp_path / "grid") if row["setting"] == "one"]
+    others = [{**row, "setting": "one"} for row in lasting(tmp_path / "engine")]
+    assert rows == others
+
+
+def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = GRID.replace("seeds = [0, 1]", "seeds = [0]").replace(', "joined"', "")
+    grid.write_text(first)
+    simulated(out, "compare", grid)
+    before, rows = cells(out), lasting(out)
+    grid.write_text(GRID)
+    assert "4 of 12 cells are finished already" in simulated(out, "compare", grid)
+    after = cells(out)
+    assert len(after) == 12
+    assert {name: after[name] for name in before} == before
+    assert [row for row in lasting(out) if row["seed"] == 0 and row["arm"] != "joined"] == rows
+    simulated(tmp_path / "whole", "compare", grid)
+    assert lasting(out) == lasting(tmp_path / "whole")
+
+
+def test_a_cell_that_fails_is_shown_and_tried_again(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+
+    def broken(*_: object) -> None:
+        raise ValueError("no room for the joined model")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "train_joined", broken)
+        code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", out)
+    assert code == 1
+    assert "4 of 12 cells failed" in printed
+    files = sorted((out / "failures").iterdir())
+    assert len(files) == 4
+    assert printed.count("FAILED") == 4
+    told = files[0].read_text()
+    assert told.startswith("one · seed 0 · same · joined")
+    assert "in broken" in told
+    assert "no room for the joined model" in told
+    assert json.loads((out / "status.json").read_text()) == {"complete": False}
+    assert {row["arm"] for row in read_rows(out)} == {"plain", "aligned"}
+    assert "8 of 12 cells are finished already" in simulated(out, "compare", grid)
+    assert not (out / "failures").exists()
+    assert json.loads((out / "status.json").read_text()) == {"complete": True}
+
+
+def test_arms_share_the_first_rounds_training_until_the_last_of_them(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    run_alone = grid_run.run_alone
+
+    def seen(*arguments: Any) -> Any:
+        found = run_alone(*arguments)
+        kept.append(len(list(Path(arguments[-1]).glob("*.safetensors"))))
+        return found
+
+    monkeypatch.setattr(grid_run, "run_alone", seen)
+    simulated(tmp_path / "run", "compare", grid)
+    # Both clients' models, trained by the first arm, are there for the next two.
+    assert kept == [2] * 12
+
+
+@pytest.mark.parametrize("change", ['partition = "dirichlet:2"', 'partition = "dirichlet:1"\nlr = 0.5'])
+def test_results_of_other_settings_are_not_mixed(grid: Path, tmp_path: Path, change: str) -> None:
+    simulated(tmp_path / "run", "compare", grid)
+    before = cells(tmp_path / "run")
+    grid.write_text(GRID.replace('partition = "dirichlet:1"', change))
+    code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", tmp_path / "run")
+    assert code == 2
+    key = change.splitlines()[-1].split()[0]
+    assert f"holds the setting 'two' with {key}" in printed
+    assert cells(tmp_path / "run") == before
+
+
+def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "rows.jsonl").write_text("{}\n")
+    code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", out)
+    assert code == 2
+    assert "holds a run of another kind" in printed
+    assert [file.name for file in out.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGKILL, 2)],
+)
+def test_a_stopped_grid_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, workers: int) -> None:
+    """Whatever stops it: finished cells stay, no process does."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "fedrot", "compare", str(grid), "--out", str(out)]
+    command += ["--workers", str(workers)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 200
+    while len(list((out / "cells").glob("*.json"))) < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    started = psutil.Process(process.pid).children(recursive=True)
+    if how == signal.SIGKILL:
+        # Ray's own watchers end on their own, after a minute or more.
+        started = [one for one in started if "attempted" in one.name()]
+    os.kill(process.pid, how)
+    printed, _ = process.communicate(timeout=60)
+    assert not psutil.wait_procs(started, timeout=60)[1]
+    assert process.returncode != 0
+    before = cells(out)
+    assert 3 <= len(before) < 12, printed
+    if how == signal.SIGINT:
+        assert "Repeat the command to go on" in " ".join(printed.split())
+    simulated(out, "compare", grid)
+    after = cells(out)
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 12
+    simulated(tmp_path / "whole", "compare", grid)
+    assert lasting(out) == lasting(tmp_path / "whole")

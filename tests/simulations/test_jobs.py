@@ -1,0 +1,109 @@
+"""Jobs side by side: what they return, how they fail, and two machines that share them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import fedrot
+from fedrot.simulations.jobs import Job, Machine, Outcome, run_jobs
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def fail(reason: str) -> None:
+    raise ValueError(reason)
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def note(path: str, name: str) -> list[str]:
+    """Append a name to a file after a while; return the names before it."""
+    time.sleep(0.2)
+    file = Path(path)
+    before = file.read_text().split() if file.exists() else []
+    with file.open("a") as opened:
+        opened.write(f"{name}\n")
+    return before
+
+
+def where(seconds: float) -> str:
+    """Return the node of a Ray cluster that works."""
+    time.sleep(seconds)
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def outcomes(jobs: list[Job], machine: Machine) -> dict[str, Outcome]:
+    return {job.name: outcome for job, outcome in run_jobs(jobs, machine)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_job_has_an_outcome(workers: int) -> None:
+    jobs = [Job(str(i), double, (i,)) for i in range(3)]
+    jobs[1:1] = [Job("bad", fail, ("no such data",))]
+    found = outcomes(jobs, Machine(workers))
+    assert {name: found[name].value for name in "012"} == {"0": 0, "1": 2, "2": 4}
+    assert found["bad"].value is None
+    assert found["bad"].failure.endswith("ValueError: no such data\n")
+    assert "in fail" in found["bad"].failure
+    assert all((outcome.failure == "") == (name != "bad") for name, outcome in found.items())
+
+
+def test_a_job_waits_for_the_one_before_it_even_if_that_fails(tmp_path: Path) -> None:
+    path = str(tmp_path / "order")
+    jobs = [
+        Job("b", note, (path, "b"), after="a"),
+        Job("d", note, (path, "d"), after="c"),
+        Job("a", note, (path, "a")),
+        Job("c", fail, ("c",)),
+    ]
+    found = outcomes(jobs, Machine(2))
+    assert "a" in found["b"].value
+    assert found["d"].failure == ""
+
+
+def test_a_job_whose_process_dies_fails_alone() -> None:
+    found = outcomes([Job("dies", die, ()), Job("lives", double, (4,))], Machine(2))
+    assert found["lives"].value == 8
+    assert "process of the job ended" in found["dies"].failure
+
+
+def test_nothing_is_left_running_when_the_caller_stops() -> None:
+    running = run_jobs(
+        [Job("a", double, (1,)), *(Job(f"s{i}", time.sleep, (60,)) for i in range(4))], Machine(2)
+    )
+    assert next(running)[1].value == 2
+    running.close()  # type: ignore[attr-defined]
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    with pytest.raises(fedrot.FedrotError, match=r"no Ray cluster at '127\.0\.0\.1:1'"):
+        outcomes([Job("a", double, (1,))], Machine(address="127.0.0.1:1"))
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[str]:
+    """Start two Ray nodes of one core each; return their address."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def test_two_nodes_share_the_jobs(two_nodes: str) -> None:
+    jobs = [Job(str(i), where, (0.5,)) for i in range(6)]
+    found = outcomes(jobs, Machine(address=two_nodes))
+    assert len({outcome.value for outcome in found.values()}) == 2

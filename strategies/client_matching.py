@@ -1,15 +1,13 @@
 """Matching at a client: the request, the client's answer, and how the server reads it.
 
-The server sends a client its own update and the anchor. The client matches them twice: by weights
-alone, and by weights and the activations of its own data. It answers with the group elements whose
-average has the lower loss on its data; no activation leaves it. The server checks that these are
-elements of the model's symmetry before it applies them, so that every answer preserves the update's
-function.
+The server sends a client its own update and the anchor. The client matches them on its own data, and
+answers with group elements; no activation leaves it. The server checks that these are elements of the
+model's symmetry before it applies them, so that every answer preserves the update's function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,6 @@ from fedrot.collect.activations import collect_activations
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
-from fedrot.research.interpolation import interpolate
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
@@ -59,9 +56,8 @@ class Matching:
 
     Attributes:
         build: returns a ``transformers`` model, or another one with a ``config``.
-        batches: returns the client's inputs: keyword arguments of forward. ``labels`` are needed for
-            ``learning``, and to find out whether activations match better than weights alone; without
-            them, activations count.
+        batches: returns the client's inputs: keyword arguments of forward, with ``labels`` for
+            ``learning``.
         options: what to align. If ``canonical`` is None, the server decides about that.
         learning: how to learn rotations where the server asks for it
             (``OtherBasis.learning_passes``): by gradient descent on the loss between this client's model
@@ -109,26 +105,7 @@ def _match(message: Message, matching: Matching) -> Alignment:
         return _learned(ours, update, anchor, symmetry, matching)
     inputs = (forward_inputs(ours, batch) for batch in matching.batches())
     activations = collect_activations(ours, theirs, inputs, symmetry)
-    found = [align(update, anchor, symmetry, options, seen) for seen in (activations, None)]
-    return _best(found, ours, update, anchor, matching.batches())
-
-
-def _best(
-    found: Sequence[Alignment],
-    model: nn.Module,
-    update: Tensors,
-    anchor: Tensors,
-    batches: Iterable[Mapping[str, Tensor]],
-) -> Alignment:
-    """Return the alignment with the lowest loss of the average; the first one without ``labels``."""
-    averages = [interpolate(anchor, alignment.apply(update), 0.5) for alignment in found]
-    loss, losses = loss_of(model), torch.zeros(len(found))
-    with torch.no_grad():
-        for batch in batches:
-            if "labels" not in batch:
-                return found[0]
-            losses += torch.stack([loss(average, batch).cpu() for average in averages])
-    return found[int(losses.nan_to_num(torch.inf).argmin())]
+    return align(update, anchor, symmetry, options, activations)
 
 
 def _learned(

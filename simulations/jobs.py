@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from fedrot._io import write_text
 from fedrot.errors import FedrotError
 
 
@@ -52,6 +55,33 @@ class Machine:
     workers: int | None = None
     address: str = ""
     gpus: float = 0.0
+
+
+#: The folder of tracebacks, in the folder of a grid.
+FAILURES = "failures"
+
+
+def failure_file(out: Path, name: str) -> Path:
+    """Return the file of a job's traceback."""
+    return out / FAILURES / f"{name}.txt"
+
+
+def write_failure(file: Path, title: str, traceback: str) -> None:
+    """Write why a job failed."""
+    file.parent.mkdir(exist_ok=True)
+    write_text(file, f"{title}\n\n{traceback}")
+
+
+def forget_failure(file: Path) -> None:
+    """Delete the traceback of a job that succeeded now, and the folder if it was the last one."""
+    file.unlink(missing_ok=True)
+    with suppress(OSError):
+        file.parent.rmdir()
+
+
+def last_line(failure: str) -> str:
+    """Return the reason at the end of a traceback."""
+    return failure.strip().splitlines()[-1]
 
 
 def attempted(job: Job) -> Outcome:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +29,16 @@ from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows, versions
 from fedrot.simulations.grids import read_grid
+from fedrot.simulations.jobs import (
+    FAILURES,
+    Job,
+    Machine,
+    failure_file,
+    forget_failure,
+    last_line,
+    run_jobs,
+    write_failure,
+)
 
 Sharing = Literal["same", "thirds", "disjoint"]
 
@@ -154,12 +161,8 @@ def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[n
     return first, second
 
 
-#: A cell, the seeds of a pair, the methods that are missing, and the folder of the run.
-Job = tuple[Cell, tuple[int, int], list[str], Path]
-
-
 def run_grid(
-    grid: Grid, out: Path, command: str, report: Callable[[str], None], workers: int = 2
+    grid: Grid, out: Path, command: str, report: Callable[[str], None], workers: int | None = None
 ) -> list[BarrierLine]:
     """Measure the lines that ``out`` does not contain yet, and write the summary; return all lines.
 
@@ -168,59 +171,54 @@ def run_grid(
     ``summary.md`` and ``plots/`` are written at the end, or when the run is stopped.
 
     Args:
-        report: called with one sentence per finished pair.
-        workers: processes, each with one thread; 1 works in this process.
+        report: called with one sentence per pair.
+        workers: processes, each with one thread, one per core if None; 1 works in this process.
 
     Raises:
-        FedrotError: data or models cannot be used, or ``out`` contains a cell of the same name with
-            other settings.
+        FedrotError: ``out`` contains a cell of the same name with other settings.
+        RuntimeError: pairs failed; their tracebacks are in ``failures/``, and the others are finished.
     """
+    out = out.resolve()
     _record(grid, out, command)
     for name in ("models", "lines", "plots"):
         (out / name).mkdir(exist_ok=True)
     jobs = [
-        (cell, seeds, missing, out)
+        Job(f"{cell.name}, seeds {_pair_name(seeds)}", run_pair, (cell, seeds, missing, out))
         for cell in grid.cells
         for seeds in cell.pairs
         if (missing := [m for m in cell.methods if not _line_path(out, cell, seeds, m).exists()])
     ]
+    failed = 0
     try:
-        for number, lines in enumerate(_results(jobs, workers), start=1):
+        for number, (job, outcome) in enumerate(run_jobs(jobs, Machine(workers)), start=1):
+            failure = failure_file(out, job.name)
+            if outcome.failure:
+                failed += 1
+                write_failure(failure, job.name, outcome.failure)
+                said = f"FAILED, see {failure}: {last_line(outcome.failure)}"
+            else:
+                forget_failure(failure)
+                found = (f"{line.method} {line.barrier.barrier:.3g}" for line in outcome.value)
+                said = f"barriers {', '.join(found)}"
             _collect(out)
-            barriers = ", ".join(f"{line.method} {line.barrier.barrier:.3g}" for line in lines)
-            where = f"{lines[0].cell}, seeds {lines[0].pair}"
-            report(f"[{number} of {len(jobs)}] {where}: barriers {barriers}")
+            report(f"[{number} of {len(jobs)}] {job.name}: {said}")
     finally:
         lines = _collect(out)
         if lines:
             _write_summary(out, lines)
+    if failed:
+        raise RuntimeError(
+            f"{failed} of {len(jobs)} pairs failed; the tracebacks are in {out / FAILURES}. Repeat the "
+            "command to try them again."
+        )
     return lines
 
 
-def _results(jobs: Sequence[Job], workers: int) -> Iterator[list[BarrierLine]]:
-    if workers == 1 or len(jobs) < 2:
-        yield from map(run_pair, jobs)
-        return
-    pool = ProcessPoolExecutor(
-        min(workers, len(jobs)),
-        multiprocessing.get_context("spawn"),
-        # An interrupted worker prints no traceback; this process reports the interrupt.
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        for done in as_completed([pool.submit(run_pair, job) for job in jobs]):
-            yield done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def run_pair(job: Job) -> list[BarrierLine]:
+def run_pair(cell: Cell, seeds: tuple[int, int], methods: Sequence[str], out: Path) -> list[BarrierLine]:
     """Train the two models of a pair, or load them, and measure and write the missing methods."""
     from fedrot.simulations.tasks.task import task_of
     from fedrot.symmetry import symmetry_of
 
-    cell, seeds, methods, out = job
     torch.set_num_threads(1)
     task = task_of(cell.config.to_json())
     parts = shared_rows(len(task.train), cell.sharing, seeds)

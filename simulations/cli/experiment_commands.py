@@ -181,7 +181,7 @@ def barriers(
         str | None,
         typer.Option(help="Instead of the grid's methods, separated by commas; see barrier --help."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
+    workers: Workers = None,
 ) -> None:
     """Train pairs of small models and measure their barriers under every method of a grid."""
     from fedrot.simulations.barrier.barrier_grid import Grid, run_grid

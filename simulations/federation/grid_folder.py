@@ -22,6 +22,7 @@ from fedrot.simulations.federation.run_folder import (
     versions,
     write_csv,
 )
+from fedrot.simulations.jobs import failure_file, forget_failure, write_failure
 
 #: What cells of one setting may differ in, from one command to the next.
 _FREE = ("seeds", "arms", "starts", "data_dir")
@@ -85,7 +86,7 @@ class GridFolder:
     """
 
     def __init__(self, path: Path, configs: Sequence[SimulationConfig], command: str) -> None:
-        self.path, self._cells, self._failures = path, path / "cells", path / "failures"
+        self.path, self._cells = path, path / "cells"
         self._order = [cell.name for cell in cells_of(configs)]
         if rows_file(path) is not None and not self._cells.is_dir():
             raise FileExistsError(
@@ -114,15 +115,14 @@ class GridFolder:
             file.write(f"{cell.title}\n{log}")
         lines = [{"rows": found.rows, "alignment": found.alignments}]
         write_text(self._file(cell), "".join(map(json_line, lines)))
-        (self._failures / f"{cell.name}.txt").unlink(missing_ok=True)
+        forget_failure(failure_file(self.path, cell.name))
         append_rows(self.path / ROWS, found.rows)
         append_rows(self.path / ALIGNMENT, found.alignments)
 
     def fail(self, cell: GridCell, traceback: str) -> Path:
         """Write why a cell failed; return the file."""
-        self._failures.mkdir(exist_ok=True)
-        file = self._failures / f"{cell.name}.txt"
-        write_text(file, f"{cell.title}\n\n{traceback}")
+        file = failure_file(self.path, cell.name)
+        write_failure(file, cell.title, traceback)
         return file
 
     def partitions(self, found: Mapping[str, Any]) -> None:
@@ -133,8 +133,6 @@ class GridFolder:
         """Write all rows in the grid's order, ``rows.csv``, and whether all cells are finished."""
         self._collect()
         write_csv(self.path)
-        if self._failures.is_dir() and not any(self._failures.iterdir()):
-            self._failures.rmdir()
         write_json(self.path / "status.json", {"complete": complete})
 
     def _file(self, cell: GridCell) -> Path:

@@ -23,7 +23,7 @@ from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
 from fedrot.simulations.federation.local_grid import local_clients
 from fedrot.simulations.federation.runner import check, check_gpus, present, print_partitions
-from fedrot.simulations.jobs import Job, Machine, run_jobs
+from fedrot.simulations.jobs import FAILURES, Job, Machine, last_line, run_jobs
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 
@@ -73,7 +73,7 @@ def compare(
             present(out, console)
     if failed:
         console.print(
-            f"{failed} of {len(missing)} cells failed; the tracebacks are in {out / 'failures'}. Repeat "
+            f"{failed} of {len(missing)} cells failed; the tracebacks are in {out / FAILURES}. Repeat "
             "the command to try them again.",
             style="red",
         )
@@ -92,7 +92,7 @@ def _run(cells: Sequence[GridCell], folder: GridFolder, console: Console, machin
             done, left = done + job.cost, left - job.cost
             if outcome.failure:
                 failed += 1
-                said = f"FAILED, see {folder.fail(cell, outcome.failure)}: {_last_line(outcome.failure)}"
+                said = f"FAILED, see {folder.fail(cell, outcome.failure)}: {last_line(outcome.failure)}"
             else:
                 rows, log = outcome.value
                 folder.add(cell, rows, log)
@@ -162,10 +162,6 @@ def _logged() -> Iterator[io.StringIO]:
         yield log
     finally:
         logger.handlers[:], logger.propagate = before, propagate
-
-
-def _last_line(traceback: str) -> str:
-    return traceback.strip().splitlines()[-1]
 
 
 def _last_metrics(found: CellRows) -> str:

@@ -217,6 +217,12 @@ def test_a_failing_pair_leaves_what_was_done(
     assert "out of luck" in output
     assert {row["method"] for row in read_rows(tmp_path / "run")} == {"vanilla"}
     assert (tmp_path / "run/summary.md").exists()
+    (failure,) = (tmp_path / "run/failures").iterdir()
+    assert "in fail\n" in failure.read_text()
+    monkeypatch.setitem(METHODS, "failing", MatchingMethod())
+    code, output = invoke("barriers", grid_file, *options, "--methods", "vanilla,failing")
+    assert code == 0, output
+    assert not failure.parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ app = ClientApp()
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientJob:
     """One message of the server to one client."""
 
     config_json: str
@@ -69,7 +69,7 @@ class Job:
     client: int  # Partition id of the node.
 
     @classmethod
-    def read(cls, message: Message, context: Context) -> Job:
+    def read(cls, message: Message, context: Context) -> ClientJob:
         """Read a job from a message and its node."""
         config: Any
         (config,) = message.content.config_records.values()
@@ -139,7 +139,7 @@ def who(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train from the received model, or from a start of the client's own, and return the update."""
-    job = Job.read(message, context)
+    job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     # Everything that decides a training; scrambling comes after the cache.
     key = _hashed([job.config_json, job.stream, job.last_round, job.own_start], arrays)
@@ -166,7 +166,7 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the global model on the client's own held-out rows."""
-    job = Job.read(message, context)
+    job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     _, held_out = job.task.client_rows(job.seed, job.client)
     model = _empty_model(job.config_json)
@@ -178,7 +178,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def _matching(message: Message, context: Context) -> Matching:
     """Match on the client's own training rows, in batches as it trains on them."""
-    job = Job.read(message, context)
+    job = ClientJob.read(message, context)
     config = job.task.config
     return Matching(
         build=lambda: build_model(config, job.task.data, seed=0),
@@ -196,7 +196,7 @@ def _content(context: Context, metrics: Mapping[str, float] | None = None) -> Re
     return content
 
 
-def _train(job: Job, arrays: ArrayRecord) -> Result:
+def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
     task, model = job.task, _empty_model(job.config_json)
     if job.own_start:
         own = build_model(task.config, task.data, seed=job.stream)
@@ -219,7 +219,7 @@ def _copy_task_head(source: Any, target: nn.Module) -> None:
     target.load_state_dict(head, strict=False)
 
 
-def _statistics(job: Job, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
+def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     """Return the statistics of an update on the client's own training rows."""
 
     def compute() -> Result:
@@ -242,7 +242,7 @@ def _hashed(what: Any, arrays: ArrayRecord) -> str:
     return key.hexdigest()
 
 
-def _cached(job: Job, key: str, compute: Callable[[], Result]) -> Result:
+def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
     """Compute a first-round result once for all arms that send a client the same model.
 
     After the first round arms hardly ever agree. Clients on other machines do not have the folder.

@@ -46,7 +46,8 @@ def compare(
             partition or model cannot be used; the machine has fewer GPUs, or there is no cluster.
         KeyboardInterrupt: the user stopped the run; finished cells are in the folder.
     """
-    check_gpus(machine.gpus)
+    if not machine.address:
+        check_gpus(machine.gpus)
     check(configs)
     print_partitions(configs, console)
     cells = cells_of(configs)

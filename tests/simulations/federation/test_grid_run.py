@@ -180,7 +180,14 @@ def test_a_stopped_grid_goes_on(grid: Path, tmp_path: Path, how: signal.Signals,
     out = tmp_path / "run"
     command = [sys.executable, "-m", "fedrot", "compare", str(grid), "--out", str(out)]
     command += ["--workers", str(workers)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     end = time.monotonic() + 200
     while len(list((out / "cells").glob("*.json"))) < 3 and time.monotonic() < end:
         time.sleep(0.02)

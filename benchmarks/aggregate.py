@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fedrot.simulations.federation.local_grid import LocalGrid
 from fedrot.strategies import FedRot, to_arrays
 from fedrot.strategies.wire.arrays import encode
 
@@ -57,20 +58,10 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 BARS = {"memory": 1.05, "seconds": 1.15}
 
 
-class Nodes:
-    """A grid with the one method that ``configure_train`` calls."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def get_node_ids(self) -> list[int]:
-        """Return the ids of the nodes."""
-        return list(range(1, self.count + 1))
-
-
 def asked(strategy: FedAvg, model: ArrayRecord, clients: int) -> list[Message]:
     """Return the messages of a strategy's first round."""
-    return list(strategy.configure_train(1, model, ConfigRecord(), Nodes(clients)))  # type: ignore[arg-type]
+    grid = LocalGrid(dict.fromkeys(range(1, clients + 1), lambda _: None))
+    return list(strategy.configure_train(1, model, ConfigRecord(), grid))
 
 
 def reply(to: Message, arrays: ArrayRecord) -> Message:

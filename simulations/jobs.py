@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from fedrot._io import write_text
@@ -35,11 +34,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job returned, the traceback if it failed (empty if not), and its wall time in seconds."""
+    """What a job returned, and the traceback if it failed (empty if not)."""
 
     value: Any
     failure: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -61,36 +59,37 @@ class Machine:
 FAILURES = "failures"
 
 
-def failure_file(out: Path, name: str) -> Path:
-    """Return the file of a job's traceback."""
-    return out / FAILURES / f"{name}.txt"
+def noted_failure(out: Path, name: str, title: str, outcome: Outcome) -> str:
+    """Write why a job failed, or delete what an earlier attempt left; return the failure in words.
 
-
-def write_failure(file: Path, title: str, traceback: str) -> None:
-    """Write why a job failed."""
-    file.parent.mkdir(exist_ok=True)
-    write_text(file, f"{title}\n\n{traceback}")
-
-
-def forget_failure(file: Path) -> None:
-    """Delete the traceback of a job that succeeded now, and the folder if it was the last one."""
+    It is empty if the job succeeded.
+    """
+    file = out / FAILURES / f"{name}.txt"
+    if outcome.failure:
+        file.parent.mkdir(exist_ok=True)
+        write_text(file, f"{title}\n\n{outcome.failure}")
+        return f"FAILED, see {file}: {outcome.failure.strip().splitlines()[-1]}"
     file.unlink(missing_ok=True)
     with suppress(OSError):
         file.parent.rmdir()
+    return ""
 
 
-def last_line(failure: str) -> str:
-    """Return the reason at the end of a traceback."""
-    return failure.strip().splitlines()[-1]
+def check_failures(failed: int, of: int, what: str, out: Path) -> None:
+    """Raise ``RuntimeError`` if jobs failed."""
+    if failed:
+        raise RuntimeError(
+            f"{failed} of {of} {what} failed; the tracebacks are in {out / FAILURES}. Repeat the "
+            "command to try them again."
+        )
 
 
 def attempted(job: Job) -> Outcome:
     """Do a job; what it raises becomes its outcome."""
-    start = perf_counter()
     try:
-        return Outcome(job.work(*job.arguments), "", perf_counter() - start)
+        return Outcome(job.work(*job.arguments), "")
     except Exception:
-        return Outcome(None, traceback.format_exc(), perf_counter() - start)
+        return Outcome(None, traceback.format_exc())
 
 
 def run_jobs(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcome]]:
@@ -102,9 +101,19 @@ def run_jobs(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outco
         FedrotError: there is no Ray cluster at the machine's address.
     """
     if machine.workers == 1 and not machine.address and not machine.gpus:
-        yield from ((job, attempted(job)) for job in jobs)
+        waiting = list(jobs)
+        while waiting:
+            job = _ready(waiting)[0]
+            waiting.remove(job)
+            yield job, attempted(job)
     elif jobs:
         yield from _on_ray(jobs, machine)
+
+
+def _ready(waiting: Sequence[Job], running: Iterable[Job] = ()) -> list[Job]:
+    """Return the jobs that wait for none of the others."""
+    unfinished = {job.name for job in (*waiting, *running)}
+    return [job for job in waiting if job.after not in unfinished]
 
 
 def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcome]]:
@@ -115,9 +124,8 @@ def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcom
     try:
         waiting, running = list(jobs), dict[Any, Job]()
         while waiting or running:
-            unfinished = {job.name for job in (*waiting, *running.values())}
-            ready = [job for job in waiting if job.after not in unfinished]
-            waiting = [job for job in waiting if job.after in unfinished]
+            ready = _ready(waiting, running.values())
+            waiting = [job for job in waiting if job not in ready]
             running |= {task.remote(job): job for job in ready}
             (ended,), _ = ray.wait(list(running), num_returns=1)
             yield running.pop(ended), _outcome(ended)
@@ -155,5 +163,5 @@ def _outcome(ended: Any) -> Outcome:
     try:
         outcome: Outcome = ray.get(ended)
     except ray.exceptions.RayError as error:
-        return Outcome(None, f"The process of the job ended: {error}", 0.0)
+        return Outcome(None, f"The process of the job ended: {error}")
     return outcome

@@ -1,4 +1,4 @@
-"""How often each token occurs: counted in batches of texts, or assumed from the tokenizer's order."""
+"""Token counts: from batches of texts, or assumed from the tokenizer's order."""
 
 from __future__ import annotations
 

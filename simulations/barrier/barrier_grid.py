@@ -29,16 +29,7 @@ from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows, versions
 from fedrot.simulations.grids import read_grid
-from fedrot.simulations.jobs import (
-    FAILURES,
-    Job,
-    Machine,
-    failure_file,
-    forget_failure,
-    last_line,
-    run_jobs,
-    write_failure,
-)
+from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
 
 Sharing = Literal["same", "thirds", "disjoint"]
 
@@ -191,13 +182,10 @@ def run_grid(
     failed = 0
     try:
         for number, (job, outcome) in enumerate(run_jobs(jobs, Machine(workers)), start=1):
-            failure = failure_file(out, job.name)
-            if outcome.failure:
+            said = noted_failure(out, job.name, job.name, outcome)
+            if said:
                 failed += 1
-                write_failure(failure, job.name, outcome.failure)
-                said = f"FAILED, see {failure}: {last_line(outcome.failure)}"
             else:
-                forget_failure(failure)
                 found = (f"{line.method} {line.barrier.barrier:.3g}" for line in outcome.value)
                 said = f"barriers {', '.join(found)}"
             _collect(out)
@@ -206,11 +194,7 @@ def run_grid(
         lines = _collect(out)
         if lines:
             _write_summary(out, lines)
-    if failed:
-        raise RuntimeError(
-            f"{failed} of {len(jobs)} pairs failed; the tracebacks are in {out / FAILURES}. Repeat the "
-            "command to try them again."
-        )
+    check_failures(failed, len(jobs), "pairs", out)
     return lines
 
 

@@ -22,7 +22,6 @@ from fedrot.simulations.federation.run_folder import (
     versions,
     write_csv,
 )
-from fedrot.simulations.jobs import failure_file, forget_failure, write_failure
 
 #: What cells of one setting may differ in, from one command to the next.
 _FREE = ("seeds", "arms", "starts", "data_dir")
@@ -78,8 +77,6 @@ class CellRows:
 class GridFolder:
     """A run folder (see ``RunFolder``) that keeps the rows of every finished cell under ``cells/``.
 
-    ``failures/`` has the traceback of every cell that failed.
-
     Raises:
         FileExistsError: the folder holds a run that is no grid.
         FedrotError: it holds a setting of the same name with other values.
@@ -92,18 +89,11 @@ class GridFolder:
             raise FileExistsError(
                 f"The folder '{path}' holds a run of another kind; choose another --out."
             )
-        settings = _united(self._held(), [config.model_dump(mode="json") for config in configs], path)
+        settings = _united(_held(path), [config.model_dump(mode="json") for config in configs], path)
         self._cells.mkdir(parents=True, exist_ok=True)
         write_json(path / "config.json", {"command": command, "settings": settings})
         write_json(path / "versions.json", versions())
         self._collect()
-
-    def _held(self) -> list[dict[str, Any]]:
-        file = self.path / "config.json"
-        settings: list[dict[str, Any]] = (
-            json.loads(file.read_text("utf-8"))["settings"] if file.is_file() else []
-        )
-        return settings
 
     def finished(self, cell: GridCell) -> bool:
         """Whether the folder has the cell's rows."""
@@ -113,17 +103,9 @@ class GridFolder:
         """Write the rows of a finished cell, and Flower's log."""
         with (self.path / "flower.log").open("a", encoding="utf-8") as file:
             file.write(f"{cell.title}\n{log}")
-        lines = [{"rows": found.rows, "alignment": found.alignments}]
-        write_text(self._file(cell), "".join(map(json_line, lines)))
-        forget_failure(failure_file(self.path, cell.name))
+        write_text(self._file(cell), json_line({"rows": found.rows, "alignment": found.alignments}))
         append_rows(self.path / ROWS, found.rows)
         append_rows(self.path / ALIGNMENT, found.alignments)
-
-    def fail(self, cell: GridCell, traceback: str) -> Path:
-        """Write why a cell failed; return the file."""
-        file = failure_file(self.path, cell.name)
-        write_failure(file, cell.title, traceback)
-        return file
 
     def partitions(self, found: Mapping[str, Any]) -> None:
         """Write the partitions, by setting."""
@@ -146,6 +128,13 @@ class GridFolder:
         found = [json.loads((self._cells / f"{name}.json").read_text("utf-8")) for name in names]
         for file, key in ((ROWS, "rows"), (ALIGNMENT, "alignment")):
             write_text(self.path / file, "".join(json_line(row) for cell in found for row in cell[key]))
+
+
+def _held(path: Path) -> list[dict[str, Any]]:
+    """Return the settings of a folder, none if it is new."""
+    file = path / "config.json"
+    held: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {"settings": []}
+    return list(held["settings"])
 
 
 def _united(

@@ -8,7 +8,7 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +22,9 @@ from fedrot.simulations.arm import JOINED, Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
 from fedrot.simulations.federation.local_grid import local_clients
-from fedrot.simulations.federation.runner import check, check_gpus, present, print_partitions
-from fedrot.simulations.jobs import FAILURES, Job, Machine, last_line, run_jobs
+from fedrot.simulations.federation.run_folder import note_partition
+from fedrot.simulations.federation.runner import check, check_gpus, log_to, present, print_partitions
+from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 
@@ -36,14 +37,13 @@ def compare(
     machine: Machine,
     *,
     dry_run: bool = False,
-) -> bool:
-    """Run the cells that the folder ``out`` does not have yet; return False if any failed.
-
-    A cell that fails is shown and does not stop the others.
+) -> None:
+    """Run the cells that the folder ``out`` does not have yet.
 
     Raises:
         FileExistsError, FedrotError: the folder holds something else, see ``GridFolder``; data,
             partition or model cannot be used; the machine has fewer GPUs, or there is no cluster.
+        RuntimeError: cells failed; their tracebacks are in ``failures/``, and the others are finished.
         KeyboardInterrupt: the user stopped the run; finished cells are in the folder.
     """
     if not machine.address:
@@ -53,15 +53,15 @@ def compare(
     cells = cells_of(configs)
     if dry_run:
         console.print(f"Dry run: {len(cells)} cells (seed, start and arm); nothing was run or written.")
-        return True
-    folder = GridFolder(out, configs, command)
-    folder.partitions(_partitions(configs))
+        return
+    folder, partitions = GridFolder(out, configs, command), _partitions(configs)
+    folder.partitions(partitions)
     missing = [cell for cell in cells if not folder.finished(cell)]
     if len(missing) < len(cells):
         console.print(f"{len(cells) - len(missing)} of {len(cells)} cells are finished already.")
     complete = False
     try:
-        failed = _run(missing, folder, console, machine)
+        failed = _run(missing, partitions, folder, console, machine)
         complete = not failed
     except KeyboardInterrupt:
         console.print(
@@ -72,28 +72,28 @@ def compare(
         folder.close(complete)
         if any(map(folder.finished, cells)):
             present(out, console)
-    if failed:
-        console.print(
-            f"{failed} of {len(missing)} cells failed; the tracebacks are in {out / FAILURES}. Repeat "
-            "the command to try them again.",
-            style="red",
-        )
-    return complete
+    check_failures(failed, len(missing), "cells", out)
 
 
-def _run(cells: Sequence[GridCell], folder: GridFolder, console: Console, machine: Machine) -> int:
+def _run(
+    cells: Sequence[GridCell],
+    partitions: Mapping[str, Any],
+    folder: GridFolder,
+    console: Console,
+    machine: Machine,
+) -> int:
     """Run cells and write their rows as they come; return how many failed."""
     failed, done, start = 0, 0.0, perf_counter()
     with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
         remaining = {cell.name: cell for cell in cells}
-        jobs = _jobs(cells, Path(scratch))
+        jobs = _jobs(cells, partitions, Path(scratch))
         left = sum(job.cost for job in jobs)
         for number, (job, outcome) in enumerate(run_jobs(jobs, machine), start=1):
             cell = remaining.pop(job.name)
             done, left = done + job.cost, left - job.cost
-            if outcome.failure:
+            said = noted_failure(folder.path, job.name, cell.title, outcome)
+            if said:
                 failed += 1
-                said = f"FAILED, see {folder.fail(cell, outcome.failure)}: {last_line(outcome.failure)}"
             else:
                 rows, log = outcome.value
                 folder.add(cell, rows, log)
@@ -106,19 +106,19 @@ def _run(cells: Sequence[GridCell], folder: GridFolder, console: Console, machin
     return failed
 
 
-def _jobs(cells: Sequence[GridCell], scratch: Path) -> list[Job]:
+def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], scratch: Path) -> list[Job]:
     """Return a job per cell: the first of those that share trainings goes first and keeps them."""
     first: dict[object, str] = {}
     jobs = []
     for cell in cells:
-        cache, after = _cache(scratch, cell), ""
+        cache, leader = _cache(scratch, cell), cell.name
         cache.mkdir(exist_ok=True)
         if cell.arm.name != JOINED:
-            after = first.setdefault(cell.trains_first, cell.name)
+            leader = first.setdefault(cell.trains_first, cell.name)
         arguments = (cell.config.to_json(), cell.seed, cell.start, cell.arm.name, str(cache))
-        jobs.append(
-            Job(cell.name, run_alone, arguments, _cost(cell), after if after != cell.name else "")
-        )
+        sizes = partitions[cell.config.setting]["seeds"][str(cell.seed)]["sizes"]
+        after = "" if leader == cell.name else leader
+        jobs.append(Job(cell.name, run_alone, arguments, _epochs(cell) * sum(sizes), after))
     return jobs
 
 
@@ -126,11 +126,10 @@ def _cache(scratch: Path, cell: GridCell) -> Path:
     return scratch / hashlib.sha256(repr(cell.trains_first).encode()).hexdigest()[:16]
 
 
-def _cost(cell: GridCell) -> float:
-    """Return the rows that all clients of a cell train on."""
+def _epochs(cell: GridCell) -> float:
+    """Return how often all rows of a cell are trained on."""
     config = cell.config
-    epochs = sum(map(config.epochs, range(1, config.rounds + 1)))
-    return epochs * len(task_of(config.to_json()).train) * config.fraction_train
+    return sum(map(config.epochs, range(1, config.rounds + 1))) * config.fraction_train
 
 
 def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -> tuple[CellRows, str]:
@@ -155,10 +154,8 @@ def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -
 def _logged() -> Iterator[io.StringIO]:
     """Collect Flower's log inside of the context."""
     logger, log = logging.getLogger("flwr"), io.StringIO()
-    handler = logging.StreamHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before, propagate = list(logger.handlers), logger.propagate
-    logger.handlers[:], logger.propagate = [handler], False
+    log_to(logging.StreamHandler(log))
     try:
         yield log
     finally:
@@ -177,7 +174,5 @@ def _partitions(configs: Sequence[SimulationConfig]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for config in configs:
         for seed in config.seeds:
-            names, sizes, counts = task_of(config.to_json()).partition(seed)
-            by_setting = found.setdefault(config.setting, {"label_names": list(names), "seeds": {}})
-            by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
+            note_partition(found, config.setting, seed, *task_of(config.to_json()).partition(seed))
     return found

@@ -62,8 +62,7 @@ class RunFolder:
         self, setting: str, seed: int, names: Sequence[str], sizes: list[int], counts: list[list[int]]
     ) -> None:
         """Record a partition, see ``Task.partition``."""
-        by_setting = self._partitions.setdefault(setting, {"label_names": list(names), "seeds": {}})
-        by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
+        note_partition(self._partitions, setting, seed, names, sizes, counts)
         write_json(self.path / "partition.json", self._partitions)
 
     def close(self, complete: bool) -> None:
@@ -72,6 +71,19 @@ class RunFolder:
         self._alignments.close()
         write_csv(self.path)
         write_json(self.path / "status.json", {"complete": complete})
+
+
+def note_partition(
+    found: dict[str, Any],
+    setting: str,
+    seed: int,
+    names: Sequence[str],
+    sizes: list[int],
+    counts: list[list[int]],
+) -> None:
+    """Add a partition, see ``Task.partition``, to those that a folder holds, by setting and seed."""
+    by_setting = found.setdefault(setting, {"label_names": list(names), "seeds": {}})
+    by_setting["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
 
 
 def write_csv(path: Path) -> None:

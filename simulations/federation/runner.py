@@ -149,7 +149,7 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> N
 def _run(
     config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any, gpus: float
 ) -> None:
-    _log_to(folder.path / "flower.log")
+    log_to(logging.FileHandler(folder.path / "flower.log", encoding="utf-8"))
     from flwr.app import Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.simulation import run_simulation
@@ -202,10 +202,9 @@ def backend_config(gpus: float) -> dict[str, Any]:
     }
 
 
-def _log_to(path: Path) -> None:
-    """Send Flower's log to a file; the console shows the progress."""
+def log_to(handler: logging.Handler) -> None:
+    """Send Flower's log to a handler alone; the console shows the progress."""
     logger = logging.getLogger("flwr")
-    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False

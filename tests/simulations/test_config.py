@@ -151,7 +151,7 @@ def test_gpus_reach_the_engine(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(flwr.simulation, "run_simulation", lambda *_, **how: seen.append(how))
     monkeypatch.setattr("fedrot.simulations.federation.runner.present", lambda *_: None)
-    monkeypatch.setattr("fedrot.simulations.federation.runner._log_to", lambda *_: None)
+    monkeypatch.setattr("fedrot.simulations.federation.runner.log_to", lambda *_: None)
     options = ["--train-limit", 40, "--test-limit", 20, *(["--gpus", gpus] if gpus else [])]
     code, output = invoke("simulate", *options, "--out", tmp_path / "run")
     assert code == 0, output

@@ -59,7 +59,8 @@ def test_every_job_has_an_outcome(workers: int) -> None:
     assert all((outcome.failure == "") == (name != "bad") for name, outcome in found.items())
 
 
-def test_a_job_waits_for_the_one_before_it_even_if_that_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_job_waits_for_the_one_before_it_even_if_that_fails(workers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "order")
     jobs = [
         Job("b", note, (path, "b"), after="a"),
@@ -67,7 +68,7 @@ def test_a_job_waits_for_the_one_before_it_even_if_that_fails(tmp_path: Path) ->
         Job("a", note, (path, "a")),
         Job("c", fail, ("c",)),
     ]
-    found = outcomes(jobs, Machine(2))
+    found = outcomes(jobs, Machine(workers))
     assert "a" in found["b"].value
     assert found["d"].failure == ""
 

@@ -59,8 +59,8 @@ class SimulationConfig(BaseModel):
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
     data: str = Field(
         "",
-        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv or .jsonl), a "
-        "folder of images, or a hub name; default: goemotions_ekman, and digits for images.",
+        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv, .jsonl, "
+        "or .txt), a folder of images, or a hub name; default: goemotions_ekman, and digits for images.",
     )
     task: TaskName = Field(
         "classification",

@@ -81,19 +81,30 @@ class Labels:
     test: npt.NDArray[Any]
 
 
-def label_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
-    """Return the label column, or the boolean columns that are the labels together."""
+def label_columns(source: Source, wanted: str | None, *, optional: bool = False) -> tuple[str, ...]:
+    """Return the label column, or the boolean columns that are the labels together.
+
+    Without any, return none if labels are ``optional``; else raise ``DataError``.
+    """
     if wanted is None and not set(LABEL_COLUMNS) & set(source.columns):
         schema = source.train.schema
         booleans = tuple(c for c in source.columns if pa.types.is_boolean(schema.field(c).type))
         if len(booleans) >= 2:
             return booleans
+        if optional:
+            return ()
     return (source.column("label", wanted, LABEL_COLUMNS, "--label-column"),)
 
 
 def labels_of(source: Source, columns: tuple[str, ...]) -> Labels:
-    """Read label columns; raises ``DataError`` for missing, negative and nested values."""
+    """Read label columns; without any, all rows are of one class.
+
+    Raises ``DataError`` for missing, negative and nested values.
+    """
     both = (source.train, source.test)
+    if not columns:
+        zeros = (np.zeros(table.num_rows, dtype=np.int64) for table in both)
+        return Labels("single", ("all",), *zeros)
     if any(table[column].null_count for table in both for column in columns):
         raise DataError(f"{source.task}: label column(s) {', '.join(columns)} have missing values")
     if len(columns) > 1:

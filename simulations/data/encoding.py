@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from typing import Any
 
@@ -252,6 +252,7 @@ def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float
     return found.get("image_mean") or _HALF, found.get("image_std") or _HALF
 
 
-TEXT = Reader(_loaded(load_text_data), _tokenised(encode_texts))
+LABELLED_TEXT = Reader(_loaded(load_text_data), _tokenised(encode_texts))
+TEXT = Reader(_loaded(partial(load_text_data, labels_optional=True)), _tokenised(encode_texts))
 TAGGED = Reader(_loaded(load_tag_data), _tokenised(encode_tags))
 IMAGE = Reader(_loaded(load_image_data, _image_size), _encode_images)

@@ -1,7 +1,8 @@
-"""Tables of data sets: bundled, in files (Parquet, CSV, JSON lines), or from the Hugging Face hub."""
+"""Tables of data sets: bundled, in files (see ``READERS``), or from the Hugging Face hub."""
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.parse
 import urllib.request
@@ -65,11 +66,22 @@ def _json_lines(path: Path) -> pa.Table:
     return table
 
 
+def _plain_text(path: Path) -> pa.Table:
+    """Return the paragraphs, which empty lines separate, as ``load_dataset("text")`` has them."""
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise pa.ArrowInvalid(f"it is not UTF-8: {error}") from error
+    paragraphs = (paragraph.strip() for paragraph in re.split(r"\n\s*\n", text))
+    return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
+
+
 #: The name and the reader of each file format, by suffix.
 READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
     ".parquet": ("Parquet", _parquet),
     ".csv": ("CSV", _csv),
     ".jsonl": ("JSON lines", _json_lines),
+    ".txt": ("plain text", _plain_text),
 }
 
 

@@ -62,22 +62,29 @@ TextData: TypeAlias = DataSet[TextSplit]
 
 
 def load_text_data(
-    name: str = BUNDLED, data_dir: Path | None = None, **selection: Unpack[Selection]
+    name: str = BUNDLED,
+    data_dir: Path | None = None,
+    *,
+    labels_optional: bool = False,
+    **selection: Unpack[Selection],
 ) -> TextData:
     """Load a data set by name.
 
     A name is looked up in ``data_dir`` first (``<name>/train.parquet`` beside a held-out split,
     ``<name>.parquet``, or ``<name>_train.parquet``; directly or below ``glue``, ``emotion`` and
     ``embedded``), then among the bundled data, then on the hub (``owner/name`` or
-    ``owner/name:configuration``). A name that ends in ``.parquet``, ``.csv`` or ``.jsonl`` is the path
-    of a file. Without a column ``split``, one row in five of each class is held out, always the same.
+    ``owner/name:configuration``). A name that ends in ``.parquet``, ``.csv``, ``.jsonl`` or ``.txt`` is
+    the path of a file; rows of plain text are its paragraphs. Without a column ``split``, one row in
+    five of each class is held out, always the same. If labels are optional, rows of a data set without
+    them are of one class.
 
     Raises:
         DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
     label = selection.get("label_column")
     source = find(name, data_dir, label=label).limited(name, selection)
-    texts, chosen = _text_columns(source, selection.get("text_column")), label_columns(source, label)
+    texts = _text_columns(source, selection.get("text_column"))
+    chosen = label_columns(source, label, optional=labels_optional)
     labels = labels_of(source, chosen)
     metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None
     return DataSet(

@@ -15,8 +15,8 @@ from fedrot.simulations.data.data_set import DataSet, Kind
 from fedrot.simulations.data.encoding import (
     IGNORED,
     IMAGE,
+    LABELLED_TEXT,
     TAGGED,
-    TEXT,
     Encoded,
     EncodedTags,
     Reader,
@@ -33,7 +33,7 @@ class Classification(Objective):
     """Prediction of a row's label, labels or score."""
 
     auto_model: ClassVar[str] = "AutoModelForSequenceClassification"
-    reader: ClassVar[Reader] = TEXT
+    reader: ClassVar[Reader] = LABELLED_TEXT
 
     kind: Kind
     metrics: tuple[str, ...]

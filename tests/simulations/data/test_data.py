@@ -296,6 +296,27 @@ def test_scores_and_columns_of_other_names_are_divided_too(tmp_path: Path) -> No
     assert (data.label_names, len(data.train), len(data.test)) == (("glad", "sad"), 16, 4)
 
 
+def test_paragraphs_of_plain_text_are_rows_for_language_modelling(tmp_path: Path) -> None:
+    speeches = [f"FIRST:\nSpeech {i}." for i in range(20)]
+    path = tmp_path / "play.txt"
+    path.write_text("\n\n  \n".join(speeches) + "\n\n")
+    data = load_text_data(str(path), labels_optional=True)
+    assert sorted((*data.train.texts, *data.test.texts)) == sorted(speeches)
+    assert (len(data.test), data.label_names, set(data.train.labels)) == (4, ("all",), {0})
+    with pytest.raises(DataError, match="no label column 'label'"):
+        load_text_data(str(path))
+    code, output = invoke(
+        "simulate", "--data", path, "--task", "clm", "--clients", 2, "--out", tmp_path / "o", "--dry-run"
+    )
+    assert code == 0, output
+
+
+def test_labels_that_are_there_are_read_though_optional(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", {"text": TEXTS, "label": MOODS})
+    data = load_text_data(str(path), labels_optional=True)
+    assert data.label_names == ("glad", "sad")
+
+
 @pytest.mark.parametrize(
     ("name", "columns", "message"),
     [
@@ -359,6 +380,7 @@ def test_rows_may_be_longer_than_a_block(tmp_path: Path) -> None:
     [
         ("mine.csv", "text,label\ncaf\xe9,a\n", "the column 'text' is not UTF-8"),
         ("mine.jsonl", '{"text": "caf\xe9", "label": 1}\n', "[Uu][Tt][Ff]-?8"),
+        ("mine.txt", "caf\xe9\n", "not UTF-8"),
         ("mine.csv", "text,text,label\na,b,1\n", "two columns have one name among text, text, label"),
     ],
 )

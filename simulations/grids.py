@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,24 +20,58 @@ def bundled_grids(entries: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if f"\n[[{entries}]]" in text}
 
 
-def read_grid(grid: Path, entries: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the ``[base]`` table of a grid and its ``[[entries]]`` tables.
+def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str, Any]]:
+    """Return the ``[[entries]]`` tables of a grid, completed.
+
+    ``[base]`` has what entries share. ``[matrix]`` has a list of values for each key: every entry stands
+    for all combinations, and their names have the values. ``[quick]`` describes the small variant: values
+    that replace those of all entries, a ``matrix`` of its own, and ``only``, the settings that are kept.
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.
         entries: ``setting`` for ``fedrot compare``, ``task`` for ``fedrot barriers``.
+        quick: whether the small variant is wanted.
 
     Raises:
         OSError, ValueError: no such grid, the file is no TOML, or these are no tables.
+        FedrotError: it has no small variant.
     """
     described = tomllib.loads(_text(grid, entries))
-    base, found = described.get("base", {}), described.get(entries, [])
-    tables = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
-    if not isinstance(base, dict) or not tables:
+    base, matrix, small = (described.get(name, {}) for name in ("base", "matrix", "quick"))
+    found = described.get(entries, [])
+    tables = isinstance(found, list) and all(isinstance(table, dict) for table in (base, small, *found))
+    if not tables or not _is_matrix(matrix) or not _is_matrix(small.get("matrix", {})):
         raise ValueError(
-            f"'{grid}' is no grid; write one [base], and [[{entries}]] before each {entries}"
+            f"'{grid}' is no grid; write one [base], and [[{entries}]] before each {entries}; [matrix] "
+            "has a list of values for each key"
         )
-    return base, found
+    if quick and not small:
+        raise FedrotError(f"'{grid}' has no small variant; write one as the table [quick].")
+    replaced = {**small} if quick else {}
+    points = list(_points({**matrix, **replaced.pop("matrix", {})}))
+    kept = replaced.pop("only", [entry.get("setting") for entry in found])
+    return [
+        {**base, **entry, **point, **_named(entry, point), **replaced}
+        for entry in found
+        if entry.get("setting") in kept
+        for point in points
+    ]
+
+
+def _is_matrix(found: object) -> bool:
+    return isinstance(found, dict) and all(isinstance(values, list) for values in found.values())
+
+
+def _points(matrix: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values, by key."""
+    for values in itertools.product(*matrix.values()):
+        yield dict(zip(matrix, values, strict=True))
+
+
+def _named(entry: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of an entry at a point of the matrix; nothing if there is no matrix."""
+    parts = (f"{key.replace('_', ' ')} {value}" for key, value in point.items())
+    return {"setting": ", ".join([*filter(None, [entry.get("setting")]), *parts])} if point else {}
 
 
 def _text(grid: Path, entries: str) -> str:

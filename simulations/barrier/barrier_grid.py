@@ -100,16 +100,16 @@ class Grid(BaseModel):
     cells: tuple[Cell, ...]
 
     @classmethod
-    def read(cls, path: Path, data_dir: Path | None = None) -> Grid:
+    def read(cls, path: Path, data_dir: Path | None = None, *, quick: bool = False) -> Grid:
         """Read a TOML file of ``[base]`` and one ``[[task]]`` per data set.
 
         A task has the fields of ``SimulationConfig``, ``points``, ``rows``, ``methods`` and ``pairs``, a
-        table from sharing to pairs of seeds. ``base`` has the fields that tasks share.
-        ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
+        table from sharing to pairs of seeds. ``base`` has the fields that tasks share; see
+        ``read_grid``. ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
         """
-        base, tasks = read_grid(path, "task")
         given = {"data_dir": data_dir} if data_dir else {}
-        cells = tuple(cell for task in tasks for cell in _cells({**base, **task, **given}))
+        tasks = read_grid(path, "task", quick=quick)
+        cells = tuple(cell for task in tasks for cell in _cells({**task, **given}))
         if not cells or len({cell.name for cell in cells}) != len(cells):
             raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
         return cls(cells=cells)

@@ -37,6 +37,7 @@ Workers = Annotated[
 RayAddress = Annotated[
     str, typer.Option("--ray", help="Address of a Ray cluster that works in place of this machine.")
 ]
+Quick = Annotated[bool, typer.Option("--quick", help="The small variant of the grid, of minutes.")]
 GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
 
 
@@ -64,7 +65,11 @@ def simulate(
         raise KeyboardInterrupt
 
 
-@command(app, "fedrot compare one-shot --data-dir data --out runs/grid")
+@command(
+    app,
+    "fedrot compare one-shot --data-dir data --out runs/grid",
+    "fedrot compare one-shot --data-dir data --out runs/small --quick",
+)
 def compare(
     grid: Annotated[Path, typer.Argument(help=_grid_help("setting"))],
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
@@ -75,6 +80,7 @@ def compare(
     gpus: Annotated[
         float, typer.Option(min=0, help="GPUs per cell: a share of one, such as 0.5, or whole ones.")
     ] = 0.0,
+    quick: Quick = False,
     dry_run: DryRun = False,
 ) -> None:
     """Run a grid of settings, each with its arms, starts and seeds.
@@ -86,10 +92,10 @@ def compare(
 
     options = {"data_dir": data_dir, "model": model}
     given = {key: value for key, value in options.items() if value is not None}
-    base, entries = read_grid(grid, "setting")
-    if not entries:
+    settings = read_grid(grid, "setting", quick=quick)
+    if not settings:
         raise ValueError(f"'{grid}' describes no [[setting]].")
-    configs = [SimulationConfig.from_flat({**base, **entry, **given}) for entry in entries]
+    configs = [SimulationConfig.from_flat({**setting, **given}) for setting in settings]
     named = [config.setting for config in configs]
     if len(set(named)) != len(named):
         raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")
@@ -180,12 +186,13 @@ def barriers(
         typer.Option(help="Instead of the grid's methods, separated by commas; see barrier --help."),
     ] = None,
     workers: Workers = None,
+    quick: Quick = False,
 ) -> None:
     """Train pairs of small models and measure their barriers under every method of a grid."""
     from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
     from fedrot.simulations.barrier.barrier_report import summarise, tables
 
-    described = Grid.read(grid, data_dir)
+    described = Grid.read(grid, data_dir, quick=quick)
     if only:
         described = described.only(names(only))
     if methods:

@@ -183,11 +183,11 @@ def test_a_file_wins_over_a_bundled_grid_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(read_grid(Path("rounds"), "setting")[1]) == 2
+    assert len(read_grid(Path("rounds"), "setting")) == 2
     Path("rounds").mkdir()
-    assert len(read_grid(Path("rounds"), "setting")[1]) == 2
+    assert len(read_grid(Path("rounds"), "setting")) == 2
     Path("one-shot").write_text("[[setting]]\nclients = 2\n")
-    assert read_grid(Path("one-shot"), "setting") == ({}, [{"clients": 2}])
+    assert read_grid(Path("one-shot"), "setting") == [{"clients": 2}]
     with pytest.raises(FileNotFoundError):
         read_grid(Path("./rounds.toml"), "setting")
 

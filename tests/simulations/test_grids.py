@@ -1,0 +1,108 @@
+"""Grids of experiments: what [base], [matrix] and [quick] make of their entries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.barrier.barrier_grid import Grid
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.grids import bundled_grids, read_grid
+
+GRID = """
+[base]
+clients = 2
+seeds = [0, 1, 2]
+
+[matrix]
+local_epochs = [0.25, 1]
+partition = ["iid", "dirichlet:0.3"]
+
+[quick]
+seeds = [0]
+only = ["small"]
+matrix = {local_epochs = [1]}
+
+[[setting]]
+setting = "small"
+width = 32
+
+[[setting]]
+setting = "large"
+clients = 3
+"""
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    path = tmp_path / "grid.toml"
+    path.write_text(GRID)
+    return path
+
+
+def test_a_matrix_stands_for_all_combinations(grid: Path) -> None:
+    found = read_grid(grid, "setting")
+    assert [entry["setting"] for entry in found] == [
+        f"{name}, local epochs {epochs}, partition {partition}"
+        for name in ("small", "large")
+        for epochs in (0.25, 1)
+        for partition in ("iid", "dirichlet:0.3")
+    ]
+    assert found[1] == {
+        "setting": "small, local epochs 0.25, partition dirichlet:0.3",
+        "clients": 2,
+        "seeds": [0, 1, 2],
+        "width": 32,
+        "local_epochs": 0.25,
+        "partition": "dirichlet:0.3",
+    }
+    assert {entry["clients"] for entry in found[4:]} == {3}
+
+
+def test_the_quick_variant_replaces_values_and_keeps_some_settings(grid: Path) -> None:
+    found = read_grid(grid, "setting", quick=True)
+    assert [(entry["partition"], entry["seeds"]) for entry in found] == [
+        ("iid", [0]),
+        ("dirichlet:0.3", [0]),
+    ]
+    assert {(entry["local_epochs"], entry["width"]) for entry in found} == {(1, 32)}
+
+
+def test_a_grid_without_a_quick_variant_is_refused(grid: Path) -> None:
+    grid.write_text(GRID.replace("[quick]", "[other]"))
+    assert len(read_grid(grid, "setting")) == 8
+    with pytest.raises(FedrotError, match=r"no small variant; write one as the table \[quick\]"):
+        read_grid(grid, "setting", quick=True)
+
+
+@pytest.mark.parametrize("matrix", ["matrix = 3", "[matrix]\nclients = 3", "[quick]\nmatrix = [3]"])
+def test_a_matrix_is_a_list_for_each_key(matrix: str, grid: Path) -> None:
+    grid.write_text(f"{matrix}\n[[setting]]\nclients = 2\n")
+    with pytest.raises(ValueError, match=r"\[matrix\] has a list of values for each key"):
+        read_grid(grid, "setting")
+
+
+@pytest.mark.parametrize("name", bundled_grids("setting"))
+def test_every_bundled_grid_of_settings_has_a_quick_variant(name: str) -> None:
+    whole, quick = (
+        [SimulationConfig.from_flat(entry) for entry in read_grid(Path(name), "setting", quick=small)]
+        for small in (False, True)
+    )
+    assert {config.setting for config in quick} <= {config.setting for config in whole}
+    assert sum(map(_rows_trained, quick)) <= 200_000
+
+
+def _rows_trained(config: SimulationConfig) -> float:
+    """Rows in training steps of all cells; 200,000 rows are minutes for models of two small layers."""
+    assert config.train_limit is not None, "a limit makes it small"
+    epochs = sum(map(config.epochs, range(1, config.rounds + 1)))
+    return config.train_limit * epochs * len(config.cells())
+
+
+@pytest.mark.parametrize("name", bundled_grids("task"))
+def test_every_bundled_grid_of_barriers_has_a_quick_variant(name: str) -> None:
+    whole, quick = (Grid.read(Path(name), quick=small) for small in (False, True))
+    assert {cell.name for cell in quick.cells} <= {cell.name for cell in whole.cells}
+    assert sum(len(cell.pairs) * len(cell.methods) * cell.points for cell in quick.cells) <= 200

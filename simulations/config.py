@@ -17,7 +17,7 @@ from fedrot.simulations.data.sources import BUNDLED, DIGITS
 
 TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
 Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
-Start = Literal["same", "different", "scrambled"]
+Start = Literal["same", "different", "scrambled", "pretrained"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ TASKS: Mapping[str, TaskTraits] = {
     "ner": TaskTraits(("bert",), data=""),
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
+
+#: Tasks that need no labels, on which small models are pretrained.
+LANGUAGE_TASKS: tuple[TaskName, ...] = ("mlm", "clm")
 
 #: The largest number of seeds; a larger number was meant as a seed.
 MOST_SEEDS = 10_000
@@ -97,8 +100,15 @@ class SimulationConfig(BaseModel):
     fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
 
     starts: tuple[Start, ...] = Field(
-        ("same",), description="Any of same, different, scrambled, separated by commas."
+        ("same",),
+        description="Any of same, different, scrambled, and pretrained (on pretrain_data), separated by "
+        "commas.",
     )
+    pretrain_data: str = Field(
+        "", description="Texts on which the small model learns its language first, for start pretrained."
+    )
+    pretrain_limit: int | None = Field(None, gt=0, description="Pretrain on at most so many rows.")
+    pretrain_epochs: float = Field(1, gt=0, description="Epochs of pretraining.")
     task_head: Literal["same", "different"] = Field(
         "same", description="Task heads start the same or different."
     )
@@ -168,6 +178,8 @@ class SimulationConfig(BaseModel):
                 "start 'different' needs fraction_train 1: a client that joins in a later round starts "
                 "from the broadcast model"
             )
+        if "pretrained" in self.starts:
+            self._check_pretraining()
         arms = [Arm.parse(arm) for arm in self.arms]
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
@@ -202,6 +214,38 @@ class SimulationConfig(BaseModel):
                 f"{self.heads} heads make {self.width // self.heads}"
             )
 
+    def _check_pretraining(self) -> None:
+        if not self.pretrain_data:
+            raise ValueError("start 'pretrained' needs texts to pretrain on; give pretrain_data")
+        if self.model is not None:
+            raise ValueError(
+                f"start 'pretrained' trains a small model first, but model '{self.model}' is pretrained "
+                "already; choose start 'same'"
+            )
+        if not any(self.architecture in TASKS[task].architectures for task in LANGUAGE_TASKS):
+            raise ValueError(
+                f"start 'pretrained' is for models of texts; architecture '{self.architecture}' is none"
+            )
+
+    @property
+    def pretraining(self) -> SimulationConfig:
+        """The configuration of the language model that start ``pretrained`` is taken from."""
+        of_model = ("architecture", "layers", "width", "heads", "max_length", "dropout")
+        of_training = ("data_dir", "batch_size", "lr", "weight_decay")
+        kept = {name: getattr(self, name) for name in (*of_model, *of_training)}
+        able = (task for task in LANGUAGE_TASKS if self.architecture in TASKS[task].architectures)
+        return SimulationConfig.model_validate(
+            {
+                **kept,
+                "task": next(able),
+                "data": self.pretrain_data,
+                "train_limit": self.pretrain_limit,
+                "local_epochs": self.pretrain_epochs,
+                "clients": 1,
+                "holdout": 0.0,
+            }
+        )
+
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
         """Build from the values of a command line, a grid or Flower's run configuration.
@@ -211,7 +255,7 @@ class SimulationConfig(BaseModel):
         may have dashes. Raises ``ValueError`` if a setting is unknown or wrong.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
-        for name in ("train_limit", "test_limit", "first_epochs"):
+        for name in ("train_limit", "test_limit", "pretrain_limit", "first_epochs"):
             flat[name] = flat.get(name) or None
         for name in ("starts", "arms"):
             if isinstance(flat.get(name), str):

@@ -24,8 +24,8 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     """Return the ``[[entries]]`` tables of a grid, completed.
 
     ``[base]`` has what entries share. ``[matrix]`` has a list of values for each key: every entry stands
-    for all combinations, and their names have the values. ``[quick]`` describes the small variant: values
-    that replace those of all entries, a ``matrix`` of its own, and ``only``, the settings that are kept.
+    for all combinations, and their names have the values. ``[quick]`` is the small variant: values that
+    replace those of all entries, a ``matrix`` of its own, and ``only``, the settings that are kept.
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.

@@ -6,6 +6,7 @@ import json
 import random
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,6 +31,7 @@ from fedrot.simulations.federation.arms import (
 from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.federation.run_folder import Rows, RunFolder
 from fedrot.simulations.models.build import build_model, model_config
+from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot, Guard
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
@@ -52,7 +54,8 @@ PAUSE = 0.02
 class ArmRun:
     """A cell of a configuration: one arm from one start with one seed; its rows go to ``rows``.
 
-    ``initial`` has the metrics of the seed's initial model, shared by its cells; empty until known.
+    ``initial`` has the metrics of the initial model, which cells of one seed and start share; it is
+    empty until they are known.
     """
 
     task: Task
@@ -70,8 +73,12 @@ class ArmRun:
         return {"setting": setting, "arm": self.arm.name, "start": self.start, "seed": self.seed}
 
     def model(self) -> nn.Module:
-        """Return the initial model of the seed."""
-        return build_model(self.task.config, self.task.data, self.seed)
+        """Return the initial model of the seed and start."""
+        config = self.task.config
+        model = build_model(config, self.task.data, self.seed)
+        if self.start == "pretrained":
+            load_pretrained(model, config)
+        return model
 
     def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
         """Write a row per metric."""
@@ -118,10 +125,10 @@ def run_cells(
         folder.partition(config.setting, seed, *task.partition(seed))
     ordered = OrderedGrid(grid, stop, config.clients)
     for seed, cells in groupby(config.cells(), key=lambda cell: cell[0]):
-        initial: dict[str, float] = {}
+        initial: dict[Start, dict[str, float]] = defaultdict(dict)
         with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
             for _, start, arm in cells:
-                cell = ArmRun(task, seed, start, arm, folder, progress, initial)
+                cell = ArmRun(task, seed, start, arm, folder, progress, initial[start])
                 run_cell(cell, ordered, Path(scratch), scratch if shared_cache else "")
 
 

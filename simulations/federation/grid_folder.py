@@ -48,9 +48,10 @@ class GridCell:
         return re.sub(r"[^a-zA-Z0-9]+", "-", self.title).strip("-")[:100] + f".{digest}"
 
     @property
-    def trains_first(self) -> tuple[str, int, bool]:
+    def trains_first(self) -> tuple[str, int, Start]:
         """What decides the first round's training: equal for cells that may share it."""
-        return (self.config.setting, self.seed, self.start == "different")
+        # Clients scramble what they have trained.
+        return (self.config.setting, self.seed, "same" if self.start == "scrambled" else self.start)
 
 
 def cells_of(configs: Sequence[SimulationConfig]) -> list[GridCell]:

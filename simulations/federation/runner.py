@@ -53,6 +53,8 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         if config.moves and config.model is not None:
             # An unsupported family is refused before its tokenizer and weights are loaded.
             check_family(pretrained_settings(config.model))
+        if "pretrained" in config.starts:
+            task_of(config.pretraining.to_json())
         task = task_of(config.to_json())
         for seed in config.seeds:
             task.clients(seed)

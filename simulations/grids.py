@@ -24,8 +24,9 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     """Return the ``[[entries]]`` tables of a grid, completed.
 
     ``[base]`` has what entries share. ``[matrix]`` has a list of values for each key: every entry stands
-    for all combinations, and their names have the values. ``[quick]`` is the small variant: values that
-    replace those of all entries, a ``matrix`` of its own, and ``only``, the settings that are kept.
+    for all combinations, and their names have the values; an entry may have a ``matrix`` of its own.
+    ``[quick]`` is the small variant: values that replace those of all entries, ``matrix`` among them,
+    and ``only``, the settings that are kept.
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.
@@ -40,26 +41,28 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     base, matrix, small = (described.get(name, {}) for name in ("base", "matrix", "quick"))
     found = described.get(entries, [])
     tables = isinstance(found, list) and all(isinstance(table, dict) for table in (base, small, *found))
-    if not tables or not _is_matrix(matrix) or not _is_matrix(small.get("matrix", {})):
+    if not tables or not all(map(_has_matrix, (described, small, *found))):
         raise ValueError(
             f"'{grid}' is no grid; write one [base], and [[{entries}]] before each {entries}; [matrix] "
             "has a list of values for each key"
         )
     if quick and not small:
         raise FedrotError(f"'{grid}' has no small variant; write one as the table [quick].")
-    replaced = {**small} if quick else {}
-    points = list(_points({**matrix, **replaced.pop("matrix", {})}))
-    kept = replaced.pop("only", [entry.get("setting") for entry in found])
-    return [
-        {**base, **entry, **point, **_named(entry, point), **replaced}
-        for entry in found
-        if entry.get("setting") in kept
-        for point in points
-    ]
+    changes = small if quick else {}
+    kept = changes.get("only", [entry.get("setting") for entry in found])
+    complete = []
+    for entry in found:
+        if entry.get("setting") in kept:
+            merged = {**base, "matrix": matrix, **entry, **changes}
+            points = _points(merged.pop("matrix"))
+            merged.pop("only", None)
+            complete += [{**merged, **point, **_named(entry, point)} for point in points]
+    return complete
 
 
-def _is_matrix(found: object) -> bool:
-    return isinstance(found, dict) and all(isinstance(values, list) for values in found.values())
+def _has_matrix(table: Mapping[str, Any]) -> bool:
+    matrix = table.get("matrix", {})
+    return isinstance(matrix, dict) and all(isinstance(values, list) for values in matrix.values())
 
 
 def _points(matrix: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

@@ -71,7 +71,10 @@ def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
 
 
 def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callable[[], Aggregator] | None:
-    """Return a function that builds the arm's aggregator, None for FedAvg's mean."""
+    """Return a function that builds the arm's aggregator, None for an ensemble.
+
+    The mean is ours in all arms: models that did not move are then the same to the last bit.
+    """
 
     def score() -> Callable[[Tensors], float]:
         return lambda tensors: -evaluate_at_clients(task, seed, with_state(shell, tensors))["loss"]
@@ -80,7 +83,7 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
         config: Any = shell.config
         return symmetry_of(config, shell.state_dict())
 
-    if arm.aggregation == "mean" or arm.ensemble:
+    if arm.ensemble:
         return None
     return aggregation_named(arm.aggregation, score=score, symmetry=symmetry)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows, rows_file
-from fedrot.simulations.report import heat_map, plots
+from fedrot.simulations.report import heat_map, plots, regimes
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.shares import Layer, share_table, shares_by_layer
 from fedrot.simulations.report.summaries import (
@@ -134,6 +134,30 @@ def differences(run: RunResults) -> Values | None:
     lower = [metric for metric in run.metrics if metric in LOWER_IS_BETTER]
     shown = {"lines": run.lines, "metrics": run.metrics, "lower": lower, "baseline": BASELINE}
     return shown if run.compared else None
+
+
+@PAGE.section
+def regime_map(run: RunResults) -> Values | None:
+    """Where alignment pays, after the first and the last round; left out if the grid has no matrix."""
+    settings = run.objects["config.json"].get("settings", [])
+    last = regimes.regimes(run.rows, settings)
+    if not last:
+        return None
+    (run.folder / "plots").mkdir(exist_ok=True)
+    maps = {"after round 1": regimes.regimes(run.rows, settings, server_round=1), "at the end": last}
+    if maps["after round 1"] == last:
+        maps.pop("after round 1")
+    shown = [
+        {
+            "when": when,
+            "summary": regimes.summary(found),
+            "picture": data_uri(
+                regimes.regime_plot(run.folder / "plots" / f"map-{when.replace(' ', '-')}.png", found)
+            ),
+        }
+        for when, found in maps.items()
+    ]
+    return {"maps": shown, "baseline": BASELINE}
 
 
 @PAGE.section

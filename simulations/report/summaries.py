@@ -41,11 +41,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Paired:
-    """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words.
+    """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words, p-value.
 
     The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
     the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none is
-    above ``ROUNDING``, "not finite", "one seed: no interval" or "no seed in common".
+    above ``ROUNDING``, "not finite", "one seed: no interval" or "no seed in common". ``p`` is of the
+    paired t test: 1 if nothing above ``ROUNDING`` differs, NaN if there is no interval.
     """
 
     mean: float
@@ -53,6 +54,7 @@ class Paired:
     ci_high: float
     n: int
     verdict: str
+    p: float = math.nan
 
 
 def setting_of(row: Row) -> str:
@@ -125,20 +127,36 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
     if not all(map(math.isfinite, differences)):
         return Paired(math.nan, math.nan, math.nan, n, "not finite")
     if not any(differences):
-        return Paired(0.0, 0.0, 0.0, n, "identical")
+        return Paired(0.0, 0.0, 0.0, n, "identical", 1.0)
     mean, sd = _mean_and_sd(differences)
     if max(map(abs, differences)) <= ROUNDING:
-        return Paired(mean, math.nan, math.nan, n, "equal but for rounding")
+        return Paired(mean, math.nan, math.nan, n, "equal but for rounding", 1.0)
     if n == 1:
         return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
     from scipy import stats
 
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * sd / math.sqrt(n)
+    error = sd / math.sqrt(n)
+    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * error
     low, high = mean - half, mean + half
+    p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error else 0.0
     if low <= 0 <= high:
-        return Paired(mean, low, high, n, "within noise")
+        return Paired(mean, low, high, n, "within noise", p)
     improved = (mean < 0) if lower_is_better else (mean > 0)
-    return Paired(mean, low, high, n, "better" if improved else "worse")
+    return Paired(mean, low, high, n, "better" if improved else "worse", p)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number (Holm 1979); NaN stays and is not counted.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    adjusted, largest = list(p_values), 0.0
+    for rank, (p, place) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[place] = largest
+    return adjusted
 
 
 def _mean_and_sd(values: Sequence[float]) -> tuple[float, float]:

@@ -23,7 +23,7 @@ partition = ["iid", "dirichlet:0.3"]
 [quick]
 seeds = [0]
 only = ["small"]
-matrix = {local_epochs = [1]}
+matrix = {local_epochs = [1], partition = ["iid"]}
 
 [[setting]]
 setting = "small"
@@ -63,11 +63,22 @@ def test_a_matrix_stands_for_all_combinations(grid: Path) -> None:
 
 def test_the_quick_variant_replaces_values_and_keeps_some_settings(grid: Path) -> None:
     found = read_grid(grid, "setting", quick=True)
-    assert [(entry["partition"], entry["seeds"]) for entry in found] == [
-        ("iid", [0]),
-        ("dirichlet:0.3", [0]),
+    assert found == [
+        {
+            "setting": "small, local epochs 1, partition iid",
+            "clients": 2,
+            "seeds": [0],
+            "width": 32,
+            "local_epochs": 1,
+            "partition": "iid",
+        }
     ]
-    assert {(entry["local_epochs"], entry["width"]) for entry in found} == {(1, 32)}
+
+
+def test_a_setting_may_have_a_matrix_of_its_own(grid: Path) -> None:
+    grid.write_text(f"{GRID}matrix = {{rounds = [1, 2]}}\n")
+    names = [entry["setting"] for entry in read_grid(grid, "setting")]
+    assert names[4:] == ["large, rounds 1", "large, rounds 2"]
 
 
 def test_a_grid_without_a_quick_variant_is_refused(grid: Path) -> None:

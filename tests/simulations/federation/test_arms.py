@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.aggregation import Fisher, RegMean
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.collect.statistic_kinds import STATISTIC_KINDS, StatisticKind
 from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.simulations.arm import AGGREGATIONS, Arm
@@ -147,7 +147,13 @@ def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module
 
 
 def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> None:
-    classes = {"regmean": RegMean, "fisher": Fisher, "greedy": GreedySoup, "ot": OptimalTransport}
+    classes = {
+        "mean": Mean,
+        "regmean": RegMean,
+        "fisher": Fisher,
+        "greedy": GreedySoup,
+        "ot": OptimalTransport,
+    }
     for name in AGGREGATIONS:
         build = aggregation_of(Arm.parse(name), task, 0, shell)
         if name not in classes:
@@ -157,7 +163,6 @@ def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> N
         first, second = build(), build()
         assert isinstance(first, classes[name])
         assert first is not second
-    assert aggregation_of(Arm.parse("joined"), task, 0, shell) is None
 
 
 def test_the_soup_is_tasted_on_every_clients_held_out_rows(

@@ -62,8 +62,12 @@ class SimulationConfig(BaseModel):
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
     data: str = Field(
         "",
-        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv, .jsonl, "
-        "or .txt), a folder of images, or a hub name; default: goemotions_ekman, and digits for images.",
+        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv, .jsonl, or .txt), "
+        "a folder of images, or a hub name; several classified texts, separated by commas, are the "
+        "domains of one task; default: goemotions_ekman, and digits for images.",
+    )
+    unseen_data: str = Field(
+        "", description="Data sets of which only test rows are used, separated by commas: other domains."
     )
     task: TaskName = Field(
         "classification",
@@ -178,6 +182,8 @@ class SimulationConfig(BaseModel):
                 "start 'different' needs fraction_train 1: a client that joins in a later round starts "
                 "from the broadcast model"
             )
+        if self.unseen_data and self.task != "classification":
+            raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")
         if "pretrained" in self.starts:
             self._check_pretraining()
         arms = [Arm.parse(arm) for arm in self.arms]

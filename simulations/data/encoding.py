@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib import resources
 from typing import Any
@@ -16,9 +16,16 @@ from tokenizers import Encoding, Tokenizer
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
+from fedrot.simulations.data.domains import DOMAIN, load_domains
 from fedrot.simulations.data.images import ImageData, Pixels, load_image_data, resized
 from fedrot.simulations.data.sources import DataError, Selection
-from fedrot.simulations.data.texts import TagSplit, TextSplit, load_tag_data, load_text_data
+from fedrot.simulations.data.texts import (
+    TagSplit,
+    TextData,
+    TextSplit,
+    load_tag_data,
+    load_text_data,
+)
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
 
 #: Label of tokens that are not predicted.
@@ -52,11 +59,12 @@ class Encoded(ABC):
 
 @dataclass(frozen=True)
 class EncodedText(Encoded):
-    """Token ids and segment ids, by row."""
+    """Token ids and segment ids, by row, and the rows' domains if there are several."""
 
     ids: Sequence[np.ndarray]
     segments: Sequence[np.ndarray]
     pad_id: int
+    domains: Sequence[str] = field(default=(), kw_only=True)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         return np.array([len(self.ids[row]) for row in rows])
@@ -146,7 +154,8 @@ def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id
     """Tokenise a split, cut to ``max_length`` tokens."""
     texts: Any = split.texts if split.pairs is None else list(zip(split.texts, split.pairs, strict=True))
     encodings = _cut(tokenizer, max_length).encode_batch(list(texts))
-    return EncodedText(split.labels, *_numbers(encodings), pad_id)
+    domains = tuple(map(str, split.columns.get(DOMAIN, ())))
+    return EncodedText(split.labels, *_numbers(encodings), pad_id, domains=domains)
 
 
 def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
@@ -252,7 +261,21 @@ def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float
     return found.get("image_mean") or _HALF, found.get("image_std") or _HALF
 
 
-LABELLED_TEXT = Reader(_loaded(load_text_data), _tokenised(encode_texts))
+def _load_labelled(config: SimulationConfig) -> TextData:
+    names = [name.strip() for name in config.data.split(",")]
+    unseen = [name.strip() for name in config.unseen_data.split(",") if name.strip()]
+    if len(names) == 1 and not unseen:
+        return _loaded(load_text_data)(config)
+    selection: Selection = {
+        "train_limit": config.train_limit,
+        "test_limit": config.test_limit,
+        "text_column": config.text_column,
+        "label_column": config.label_column,
+    }
+    return load_domains(names, config.data_dir, unseen, **selection)
+
+
+LABELLED_TEXT = Reader(_load_labelled, _tokenised(encode_texts))
 TEXT = Reader(_loaded(partial(load_text_data, labels_optional=True)), _tokenised(encode_texts))
 TAGGED = Reader(_loaded(load_tag_data), _tokenised(encode_tags))
 IMAGE = Reader(_loaded(load_image_data, _image_size), _encode_images)

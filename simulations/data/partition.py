@@ -119,9 +119,11 @@ def partition_keys(labels: npt.NDArray[Any]) -> Rows:
     """Return the class by which each row is divided, int64 ``[n]``, from 0.
 
     Single label: the label. Multi-label: the first true label, or the number of classes where none
-    is true. Regression: the score rounded to an integer, counted from the lower of 0 and the least.
+    is true; unknown labels (NaN) are not. Regression: the score rounded to an integer, counted from the
+    lower of 0 and the least.
     """
     if labels.ndim == 2:
+        labels = labels > 0
         none = labels.shape[1]
         return np.where(labels.any(axis=1), labels.argmax(axis=1), none).astype(np.int64)
     if np.issubdtype(labels.dtype, np.floating):
@@ -133,7 +135,7 @@ def partition_keys(labels: npt.NDArray[Any]) -> Rows:
 def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the columns of ``histogram``: classes, perhaps "none", or score bins."""
     if labels.ndim == 2:
-        return (*label_names, "none") if not labels.any(axis=1).all() else tuple(label_names)
+        return (*label_names, "none") if not (labels > 0).any(axis=1).all() else tuple(label_names)
     if np.issubdtype(labels.dtype, np.floating):
         low = min(0, int(np.rint(labels).min(initial=0)))
         return tuple(str(low + key) for key in range(int(partition_keys(labels).max()) + 1))

@@ -116,6 +116,12 @@ class ClientJob:
         model = _empty_model(self.config_json)
         return training.step_batches(self.task, model, self.rows, limit, size, self.stream)
 
+    @property
+    def known_labels(self) -> list[int] | None:
+        """The labels that the client's rows have, None if that is all of them."""
+        known = ~np.isnan(self.task.data.train.labels[self.rows].astype(np.float32))
+        return None if known.all() else np.flatnonzero(known.any(axis=0)).tolist()
+
     def symmetry(self, state: Mapping[str, Tensor]) -> Symmetry:
         """Return the symmetry of the configuration's model."""
         return symmetry_of(model_config(self.task.config, self.task.data), state)
@@ -144,6 +150,11 @@ def train(message: Message, context: Context) -> Message:
     # Everything that decides a training; scrambling comes after the cache.
     key = _hashed([job.config_json, job.stream, job.last_round, job.own_start], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
+    statistics: dict[str, Tensors] = {}
+    if job.known_labels is not None:
+        received = arrays.to_torch_state_dict()
+        rows = dict.fromkeys(_task_head(job), job.known_labels)
+        state, statistics = fedrot.completed(state, received, rows)
     if job.start == "scrambled":
         state = fedrot.random_equivalent(state, job.symmetry(state), seed=job.stream)
     if job.align:
@@ -158,8 +169,9 @@ def train(message: Message, context: Context) -> Message:
         batches = job.batches(len(job.rows), STATISTICS_BATCH)
         content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
     kinds = wanted_statistics(message)
-    if kinds:
-        content[STATISTICS] = _statistics(job, state, kinds)
+    if statistics or kinds:
+        both = (statistics_record(statistics), _statistics(job, state, kinds))
+        content[STATISTICS] = ArrayRecord({key: a for record in both for key, a in record.items()})
     return Message(content, reply_to=message)
 
 
@@ -219,8 +231,18 @@ def _copy_task_head(source: Any, target: nn.Module) -> None:
     target.load_state_dict(head, strict=False)
 
 
+def _task_head(job: ClientJob) -> list[str]:
+    """Return the parameters of a classifier with a row for each label."""
+    model: Any = _empty_model(job.config_json)
+    encoder, labels = f"{model.base_model_prefix}.", model.config.num_labels
+    named = model.named_parameters()
+    return [name for name, p in named if not name.startswith(encoder) and len(p) == labels]
+
+
 def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
     """Return the statistics of an update on the client's own training rows."""
+    if not kinds:
+        return ArrayRecord()
 
     def compute() -> Result:
         model = _empty_model(job.config_json)

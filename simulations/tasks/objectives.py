@@ -8,17 +8,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.data.data_set import DataSet, Kind
+from fedrot.simulations.data.domains import DomainData, metric_of
 from fedrot.simulations.data.encoding import (
     IGNORED,
     IMAGE,
     LABELLED_TEXT,
     TAGGED,
+    Batch,
     Encoded,
     EncodedTags,
+    EncodedText,
     Reader,
 )
 from fedrot.simulations.data.texts import TagData
@@ -40,6 +43,8 @@ class Classification(Objective):
 
     @classmethod
     def of(cls, config: SimulationConfig, data: DataSet[Any]) -> Classification:
+        if isinstance(data, DomainData):
+            return DomainClassification(data.kind, data.metrics, data.domains)
         return cls(data.kind, data.metrics)
 
     @staticmethod
@@ -55,13 +60,60 @@ class Classification(Objective):
             settings.pad_token_id = pad_id_of(settings)
 
     def evaluate(self, model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> dict[str, float]:
-        order = list(shortest_first(encoded, rows, 128))
-        outputs = [
-            model(**model_inputs(model, encoded.batch(rows[places]))).logits.float().numpy()
-            for places in order
-        ]
-        logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
+        logits = _logits(model, encoded, rows)
         return evaluate_predictions(self.kind, self.metrics, logits, encoded.labels[rows])
+
+
+@dataclass(frozen=True)
+class DomainClassification(Classification):
+    """Prediction of the labels of texts of several domains, each of which has labels of its own.
+
+    Labels that a domain does not have (NaN) count neither in the loss nor in scores. The headline metric
+    is the mean of the domains' macro F1; ``unseen_macro_f1`` is that of domains without training rows.
+    The loss is that of domains with training rows. Domains without a row here have no score.
+    """
+
+    domains: tuple[str, ...]
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits, labels = model(**model_inputs(model, inputs)).logits, batch["labels"]
+        known = ~labels.isnan()
+        return binary_cross_entropy_with_logits(logits[known], labels[known])
+
+    def evaluate(
+        self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
+    ) -> dict[str, float]:
+        logits, labels = _logits(model, encoded, rows), encoded.labels[rows]
+        if not np.isfinite(logits).all():
+            return self.diverged()
+        of_row = np.array(encoded.domains)[rows]
+        found: dict[str, dict[str, float]] = {}
+        for domain in dict.fromkeys(of_row):
+            own = of_row == domain
+            known = ~np.isnan(labels[own][0])
+            found[domain] = evaluate_predictions(
+                self.kind, ("macro_f1",), logits[own][:, known], labels[own][:, known]
+            )
+        seen = [scores for domain, scores in found.items() if domain in self.domains]
+        unseen = [scores["macro_f1"] for domain, scores in found.items() if domain not in self.domains]
+        own_scores = {metric_of(domain): scores["macro_f1"] for domain, scores in found.items()}
+        return {
+            **({"macro_f1": float(np.mean([scores["macro_f1"] for scores in seen]))} if seen else {}),
+            **({"unseen_macro_f1": float(np.mean(unseen))} if unseen else {}),
+            **own_scores,
+            "loss": float(np.mean([scores["loss"] for scores in seen or found.values()])),
+        }
+
+
+def _logits(model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+    """Return a classifier's outputs, float32 ``[rows, classes]``."""
+    order = list(shortest_first(encoded, rows, 128))
+    outputs = [
+        model(**model_inputs(model, encoded.batch(rows[places]))).logits.float().numpy()
+        for places in order
+    ]
+    return np.concatenate(outputs)[np.argsort(np.concatenate(order))]
 
 
 @dataclass(frozen=True)

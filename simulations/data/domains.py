@@ -1,0 +1,91 @@
+"""Several data sets as the domains of one task: labels of their own, and test rows by domain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from fedrot.simulations.data.data_set import DataSet
+from fedrot.simulations.data.sources import DataError, Selection
+from fedrot.simulations.data.texts import TextData, TextSplit, load_text_data
+
+#: The column that names the domain of a row.
+DOMAIN = "domain"
+
+
+@dataclass(frozen=True)
+class DomainData(DataSet[TextSplit]):
+    """Texts of several domains, multi-label; a label that a domain does not have is NaN in its rows.
+
+    ``domains`` are those of the training rows; ``unseen`` have test rows only.
+    """
+
+    domains: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+def load_domains(
+    names: Sequence[str],
+    data_dir: Path | None = None,
+    unseen: Sequence[str] = (),
+    **selection: Unpack[Selection],
+) -> DomainData:
+    """Load data sets of classified texts as the domains of one task.
+
+    The labels of the task are those of ``names`` together, matched by their names. A selection's limits
+    are for each domain. Of ``unseen`` domains the test rows are kept, with the labels that the task has.
+
+    Raises:
+        DataError: as ``load_text_data``; a name occurs twice, a data set has scores or pairs, or an
+            unseen domain has none of the labels.
+    """
+    twice = sorted({name for name in (*names, *unseen) if (*names, *unseen).count(name) > 1})
+    if twice:
+        raise DataError(f"the data set '{twice[0]}' is named twice; name every domain once")
+    loaded = {name: load_text_data(name, data_dir, **selection) for name in (*names, *unseen)}
+    for name, data in loaded.items():
+        if data.kind == "regression" or data.train.pairs is not None:
+            raise DataError(
+                f"'{name}' has scores or pairs of texts; domains are classes of single texts"
+            )
+    labels = tuple(dict.fromkeys(label for name in names for label in loaded[name].label_names))
+    for name in unseen:
+        if not set(loaded[name].label_names) & set(labels):
+            listed = ", ".join(loaded[name].label_names)
+            raise DataError(f"'{name}' has none of the labels {', '.join(labels)}; it has {listed}")
+    train = _united([(name, loaded[name], loaded[name].train) for name in names], labels)
+    test = _united([(name, data, data.test) for name, data in loaded.items()], labels)
+    notes = " ".join(filter(None, (data.note for data in loaded.values())))
+    domains = tuple(names), tuple(unseen)
+    metrics = ("macro_f1", *(["unseen_macro_f1"] if unseen else []), *map(metric_of, loaded))
+    joined = ",".join(names)
+    return DomainData(joined, "multi", labels, metrics, train, test, *domains, note=notes)
+
+
+def metric_of(domain: str) -> str:
+    """Return the name of a domain's own macro F1."""
+    return f"f1_{Path(domain).stem}"
+
+
+def _united(parts: Sequence[tuple[str, TextData, TextSplit]], labels: Sequence[str]) -> TextSplit:
+    known = [_in_order(split.labels, data.label_names, labels) for _, data, split in parts]
+    texts = tuple(text for _, _, split in parts for text in split.texts)
+    domains = [name for name, _, split in parts for _ in range(len(split))]
+    return TextSplit(np.concatenate(known), {DOMAIN: domains}, texts, None)
+
+
+def _in_order(
+    labels: npt.NDArray[np.generic], own: Sequence[str], wanted: Sequence[str]
+) -> npt.NDArray[np.float32]:
+    """Return labels of the domain's classes as float32 ``[rows, wanted]``; NaN for those it lacks."""
+    several = labels if labels.ndim == 2 else np.eye(len(own))[labels]
+    found = np.full((len(labels), len(wanted)), np.nan, dtype=np.float32)
+    for place, label in enumerate(wanted):
+        if label in own:
+            found[:, place] = several[:, own.index(label)]
+    return found

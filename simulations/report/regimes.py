@@ -171,4 +171,4 @@ def _legend(figure: Any) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:+{number_style(value)}}"
+    return f"{value:+{number_style(value)}}" if abs(value) >= 0.0005 else "0.000"

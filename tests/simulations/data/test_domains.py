@@ -1,0 +1,159 @@
+"""Several data sets as the domains of one task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score
+
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.domains import load_domains
+from fedrot.simulations.data.partition import key_names, partition_keys
+from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task, task_of
+from tests.simulations.commands import invoke
+from tests.simulations.data.test_data import write
+from tests.simulations.federation.test_arms import ask, initial
+
+WORDS = ("sunny", "gloomy", "furious", "shy")
+SMALL: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "max_length": 16, "clients": 2}
+
+
+def corpus(path: Path, labels: tuple[str, ...], seed: int) -> None:
+    """Write 60 rows whose words tell their labels; every label occurs in both splits."""
+    rng = np.random.default_rng(seed)
+    which = np.arange(60) % len(labels)
+    rng.shuffle(which)
+    texts = [f"{WORDS[WORDS.index(labels[w])]} day {i} of {path.stem}" for i, w in enumerate(which)]
+    columns = {label: [bool(w == place) for w in which] for place, label in enumerate(labels)}
+    write(path, text=texts, **columns, split=["train"] * 45 + ["test"] * 15)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    corpus(tmp_path / "news.parquet", ("sunny", "gloomy"), 0)
+    corpus(tmp_path / "talk.parquet", ("gloomy", "furious", "shy"), 1)
+    corpus(tmp_path / "books.parquet", ("furious", "sunny"), 2)
+    return tmp_path
+
+
+@pytest.fixture
+def task(folder: Path) -> Task:
+    settings = {**SMALL, "data": "news,talk", "unseen_data": "books", "partition": "column:domain"}
+    config = SimulationConfig.from_flat({**settings, "data_dir": folder, "seeds": 1, "lr": 1e-2})
+    return task_of(config.to_json())
+
+
+def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder: Path) -> None:
+    data = load_domains(["news", "talk"], folder, ["books"])
+    assert data.label_names == ("sunny", "gloomy", "furious", "shy")
+    assert (len(data.train), len(data.test)) == (90, 45)
+    for split in (data.train, data.test):
+        for domain, text, labels in zip(split.columns["domain"], split.texts, split.labels, strict=True):
+            known = {"news": (0, 1), "talk": (1, 2, 3), "books": (0, 2)}[str(domain)]
+            assert set(np.flatnonzero(~np.isnan(labels))) == set(known)
+            assert data.label_names[int(np.nanargmax(labels))] == text.split()[0]
+    assert data.metrics == ("macro_f1", "unseen_macro_f1", "f1_news", "f1_talk", "f1_books")
+
+
+def test_unknown_labels_are_no_classes_of_a_partition() -> None:
+    labels = np.array([[np.nan, 1, 0], [0, np.nan, 1], [np.nan, 0, 0]], dtype=np.float32)
+    assert partition_keys(labels).tolist() == [1, 2, 3]
+    assert key_names(labels, ("a", "b", "c")) == ("a", "b", "c", "none")
+
+
+def test_unknown_labels_have_no_part_in_the_loss(task: Task) -> None:
+    model = build_model(task.config, task.data, 0).eval()
+    rows = np.array([0, 60])
+    batch = task.objective.batch(task.train, rows, np.random.default_rng(0))
+    logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits.detach()
+    by_hand = []
+    for row, line in zip(batch["labels"], logits, strict=True):
+        for label, logit in zip(row, line, strict=True):
+            if not torch.isnan(label):
+                by_hand.append(-torch.nn.functional.logsigmoid(logit if label else -logit))
+    assert len(by_hand) == 2 + 3
+    loss = task.objective.loss(model, batch)
+    assert torch.allclose(loss, torch.stack(by_hand).mean())
+    loss.backward()
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+
+
+def test_every_domain_is_scored_by_its_own_labels(task: Task) -> None:
+    model = build_model(task.config, task.data, 0)
+    training.train(model, task, np.arange(90), 0, epochs=20)
+    found = training.evaluate(model, task, task.test, np.arange(45))
+    with torch.no_grad():
+        logits = model.eval()(**task.objective.batch(task.test, np.arange(45), None)).logits.numpy()  # type: ignore[arg-type]
+    scores = {}
+    for domain, known in {"news": [0, 1], "talk": [1, 2, 3], "books": [0, 2]}.items():
+        own = np.array(task.test.domains) == domain  # type: ignore[attr-defined]
+        truth, guess = task.test.labels[own][:, known], logits[own][:, known] > 0
+        scores[domain] = f1_score(truth, guess, average="macro", zero_division=0)
+        assert found[f"f1_{domain}"] == pytest.approx(scores[domain])
+    assert found["macro_f1"] == pytest.approx((scores["news"] + scores["talk"]) / 2)
+    assert found["unseen_macro_f1"] == pytest.approx(scores["books"])
+    assert found["macro_f1"] > 0.5
+    few = training.evaluate(
+        model, task, task.test, np.flatnonzero(np.array(task.test.domains) == "talk")
+    )  # type: ignore[attr-defined]
+    assert set(few) == {"macro_f1", "f1_talk", "loss"}
+
+
+def test_clients_send_the_rows_of_the_head_whose_labels_they_know(task: Task) -> None:
+    received = initial(task.config)
+    head = ("classifier.weight", "classifier.bias")
+    for client, known in enumerate([[True, True, False, False], [False, True, True, True]]):
+        update, statistics = ask(task.config, received, client, statistics="gram")
+        assert {name: mask.tolist() for name, mask in statistics["trained"].items()} == dict.fromkeys(
+            head, known
+        )
+        assert statistics["gram"]
+        for name in head:
+            same = (update[name] == received[name]).reshape(4, -1).all(dim=1)
+            assert same.tolist() == [not row for row in known]
+
+
+def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
+    options = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", value)]
+    common = ("--partition", "column:domain", "--rounds", 1, "--seeds", 1, "--data-dir", folder)
+    code, output = invoke(
+        *("simulate", *options, *common, "--data", "news,talk", "--unseen-data", "books"),
+        *("--arms", "plain,aligned,plain/regmean,plain/fisher", "--holdout", 0, "--local-epochs", 8),
+        *("--lr", 0.01, "--out", tmp_path / "run"),
+    )
+    assert code == 0, output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    losses = {r["arm"] for r in rows if r["scope"] == "central" and r["metric"] == "unseen_macro_f1"}
+    assert losses == {"plain", "aligned", "plain/regmean", "plain/fisher"}
+    assert all(np.isfinite(r["value"]) for r in rows if r["scope"] == "central")
+
+
+@pytest.mark.parametrize(
+    ("names", "unseen", "message"),
+    [
+        (["news", "news"], [], "'news' is named twice"),
+        (["news", "talk"], ["talk"], "'talk' is named twice"),
+        (["news", "scores"], [], "'scores' has scores or pairs of texts"),
+        (["news"], ["other"], "'other' has none of the labels sunny, gloomy; it has furious, shy"),
+    ],
+)
+def test_what_is_no_domain_is_named(
+    names: list[str], unseen: list[str], message: str, folder: Path
+) -> None:
+    write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
+    corpus(folder / "other.parquet", ("furious", "shy"), 3)
+    with pytest.raises(DataError, match=message):
+        load_domains(names, folder, unseen)
+
+
+def test_unseen_data_are_for_classification() -> None:
+    with pytest.raises(ValueError, match="unseen_data is for task 'classification', not for 'mlm'"):
+        SimulationConfig.from_flat({"task": "mlm", "unseen_data": "books"})

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 from fedrot.aggregation import aggregations, entry_named
@@ -30,8 +36,23 @@ STREAM = "stream"
 JOINED = "joined"
 
 
+#: Everything that a name may say; what it says is checked later.
+_GRAMMAR = re.compile(
+    r"(?P<what>[^(@~*:/#]*)(\((?P<options>[^)]*)\))?(@(?P<anchor>[^~*:/#]*))?(~(?P<evidence>[^*:/#]*))?"
+    r"(\*(?P<chance>[^:/#]*))?(?P<colon>:(?P<guard>[^/#]*))?"
+    r"(/(?P<aggregation>[^(#]*)(\((?P<arguments>[^)]*)\))?)?(#(?P<clients>.*))?"
+)
+#: Kinds of subsets of clients that ``expanded`` knows, by the name after ``#``.
+SUBSETS: Mapping[str, Callable[[int], Iterator[tuple[int, ...]]]] = {
+    "pairs": lambda count: itertools.combinations(range(count), 2),
+    "subsets": lambda count: itertools.chain.from_iterable(
+        itertools.combinations(range(count), size) for size in range(2, count)
+    ),
+}
+
+
 class Arm(BaseModel):
-    """One way to average: ``plain``, or aligned, as ``PARTS@ANCHOR~EVIDENCE*CHANCE:METRIC``.
+    """One way to average: ``plain``, or aligned, as ``PARTS(OPTIONS)@ANCHOR~EVIDENCE*CHANCE:METRIC``.
 
     ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, ``whole``, or ``stream``: the whole
     model, with a rotation of its residual stream in place of a permutation. The arm moves these parts of
@@ -42,8 +63,13 @@ class Arm(BaseModel):
     ``aligned:loss`` is ``FedRot(guard="loss")``. This guard evaluates the two means on the clients' own
     held-out rows (``holdout``): nobody trains on them, and tables report the held-out split.
 
-    Each may end in ``/AGGREGATION``; ``ensemble`` is short for ``plain/ensemble``. ``joined`` trains one
-    model on all clients' data.
+    ``OPTIONS`` are ``KEY=VALUE`` of ``AlignmentOptions``, separated by semicolons: ``layers=last:2``,
+    ``layers=0``, ``ridge=0.1``, ``within_heads=permutation``.
+
+    Each may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments are
+    those of the aggregation, and ``batches`` limits what clients compute statistics from. ``ensemble``
+    is short for ``plain/ensemble``. ``joined`` trains one model on all clients' data. ``#0+2`` at the
+    end merges the replies of these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,11 +77,15 @@ class Arm(BaseModel):
     name: str
     align: bool
     parts: tuple[str, ...] = ()
+    changes: dict[str, Any] = {}
     anchor: str = DEFAULT_ANCHOR
     evidence: str = EVIDENCE[0]
     chance: float = AlignmentOptions.chance
     guard: str = ""
     aggregation: str = AGGREGATIONS[0]
+    arguments: dict[str, float] = {}
+    batches: int = 0
+    clients: tuple[int, ...] = ()
     other_basis: bool = False
     canonical: bool | None = None
 
@@ -64,54 +94,25 @@ class Arm(BaseModel):
         """Read an arm from its name; raises ``ValueError`` with the known names."""
         if text == JOINED:
             return cls(name=text, align=False)
-        full = f"plain/{text}" if text in AGGREGATIONS else text
-        move, slash, aggregation = full.partition("/")
-        unguarded, colon, guard = move.partition(":")
-        before, star, chance = unguarded.partition("*")
-        rest, _, evidence = before.partition("~")
-        what, _, anchor = rest.partition("@")
-        aggregation = aggregation if slash else AGGREGATIONS[0]
-        chosen = {"anchor": anchor or DEFAULT_ANCHOR, "evidence": evidence or EVIDENCE[0]}
-        chosen["aggregation"] = aggregation
-        known = {"anchor": ANCHORS, "evidence": EVIDENCE, "aggregation": AGGREGATIONS}
-        for name, value in chosen.items():
-            if value not in known[name]:
-                listed = ", ".join(known[name])
-                raise ValueError(f"arm '{text}': unknown {name} '{value}'; one of {listed}")
-        if move == "plain":
-            return cls(name=text, align=False, aggregation=aggregation)
-        if aggregation in ENSEMBLES:
-            raise ValueError(f"arm '{text}': an ensemble needs no alignment; use '{aggregation}'")
-        if (rest != what or before != rest or colon) and not entry_named(aggregation).follows_rotations:
+        merges_alone = re.split("[(#]", text)[0] in AGGREGATIONS
+        match = _GRAMMAR.fullmatch(f"plain/{text}" if merges_alone else text)
+        if match is None:
             raise ValueError(
-                f"arm '{text}': for '{aggregation}' clients align to the broadcast model, because its "
-                "statistics cannot follow rotations; leave out the anchor, the evidence and the guard"
+                f"arm '{text}' cannot be read; write "
+                "PARTS(OPTIONS)@ANCHOR~EVIDENCE*CHANCE:METRIC/AGGREGATION(ARGUMENTS)#CLIENTS, all but "
+                "PARTS may be left out"
             )
-        named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL, STREAM: WHOLE_MODEL}
-        parts = named.get(what) or tuple(what.split("+"))
-        other_basis = what == "aligned"
-        if evidence in ("clients", "learned") and not other_basis:
-            raise ValueError(f"arm '{text}': evidence '{evidence}' goes with 'aligned'")
+        said = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
-            factor = float(chance) if star else AlignmentOptions.chance
-            AlignmentOptions(parts=parts, chance=factor)
+            return cls.model_validate({"name": text, **_meaning(said)})
         except ValueError as error:
-            raise ValueError(
-                f"arm '{text}': {error} (or 'plain', 'aligned', 'whole', '{STREAM}')"
-            ) from error
-        if colon:
-            try:
-                Guard(guard)
-            except ValueError as error:
-                raise ValueError(f"arm '{text}': {error}") from error
-        arm = {"name": text, "align": True, "parts": parts, "other_basis": other_basis, "guard": guard}
-        canonical = None if other_basis else what == STREAM
-        return cls.model_validate({**arm, **chosen, "chance": factor, "canonical": canonical})
+            raise ValueError(f"arm '{text}': {error}") from error
 
     @property
     def options(self) -> AlignmentOptions:
         """What the arm moves."""
-        return AlignmentOptions(parts=self.parts, chance=self.chance, canonical=self.canonical)
+        of_arm = {"parts": self.parts, "chance": self.chance, "canonical": self.canonical}
+        return AlignmentOptions(**{**of_arm, **self.changes})
 
     @property
     def ensemble(self) -> bool:
@@ -126,3 +127,116 @@ class Arm(BaseModel):
     def takes(self, argument: str) -> bool:
         """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
         return not self.ensemble and argument in entry_named(self.aggregation).inputs
+
+
+def expanded(arms: Sequence[str], clients: int) -> tuple[str, ...]:
+    """Return the arms with ``#pairs`` and ``#subsets`` written out for a number of clients.
+
+    >>> expanded(["plain", "plain#pairs"], 3)
+    ('plain', 'plain#0+1', 'plain#0+2', 'plain#1+2')
+    """
+    found: list[str] = []
+    for arm in arms:
+        before, _, kind = arm.partition("#")
+        if kind in SUBSETS:
+            found += [f"{before}#{'+'.join(map(str, subset))}" for subset in SUBSETS[kind](clients)]
+        else:
+            found.append(arm)
+    return tuple(found)
+
+
+def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of an arm from the pieces of its name; raises ``ValueError``."""
+    aggregation = said.get("aggregation", AGGREGATIONS[0])
+    chosen = {
+        "anchor": said.get("anchor") or DEFAULT_ANCHOR,
+        "evidence": said.get("evidence") or EVIDENCE[0],
+        "aggregation": aggregation,
+    }
+    known = {"anchor": ANCHORS, "evidence": EVIDENCE, "aggregation": AGGREGATIONS}
+    for name, value in chosen.items():
+        if value not in known[name]:
+            raise ValueError(f"unknown {name} '{value}'; one of {', '.join(known[name])}")
+    merged = {**_arguments(aggregation, said.get("arguments", "")), "clients": _clients(said)}
+    moves = said.keys() - {"what", "aggregation", "arguments", "clients"}
+    if said["what"] == "plain" and not moves:
+        return {"align": False, "aggregation": aggregation, **merged}
+    if aggregation in ENSEMBLES:
+        raise ValueError(f"an ensemble needs no alignment; use '{aggregation}'")
+    if moves - {"options"} and not entry_named(aggregation).follows_rotations:
+        raise ValueError(
+            f"for '{aggregation}' clients align to the broadcast model, because its statistics cannot "
+            "follow rotations; leave out the anchor, the evidence and the guard"
+        )
+    return {"align": True, **chosen, **merged, **_moved(said, chosen["evidence"])}
+
+
+def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
+    """Return what an arm aligns, and how."""
+    what = said["what"]
+    named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL, STREAM: WHOLE_MODEL}
+    parts = named.get(what) or tuple(what.split("+"))
+    other_basis = what == "aligned"
+    if evidence in ("clients", "learned") and not other_basis:
+        raise ValueError(f"evidence '{evidence}' goes with 'aligned'")
+    changes = {key: _option(key, value) for key, value in _pairs(said.get("options", ""))}
+    try:
+        chance = float(said["chance"]) if "chance" in said else AlignmentOptions.chance
+        AlignmentOptions(**{"parts": parts, "chance": chance, **changes})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error} (or 'plain', 'aligned', 'whole', '{STREAM}')") from error
+    if "colon" in said:
+        Guard(said["guard"])
+    return {
+        "parts": parts,
+        "changes": changes,
+        "chance": chance,
+        "guard": said.get("guard", ""),
+        "other_basis": other_basis,
+        "canonical": None if other_basis else what == STREAM,
+    }
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Read ``key=value;key=value``."""
+    found = []
+    for part in filter(None, text.split(";")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"'{part}' is not of the form KEY=VALUE")
+        found.append((key.strip(), value.strip()))
+    return found
+
+
+def _option(key: str, value: str) -> Any:
+    """Return the value of an alignment option; a layer's number stands for this layer alone."""
+    if key == "layers":
+        return (int(value),) if value.isdigit() else value
+    return value if key == "within_heads" else float(value)
+
+
+def _arguments(aggregation: str, text: str) -> dict[str, Any]:
+    """Return ``arguments`` and ``batches`` of an aggregation."""
+    found = {key: float(value) for key, value in _pairs(text)}
+    batches = found.pop("batches", 0)
+    entry = None if aggregation in ENSEMBLES else entry_named(aggregation)
+    known = inspect.signature(entry.build).parameters if entry else {}
+    for key in found:
+        if key not in known:
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"'{aggregation}' has no argument '{key}'; it has {listed}")
+    if batches and not (entry and entry.needs):
+        raise ValueError(f"'{aggregation}' needs no statistics, so batches would change nothing")
+    return {"arguments": found, "batches": batches}
+
+
+def _clients(said: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the clients of a subset; none stands for all."""
+    if "clients" not in said:
+        return ()
+    numbers = said["clients"].split("+")
+    if not all(number.isdigit() for number in numbers) or len(set(numbers)) != len(numbers):
+        raise ValueError(
+            f"'#{said['clients']}' names no clients; write #0+2, or #{' or #'.join(SUBSETS)}"
+        )
+    return tuple(map(int, numbers))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedrot.simulations.arm import Arm
+from fedrot.simulations.arm import Arm, expanded
 from fedrot.simulations.data.partition import parse_partition
 from fedrot.simulations.data.sources import BUNDLED, DIGITS
 
@@ -170,6 +170,9 @@ class SimulationConfig(BaseModel):
         what = [named["data"], values.get("partition", cls.model_fields["partition"].default)]
         what += [task] if task != default else []
         what += [named["architecture"]] if named["architecture"] != own else []
+        arms, clients = values.get("arms"), values.get("clients", cls.model_fields["clients"].default)
+        if isinstance(arms, list | tuple) and isinstance(clients, int):
+            named["arms"] = expanded([str(arm) for arm in arms], clients)
         return {**named, "setting": values.get("setting") or ", ".join(map(str, what))}
 
     @model_validator(mode="after")
@@ -187,6 +190,9 @@ class SimulationConfig(BaseModel):
         if "pretrained" in self.starts:
             self._check_pretraining()
         arms = [Arm.parse(arm) for arm in self.arms]
+        for arm in arms:
+            if arm.clients and max(arm.clients) >= self.clients:
+                raise ValueError(f"arm '{arm.name}': there are {self.clients} clients, counted from 0")
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")

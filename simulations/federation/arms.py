@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +86,8 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
 
     if arm.ensemble:
         return None
-    return aggregation_named(arm.aggregation, score=score, symmetry=symmetry)
+    given = {name: partial(float, value) for name, value in arm.arguments.items()}
+    return aggregation_named(arm.aggregation, score=score, symmetry=symmetry, **given)
 
 
 def _rows_of_all(task: Task, seed: int, held_out: bool) -> np.ndarray:

@@ -66,6 +66,7 @@ class ClientJob:
     count: bool  # The client reports how often each token occurs in its texts.
     align: tuple[str, ...]  # Parts that the client itself aligns.
     chance: float  # See AlignmentOptions.
+    statistics_batches: int  # Largest number of batches for statistics; 0 for the kind's own limit.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -83,6 +84,7 @@ class ClientJob:
             count=bool(config["count"]),
             align=tuple(part for part in str(config["align"]).split("+") if part),
             chance=cast(float, config["chance"]),
+            statistics_batches=int(config["batches"]),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -249,11 +251,13 @@ def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRe
         model.load_state_dict(state)
         found: dict[str, Tensors] = {}
         for kind in kinds:
-            batches = job.batches(len(job.rows), STATISTICS_BATCH)
+            rows = job.statistics_batches * STATISTICS_BATCH or len(job.rows)
+            batches = job.batches(rows, STATISTICS_BATCH)
             found |= kind_named(kind).collected(model, batches)
         return statistics_record(found).to_torch_state_dict(), {}
 
-    return ArrayRecord(_cached(job, _hashed([kinds, job.stream], ArrayRecord(state)), compute)[0])
+    key = _hashed([kinds, job.stream, job.statistics_batches], ArrayRecord(state))
+    return ArrayRecord(_cached(job, key, compute)[0])
 
 
 def _hashed(what: Any, arrays: ArrayRecord) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from logging import INFO
@@ -132,11 +133,11 @@ def run_cells(
                 run_cell(cell, ordered, Path(scratch), scratch if shared_cache else "")
 
 
-def run_cell(cell: ArmRun, grid: Grid, scratch: Path, cache: str) -> None:
+def run_cell(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -> None:
     """Run one cell.
 
     Args:
-        grid: an ``OrderedGrid`` of the configuration's clients.
+        grid: of the configuration's clients.
         scratch: a folder for temporary files.
         cache: folder of first-round results that cells of one seed share; empty for none.
 
@@ -158,7 +159,7 @@ def _run_joined(cell: ArmRun) -> None:
         cell.finish_round(server_round, cell.evaluate(model, server_round))
 
 
-def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, cache: str) -> None:
+def _run_federated(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -> None:
     config, model = cell.task.config, cell.model()
     report = scratch / "alignment.jsonl"
     strategy = ArmStrategy(cell, model, report)
@@ -171,7 +172,10 @@ def _run_federated(cell: ArmRun, grid: Grid, scratch: Path, cache: str) -> None:
         "count": cell.arm.evidence in ("tokens", "learned"),
         "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
         "chance": cell.arm.chance,
+        "batches": cell.arm.batches,
     }
+    if cell.arm.clients:
+        grid = grid.of(cell.arm.clients)
     try:
         result = strategy.start(
             grid,
@@ -224,7 +228,7 @@ class ArmStrategy(FedRot):
             fraction_evaluate=1.0 if config.holdout else 0.0,
             min_train_nodes=1,
             min_evaluate_nodes=1 if config.holdout else 0,
-            min_available_nodes=config.clients,
+            min_available_nodes=len(arm.clients) or config.clients,
             train_metrics_aggr_fn=self._after_training,
             evaluate_metrics_aggr_fn=self._after_evaluation,
         )
@@ -340,3 +344,9 @@ class OrderedGrid(LazyGrid):
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._nodes)
+
+    def of(self, clients: Sequence[int]) -> OrderedGrid:
+        """Return the grid of these partition ids alone."""
+        grid = copy.copy(self)
+        grid._nodes = [self._nodes[client] for client in clients]
+        return grid

@@ -402,6 +402,20 @@ BAD_ARMS = {
     "aligned:": "name of a metric",
     "aligned:points": "'points' does not say",
     "attention+ffn~clients": "'clients' goes with 'aligned'",
+    "attention(layers=middle)": "layers is 'middle'",
+    "attention(layers)": "'layers' is not of the form KEY=VALUE",
+    "attention(depth=2)": "depth",
+    "attention(ridge=strong)": "could not convert",
+    "plain(layers=0)": "'plain'",
+    "aligned/regmean(beta)": "'beta' is not of the form KEY=VALUE",
+    "aligned/regmean(gamma=1)": "'regmean' has no argument 'gamma'; it has alpha, beta",
+    "plain/mean(batches=4)": "'mean' needs no statistics",
+    "ensemble(alpha=1)": "'ensemble' has no argument 'alpha'; it has none",
+    "plain#": "'#' names no clients",
+    "plain#0+0": "'#0+0' names no clients",
+    "plain#triples": "'#triples' names no clients; write #0+2, or #pairs or #subsets",
+    "joined#0+1": "'joined'",
+    "aligned)": "'aligned)'",
     "output~learned": "'learned' goes with 'aligned'",
 }
 
@@ -413,6 +427,30 @@ def test_arms_that_are_none_are_refused_with_their_name(name: str) -> None:
     assert BAD_ARMS[name].lower() in str(caught.value).lower()
     with pytest.raises(ValueError, match=re.escape(f"arm '{name}'")):
         SimulationConfig(arms=("plain", name))
+
+
+def test_arms_have_options_arguments_and_clients() -> None:
+    arm = Arm.parse("attention+ffn(layers=last:2;ridge=0.1)@first*0/regmean(alpha=0.5;batches=4)#0+2")
+    assert (arm.options.layers, arm.options.ridge, arm.options.chance) == ("last:2", 0.1, 0)
+    assert (arm.anchor, arm.aggregation, arm.arguments) == ("first", "regmean", {"alpha": 0.5})
+    assert (arm.batches, arm.clients) == (4, (0, 2))
+    assert Arm.parse("attention(layers=1)").options.layers == (1,)
+    assert Arm.parse("whole(within_heads=permutation)").options.within_heads == "permutation"
+    alone = Arm.parse("regmean(alpha=0)#1+2")
+    assert (alone.align, alone.aggregation, alone.clients) == (False, "regmean", (1, 2))
+    assert Arm.parse("ensemble#0+1").ensemble
+
+
+def test_subsets_of_clients_are_written_out() -> None:
+    config = SimulationConfig(clients=3, arms=("plain", "plain/regmean#pairs"))
+    pairs = ("plain/regmean#0+1", "plain/regmean#0+2", "plain/regmean#1+2")
+    assert config.arms == ("plain", *pairs)
+    assert SimulationConfig.model_validate_json(config.to_json()) == config
+    four = SimulationConfig.from_flat({"clients": 4, "arms": "plain,plain#subsets"}).arms
+    assert len(four) == 2 + 6 + 4 - 1
+    assert four[-1] == "plain#1+2+3"
+    with pytest.raises(ValueError, match=r"arm 'plain#0\+3': there are 3 clients, counted from 0"):
+        SimulationConfig(clients=3, arms=("plain#0+3",))
 
 
 def test_a_setting_is_named_after_data_partition_and_an_unusual_task() -> None:

@@ -249,6 +249,7 @@ def answered(
         "count": False,
         "align": "",
         "chance": 1.1,
+        "batches": 0,
         **{name.replace("_", "-"): value for name, value in options.items()},
     }
     if "statistics" in job:

@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fedrot.aggregation import aggregations, entry_named
+from fedrot.aggregation import aggregations
 from fedrot.anchors import ANCHORS
 from fedrot.options import AlignmentOptions
+from fedrot.research import regmean_plus_plus
 from fedrot.strategies import DEFAULT_ANCHOR, Guard
 from fedrot.symmetry import WHOLE_MODEL
 
@@ -26,8 +27,13 @@ EVIDENCE = ("probe", "weights", "tokens", "clients", "learned")
 #: their probabilities.
 ENSEMBLES = ("ensemble", "ensemble-probabilities")
 
-#: How an arm merges aligned updates: an aggregation that needs at most a symmetry and a score.
-AGGREGATIONS = (*(entry.name for entry in aggregations({"symmetry", "score"})), *ENSEMBLES)
+#: RegMean++ needs the clients' data in one place, which a simulation has (``fedrot.research``).
+LAYERWISE = "regmean++"
+
+#: Registered aggregations, by name: those that need at most a symmetry and a score.
+_REGISTERED = {entry.name: entry for entry in aggregations({"symmetry", "score"})}
+#: How an arm merges aligned updates.
+AGGREGATIONS = (*_REGISTERED, *ENSEMBLES, LAYERWISE)
 
 #: The whole model, whose residual stream is rotated, not permuted.
 STREAM = "stream"
@@ -67,9 +73,10 @@ class Arm(BaseModel):
     ``layers=0``, ``ridge=0.1``, ``within_heads=permutation``.
 
     Each may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments are
-    those of the aggregation, and ``batches`` limits what clients compute statistics from. ``ensemble``
-    is short for ``plain/ensemble``. ``joined`` trains one model on all clients' data. ``#0+2`` at the
-    end merges the replies of these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
+    those of the aggregation, and ``batches`` limits what clients compute statistics from. ``regmean++``
+    is for one round, because its model stays at the server. ``ensemble`` is short for
+    ``plain/ensemble``. ``joined`` trains one model on all clients' data. ``#0+2`` at the end merges the
+    replies of these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -122,11 +129,18 @@ class Arm(BaseModel):
     @property
     def aligns_at_clients(self) -> bool:
         """Whether clients align before they compute statistics, which cannot follow rotations."""
-        return self.align and not entry_named(self.aggregation).follows_rotations
+        entry = _REGISTERED.get(self.aggregation)
+        return self.align and entry is not None and not entry.follows_rotations
 
     def takes(self, argument: str) -> bool:
         """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
-        return not self.ensemble and argument in entry_named(self.aggregation).inputs
+        entry = _REGISTERED.get(self.aggregation)
+        return entry is not None and argument in entry.inputs
+
+    @property
+    def needs_updates(self) -> bool:
+        """Whether the arm's model is made of all updates when it is evaluated; clients never get it."""
+        return self.aggregation not in _REGISTERED
 
 
 def expanded(arms: Sequence[str], clients: int) -> tuple[str, ...]:
@@ -163,7 +177,8 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
         return {"align": False, "aggregation": aggregation, **merged}
     if aggregation in ENSEMBLES:
         raise ValueError(f"an ensemble needs no alignment; use '{aggregation}'")
-    if moves - {"options"} and not entry_named(aggregation).follows_rotations:
+    entry = _REGISTERED.get(aggregation)
+    if moves - {"options"} and entry is not None and not entry.follows_rotations:
         raise ValueError(
             f"for '{aggregation}' clients align to the broadcast model, because its statistics cannot "
             "follow rotations; leave out the anchor, the evidence and the guard"
@@ -219,13 +234,15 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
     """Return ``arguments`` and ``batches`` of an aggregation."""
     found = {key: float(value) for key, value in _pairs(text)}
     batches = found.pop("batches", 0)
-    entry = None if aggregation in ENSEMBLES else entry_named(aggregation)
-    known = inspect.signature(entry.build).parameters if entry else {}
+    entry = _REGISTERED.get(aggregation)
+    build = regmean_plus_plus if aggregation == LAYERWISE else entry and entry.build
+    parameters = inspect.signature(build).parameters.values() if build else ()
+    known = [p.name for p in parameters if isinstance(p.default, float)]
     for key in found:
         if key not in known:
             listed = ", ".join(known) or "none"
             raise ValueError(f"'{aggregation}' has no argument '{key}'; it has {listed}")
-    if batches and not (entry and entry.needs):
+    if batches and not (aggregation == LAYERWISE or (entry and entry.needs)):
         raise ValueError(f"'{aggregation}' needs no statistics, so batches would change nothing")
     return {"arguments": found, "batches": batches}
 

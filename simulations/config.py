@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedrot.simulations.arm import Arm, expanded
+from fedrot.simulations.arm import LAYERWISE, Arm, expanded
 from fedrot.simulations.data.partition import parse_partition
 from fedrot.simulations.data.sources import BUNDLED, DIGITS
 
@@ -193,6 +193,10 @@ class SimulationConfig(BaseModel):
         for arm in arms:
             if arm.clients and max(arm.clients) >= self.clients:
                 raise ValueError(f"arm '{arm.name}': there are {self.clients} clients, counted from 0")
+            if arm.aggregation == LAYERWISE and self.rounds > 1:
+                raise ValueError(
+                    f"arm '{arm.name}': {LAYERWISE} is for one round, not for {self.rounds}"
+                )
         if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
             able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
             raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")

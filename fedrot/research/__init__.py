@@ -1,8 +1,8 @@
 """Research methods: tested and documented, but no published table of ours recommends them yet.
 
-``GreedySoup`` and ``OptimalTransport`` are aggregations. ``learn_alignment`` and ``learn_together``
-learn group elements by gradient descent. ``repair`` restores the variance of an average's units.
-``loss_barrier`` measures the loss between two models.
+``GreedySoup`` and ``OptimalTransport`` are aggregations. ``regmean_plus_plus`` merges models layer by
+layer. ``learn_alignment`` and ``learn_together`` learn group elements by gradient descent. ``repair``
+restores the variance of an average's units. ``loss_barrier`` measures the loss between two models.
 """
 
 from fedrot.research.interpolation import Barrier, interpolate, loss_barrier
@@ -15,6 +15,7 @@ from fedrot.research.learning import (
     loss_of,
 )
 from fedrot.research.optimal_transport import OptimalTransport
+from fedrot.research.regmean_plus_plus import Candidate, regmean_plus_plus
 from fedrot.research.soup import GreedySoup
 from fedrot.research.variance import (
     UnitStatistics,
@@ -26,6 +27,7 @@ from fedrot.research.variance import (
 
 __all__ = [
     "Barrier",
+    "Candidate",
     "CommonBasis",
     "GreedySoup",
     "Learned",
@@ -38,6 +40,7 @@ __all__ = [
     "learn_together",
     "loss_barrier",
     "loss_of",
+    "regmean_plus_plus",
     "repair",
     "unit_statistics",
     "variance_ratio",

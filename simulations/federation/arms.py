@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.aggregation import Aggregator, aggregation_named
+from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.research import Candidate, regmean_plus_plus
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task
+from fedrot.strategies.round.update import Update
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors
+
+#: Training rows in a batch of statistics, and batches; Jin et al. (2023), section 5.1 and Table 6.
+STATISTICS_BATCH, STATISTICS_BATCHES = 16, 100
 
 
 class Ensemble(nn.Module):
@@ -51,6 +57,24 @@ def evaluate_ensemble(
     return evaluate_held_out(task, Ensemble(models, arm.aggregation == "ensemble-probabilities"))
 
 
+def evaluate_together(
+    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Update]
+) -> dict[str, float]:
+    """Return the metrics of what an arm makes of all clients' updates: an ensemble, or RegMean++."""
+    if arm.ensemble:
+        return evaluate_ensemble(task, arm, shell, (update.tensors for update in updates))
+
+    def candidate(update: Update) -> Candidate:
+        rows, _ = task.client_rows(seed, update.client)
+        limit = int(arm.batches or STATISTICS_BATCHES) * STATISTICS_BATCH
+        how = (shell, rows, limit, STATISTICS_BATCH, seed * 1_000 + update.client)
+        batches = partial(training.step_batches, task, *how)
+        return Candidate(update.tensors, update.weight, batches, update.statistics.get(TRAINED))
+
+    merged = regmean_plus_plus(shell, [candidate(update) for update in updates], **arm.arguments)
+    return evaluate_held_out(task, with_state(shell, merged))
+
+
 def evaluate_held_out(task: Task, model: nn.Module) -> dict[str, float]:
     """Return the metrics of a model on the held-out split."""
     return training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
@@ -72,7 +96,7 @@ def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
 
 
 def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callable[[], Aggregator] | None:
-    """Return a function that builds the arm's aggregator, None for an ensemble.
+    """Return a function that builds the arm's aggregator, None if ``evaluate_together`` merges.
 
     The mean is ours in all arms: models that did not move are then the same to the last bit.
     """
@@ -84,7 +108,7 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
         config: Any = shell.config
         return symmetry_of(config, shell.state_dict())
 
-    if arm.ensemble:
+    if arm.needs_updates:
         return None
     given = {name: partial(float, value) for name, value in arm.arguments.items()}
     return aggregation_named(arm.aggregation, score=score, symmetry=symmetry, **given)

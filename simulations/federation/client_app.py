@@ -24,7 +24,7 @@ from fedrot._io import replacing
 from fedrot.collect.statistic_kinds import kind_named
 from fedrot.collect.token_counts import token_counts
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.arms import evaluate_held_out
+from fedrot.simulations.federation.arms import STATISTICS_BATCH, evaluate_held_out
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -44,8 +44,6 @@ from fedrot.tensors import Tensors
 ALONE = "alone-"
 #: Training rows that a client matches on.
 MATCHING_ROWS = 4096
-#: Training rows in a batch of statistics; Jin et al. (2023) have 16 and read up to 100 batches.
-STATISTICS_BATCH = 16
 
 State: TypeAlias = dict[str, Tensor]
 Result: TypeAlias = tuple[State, dict[str, float]]
@@ -251,8 +249,8 @@ def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRe
         model.load_state_dict(state)
         found: dict[str, Tensors] = {}
         for kind in kinds:
-            rows = job.statistics_batches * STATISTICS_BATCH or len(job.rows)
-            batches = job.batches(rows, STATISTICS_BATCH)
+            limit = job.statistics_batches * STATISTICS_BATCH or len(job.rows)
+            batches = job.batches(limit, STATISTICS_BATCH)
             found |= kind_named(kind).collected(model, batches)
         return statistics_record(found).to_torch_state_dict(), {}
 

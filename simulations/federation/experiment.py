@@ -25,8 +25,8 @@ from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.arms import (
     aggregation_of,
     evaluate_at_clients,
-    evaluate_ensemble,
     evaluate_held_out,
+    evaluate_together,
     train_joined,
 )
 from fedrot.simulations.federation.client_app import ALONE
@@ -40,7 +40,6 @@ from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.inbox import client_id, own_id
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import Execution, OtherBasis, Reporting
-from fedrot.tensors import Tensors
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
@@ -200,8 +199,8 @@ def _run_federated(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -
 class ArmStrategy(FedRot):
     """FedRot for one cell: samples the same clients in every arm, and writes the cell's rows.
 
-    ``trained_rounds`` are those in which at least one update was accepted; ``updates`` are the last
-    round's updates of an ensemble, in the round's coordinates.
+    ``trained_rounds`` are those in which at least one update was accepted; ``updates`` are those of the
+    last round, in the round's coordinates, if the arm needs them.
     """
 
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
@@ -235,7 +234,7 @@ class ArmStrategy(FedRot):
         self.cell, self.network = cell, model
         self.current_round = 0
         self.trained_rounds: set[int] = set()
-        self.updates: list[Tensors] = []
+        self.updates: list[Update] = []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -246,10 +245,10 @@ class ArmStrategy(FedRot):
         return super().configure_train(server_round, arrays, config, grid)
 
     def on_update(self, update: Update) -> None:
-        """Keep the updates of an ensemble."""
+        """Keep the updates of an arm that needs them."""
         super().on_update(update)
-        if self.cell.arm.ensemble:
-            self.updates.append(update.tensors)
+        if self.cell.arm.needs_updates:
+            self.updates.append(update)
 
     def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate a mean that the guard compares, on the clients' own held-out rows."""
@@ -257,10 +256,10 @@ class ArmStrategy(FedRot):
         return MetricRecord(dict(evaluate_at_clients(self.cell.task, self.cell.seed, self.network)))
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        """Evaluate the global model, or the ensemble of the last round's updates."""
+        """Evaluate the global model, or what the arm makes of the last round's updates."""
         cell, model = self.cell, self.network
         if server_round > 0 and self.updates:
-            metrics = evaluate_ensemble(cell.task, cell.arm, model, self.updates)
+            metrics = evaluate_together(cell.task, cell.arm, cell.seed, model, self.updates)
         else:
             model.load_state_dict(arrays.to_torch_state_dict())
             metrics = cell.evaluate(model, server_round)

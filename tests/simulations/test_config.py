@@ -411,6 +411,8 @@ BAD_ARMS = {
     "aligned/regmean(gamma=1)": "'regmean' has no argument 'gamma'; it has alpha, beta",
     "plain/mean(batches=4)": "'mean' needs no statistics",
     "ensemble(alpha=1)": "'ensemble' has no argument 'alpha'; it has none",
+    "plain/ensemble(batches=2)": "'ensemble' needs no statistics",
+    "plain/regmean++(beta=1)": "'regmean++' has no argument 'beta'; it has alpha",
     "plain#": "'#' names no clients",
     "plain#0+0": "'#0+0' names no clients",
     "plain#triples": "'#triples' names no clients; write #0+2, or #pairs or #subsets",
@@ -439,6 +441,10 @@ def test_arms_have_options_arguments_and_clients() -> None:
     alone = Arm.parse("regmean(alpha=0)#1+2")
     assert (alone.align, alone.aggregation, alone.clients) == (False, "regmean", (1, 2))
     assert Arm.parse("ensemble#0+1").ensemble
+    layerwise = Arm.parse("aligned/regmean++(alpha=0.5;batches=3)")
+    assert (layerwise.align, layerwise.needs_updates, layerwise.batches) == (True, True, 3)
+    with pytest.raises(ValueError, match=r"regmean\+\+ is for one round, not for 2"):
+        SimulationConfig(arms=("plain/regmean++",), rounds=2)
 
 
 def test_subsets_of_clients_are_written_out() -> None:

@@ -45,7 +45,8 @@ class Cell(BaseModel):
     """Pairs of models of one configuration that share their training data in one way.
 
     Attributes:
-        config: model, data and training; its fields about clients, arms and rounds are ignored.
+        config: model, data and training; its fields about clients, arms and rounds are ignored. With
+            start ``pretrained`` each model is pretrained from its own seed.
         pairs: seeds of the two models. A seed decides the initialisation and the batches of its model;
             both seeds together decide how the rows are divided.
         points: positions on the line.
@@ -224,6 +225,7 @@ def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, fol
     """Return a pair's model of one seed: from ``folder`` if it is there, else trained on these rows."""
     from fedrot.simulations.models.build import build_model
     from fedrot.simulations.tasks import training
+    from fedrot.simulations.tasks.pretraining import load_pretrained
     from fedrot.simulations.tasks.task import task_of
 
     task = task_of(cell.config.to_json())
@@ -233,6 +235,8 @@ def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, fol
         model.load_state_dict(load_file(path))
         return model.eval()
     start = time.perf_counter()
+    if "pretrained" in cell.config.starts:
+        load_pretrained(model, cell.config, seed)
     loss = training.train(model, task, rows, seed)
     about = {"cell": cell.name, "pair": _pair_name(seeds), "seed": seed, "rows": len(rows)}
     about |= {"training_loss": loss, "seconds": time.perf_counter() - start}

@@ -20,6 +20,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.research.variance import average_statistics, repair, unit_statistics
+from fedrot.simulations.barrier.invalid_controls import ignore_heads
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.tensors import Tensors
@@ -45,7 +46,9 @@ class MatchingMethod:
         residual, heads: which activations, as in ``fedrot.collect_activations``.
         frequencies: how often tokens of tables count: equally, as in the training rows (``counted``), or
             by the tokenizer's order (``ordered``).
+        limit: the first so many of the rows are read; 0 for all.
         refine, repair: a change of the aligned client, and of the models on the line.
+        by_default: whether ``fedrot barrier`` measures it unless methods are named.
     """
 
     options: AlignmentOptions | None = None
@@ -53,8 +56,10 @@ class MatchingMethod:
     residual: str = "all"
     heads: Moments = "covariance"
     frequencies: Literal["equal", "counted", "ordered"] = "equal"
+    limit: int = 0
     refine: Refine | None = None
     repair: Repair | None = None
+    by_default: bool = True
 
     @property
     def looks_at_data(self) -> bool:
@@ -123,6 +128,15 @@ def _repaired(
 
 
 VANILLA = "vanilla"
+
+
+def _verma(*parts: str, residual: str = "first", **changes: Any) -> MatchingMethod:
+    """Return a variant of Verma & Elbayad (2024): permutations found from correlations on data."""
+    options = replace(_EAGER, parts=parts, within_heads="permutation", activation_weight=1.0)
+    how: dict[str, Any] = {"residual": residual, "heads": "correlation", "by_default": False}
+    return MatchingMethod(options, "data", **{**how, **changes})
+
+
 # Published methods move whatever removes anything: no method asks what chance removes.
 _EAGER = AlignmentOptions(chance=0, canonical=False)
 _WHOLE = replace(_EAGER, parts=WHOLE_MODEL)
@@ -135,18 +149,20 @@ METHODS: dict[str, MatchingMethod] = {
     "rotation+heads": MatchingMethod(replace(_EAGER, parts=("heads", "attention", "ffn"))),
     # Ainsworth et al. (2023): permutations found from weights
     "git-rebasin": MatchingMethod(replace(_WHOLE, within_heads="permutation")),
-    # Verma & Elbayad (2024): permutations found from activations
-    "verma": MatchingMethod(
-        replace(
-            _EAGER,
-            parts=("residual", "heads", "attention", "ffn"),
-            within_heads="permutation",
-            activation_weight=1.0,
-        ),
-        evidence="data",
-        residual="first",
-        heads="correlation",
-    ),
+    # Verma & Elbayad (2024): all of it as for GLUE (Table 3), by component (Figure 3, Table 1), the
+    # residual stream alone (Table 2), and with less data (Figure 6)
+    "verma": _verma("residual", "heads", "attention", "ffn", by_default=True),
+    "verma-ffn": _verma("ffn"),
+    "verma-attention": _verma("heads", "attention"),
+    "verma-monotonic": _verma("attention", "ffn"),
+    "verma-ignore-heads": _verma("ffn", refine=ignore_heads),
+    "verma-head-perm": _verma("heads", "attention", "ffn"),
+    "verma-residual-first": _verma("residual"),
+    "verma-residual-last": _verma("residual", residual="last"),
+    "verma-residual-all": _verma("residual", residual="all"),
+    "verma-head-perm@64": _verma("heads", "attention", "ffn", limit=64),
+    "verma-head-perm@256": _verma("heads", "attention", "ffn", limit=256),
+    "verma-head-perm@1024": _verma("heads", "attention", "ffn", limit=1024),
     "whole": MatchingMethod(_WHOLE),
     "whole+probe": MatchingMethod(_WHOLE, "probe"),
     "whole+data": MatchingMethod(_WHOLE, "data"),
@@ -176,9 +192,10 @@ METHODS: dict[str, MatchingMethod] = {
 
 
 def methods_for(symmetry: Symmetry) -> tuple[str, ...]:
-    """Return the names of all methods that suit a model: not all have a stream that rotates."""
+    """Return the default methods that suit a model: not all have a stream that rotates."""
     rotates = symmetry.can_rotate
-    return tuple(name for name, method in METHODS.items() if rotates or not method.canonical)
+    default = {name: method for name, method in METHODS.items() if method.by_default}
+    return tuple(name for name, method in default.items() if rotates or not method.canonical)
 
 
 def check_methods(names: Iterable[str]) -> tuple[str, ...]:
@@ -202,6 +219,7 @@ def match(
         FedrotError: the models cannot be aligned; see ``fedrot.align``.
     """
     state = client.state_dict()
+    batches = _first(batches, method.limit)
     if method.options is not None:
         activations = _activations(method, anchor, client, symmetry, batches)
         counts = _counts(method, batches, anchor)
@@ -225,6 +243,19 @@ def canonical_pair(
         with_state(model, canonical(model.state_dict(), symmetry)) for model in (anchor, client)
     )
     return ours, theirs, symmetry.rotated
+
+
+def _first(batches: Batches, limit: int) -> Batches:
+    """Return the first rows of batches, all of them for a limit of 0."""
+    if not limit:
+        return batches
+    found, left = [], limit
+    for batch in batches:
+        found.append({name: value[:left] for name, value in batch.items()})
+        left -= len(found[-1]["labels"])
+        if left <= 0:
+            break
+    return found
 
 
 def _counts(method: MatchingMethod, batches: Batches, model: nn.Module) -> Tensor | None:
@@ -274,7 +305,8 @@ class BarrierSettings(BaseModel):
     label_column: str | None = Field(default=None, description="Column with the label.")
     methods: str | None = Field(
         default=None,
-        description=f"Ways to match, separated by commas: {', '.join(METHODS)}; default: all.",
+        description=f"Ways to match, separated by commas: {', '.join(METHODS)}; default: all but "
+        "verma-*.",
     )
     points: int = Field(default=21, description="Positions on the line; odd, to include the middle.")
     rows: int = Field(default=2048, description="Training rows for the methods that look at data.")

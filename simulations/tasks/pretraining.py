@@ -12,24 +12,23 @@ from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
 
-#: Whatever the seed of a run: all who use a pretrained model use the same one.
-_SEED = 0
 
-
-def load_pretrained(model: nn.Module, config: SimulationConfig) -> None:
+def load_pretrained(model: nn.Module, config: SimulationConfig, seed: int = 0) -> None:
     """Load what ``config.pretraining`` trains into a model in place; its task head stays as it is.
+
+    Clients who use one pretrained model use the same ``seed``, whatever the seed of a run.
 
     Raises:
         DataError: the texts cannot be used.
     """
-    model.load_state_dict(_trained(config.pretraining.to_json()), strict=False)
+    model.load_state_dict(_trained(config.pretraining.to_json(), seed), strict=False)
 
 
-@lru_cache(maxsize=2)
-def _trained(config_json: str) -> dict[str, Tensor]:
+@lru_cache(maxsize=8)
+def _trained(config_json: str, seed: int) -> dict[str, Tensor]:
     """Return the tensors of the encoder or decoder, without those of the language model's head."""
     task = task_of(config_json)
-    model = build_model(task.config, task.data, _SEED)
-    training.train(model, task, np.arange(len(task.train.labels)), _SEED)
+    model = build_model(task.config, task.data, seed)
+    training.train(model, task, np.arange(len(task.train.labels)), seed)
     body = f"{model.base_model_prefix}."
     return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(body)}

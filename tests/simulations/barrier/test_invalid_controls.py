@@ -1,0 +1,110 @@
+"""Controls that are no symmetry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.barrier.barrier_methods import METHODS, match
+from fedrot.simulations.barrier.invalid_controls import ignore_heads
+from fedrot.symmetry import symmetry_of
+
+CONFIG = BertConfig(
+    vocab_size=50,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    intermediate_size=32,
+    max_position_embeddings=16,
+    initializer_range=0.3,
+)
+
+
+def built(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return BertForMaskedLM(CONFIG).eval()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    ids = torch.randint(1, 50, (16, 12), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[:, 9:] = 0
+    return [{"input_ids": ids, "attention_mask": mask, "labels": ids}]
+
+
+def units(model: nn.Module, layer: int) -> np.ndarray:
+    """Return the outputs of all heads at the tokens that count, by hand."""
+    found: list[Tensor] = []
+    dense = model.get_submodule(f"bert.encoder.layer.{layer}.attention.output.dense")
+    handle = dense.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with torch.no_grad():
+        for batch in batches():
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    handle.remove()
+    return torch.cat([x[:, :9].reshape(-1, 24) for x in found]).double().numpy()
+
+
+def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
+    anchor, client = built(0), built(1)
+    symmetry = symmetry_of(CONFIG, client.state_dict())
+    found, before = ignore_heads(anchor, client, symmetry, batches()), client.state_dict()
+    for layer in range(2):
+        both = np.corrcoef(units(anchor, layer).T, units(client, layer).T)[:24, 24:]
+        _, order = linear_sum_assignment(-both)
+        attention = f"bert.encoder.layer.{layer}.attention"
+        for name in ("self.query.weight", "self.key.weight", "self.value.weight", "self.value.bias"):
+            assert torch.equal(found[f"{attention}.{name}"], before[f"{attention}.{name}"][order])
+        out = f"{attention}.output.dense.weight"
+        assert torch.equal(found[out], before[out][:, order])
+        assert (np.abs(order // 8 - np.arange(24) // 8) > 0).any(), "units change their heads"
+    others = [name for name in before if "attention.self" not in name and "output.dense" not in name]
+    assert all(torch.equal(found[name], before[name]) for name in others)
+
+
+def test_it_changes_the_function_and_head_permutations_do_not() -> None:
+    anchor, client = built(0), built(1)
+    symmetry = symmetry_of(CONFIG, client.state_dict())
+    inputs = {name: value for name, value in batches()[0].items() if name != "labels"}
+
+    def change(method: str) -> float:
+        moved = built(2)
+        moved.load_state_dict(match(METHODS[method], anchor, client, symmetry, batches()))
+        with torch.no_grad():
+            return float((moved(**inputs).logits - client(**inputs).logits).abs().max())
+
+    assert change("verma-head-perm") < 1e-3
+    assert change("verma-monotonic") < 1e-3
+    assert change("verma-residual-all") < 1e-3
+    assert change("verma-ignore-heads") > 0.1
+
+
+def test_fewer_rows_are_the_first_ones() -> None:
+    anchor, client = built(0), built(1)
+    symmetry = symmetry_of(CONFIG, client.state_dict())
+    full = [{k: v.repeat(8, 1) for k, v in batches()[0].items()}] * 2
+    cut = [{k: v[:64] for k, v in full[0].items()}]
+    one = match(METHODS["verma-head-perm@64"], anchor, client, symmetry, full)
+    other = match(METHODS["verma-head-perm"], anchor, client, symmetry, cut)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_grouped_queries_have_no_such_control() -> None:
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+    )
+    model = LlamaForCausalLM(config)
+    symmetry = symmetry_of(config, model.state_dict())
+    with pytest.raises(FedrotError, match="keys and values of their own"):
+        ignore_heads(model, model, symmetry, batches())

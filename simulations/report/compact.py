@@ -25,23 +25,38 @@ def compact(run: Path, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     for name in ROWS:
         if name == ROWS[0] or (run / name).exists():
-            write_parquet((out / name).with_suffix(".parquet"), read_rows(run, name))
+            exact = name == ROWS[0]
+            write_parquet((out / name).with_suffix(".parquet"), read_rows(run, name), exact=exact)
     for name in SMALL:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
     return out
 
 
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as a Parquet file with a column per key; null stands for a key that a row lacks."""
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, exact: bool = True) -> None:
+    """Write rows as a Parquet file with a column per key; null stands for a key that a row lacks.
+
+    Unless ``exact``, numbers are rounded to float32, for half the size.
+    """
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     keys = dict.fromkeys(key for row in rows for key in row)
     present = [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
     table = pyarrow.table({key: [row.get(key) for row in present] for key in keys})
+    numbers = [field.name for field in table.schema if types.is_float64(field.type)]
+    for name in [] if exact else numbers:
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, table[name].cast(pyarrow.float32()))
     with replacing(path) as temporary:
-        parquet.write_table(table, temporary, compression="zstd", compression_level=19)
+        parquet.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            compression_level=19,
+            use_dictionary=[name for name in table.column_names if name not in numbers],
+            use_byte_stream_split=numbers,
+        )
 
 
 if __name__ == "__main__":

@@ -50,6 +50,17 @@ def test_a_compact_copy_has_the_same_rows_and_gives_the_same_page(run: Path, tmp
     assert write_report(copy).read_text() == write_report(run).read_text()
 
 
+def test_alignments_are_rounded_and_results_are_not(run: Path, tmp_path: Path) -> None:
+    row = {**ALIGNED, "client": 0, **GROUP, "before": 0.1 + 0.2, "after": 1e-3}
+    (run / "alignment.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    copy = compact(run, tmp_path / "copy")
+    assert read_rows(copy)[0]["value"] == 0.1 + 0.2
+    (found,) = read_rows(copy, "alignment.jsonl")
+    assert found["before"] == pytest.approx(0.3, rel=1e-7)
+    assert found["before"] != 0.1 + 0.2
+    assert (found["client"], found["group"]) == (0, "layer.0.qk")
+
+
 def test_a_compact_copy_counts_as_a_run(run: Path, tmp_path: Path) -> None:
     copy = compact(run, tmp_path / "copy")
     with pytest.raises(FileExistsError, match="already holds a run"):

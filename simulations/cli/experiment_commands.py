@@ -135,10 +135,10 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
-    from fedrot.simulations.federation.run_folder import read_alignment, read_rows, rows_file
+    from fedrot.simulations.federation.run_folder import read_rows, rows_file
+    from fedrot.simulations.report.run_page import markdown_report
     from fedrot.simulations.report.shares import share_table
     from fedrot.simulations.report.strategy_page import write_strategy_report
-    from fedrot.simulations.report.tables import markdown_table
 
     if run_or_file.is_file():
         page = write_strategy_report(run_or_file, out, metrics)
@@ -151,9 +151,7 @@ def report(
         raise ValueError(f"'{run_or_file}' is not a run folder: it has no rows.jsonl.")
     runner.present(run_or_file, console)
     if markdown is not None:
-        found = share_table(read_alignment(run_or_file))
-        tables = [markdown_table(read_rows(run_or_file)), *([found.markdown()] if found else [])]
-        markdown.write_text("\n".join(tables), encoding="utf-8")
+        markdown.write_text(markdown_report(run_or_file), encoding="utf-8")
 
 
 @command(

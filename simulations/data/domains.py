@@ -16,6 +16,8 @@ from fedrot.simulations.data.texts import TextData, TextSplit, load_text_data
 
 #: The column that names the domain of a row.
 DOMAIN = "domain"
+#: The metrics of all domains with training rows, and of those without.
+SEEN, UNSEEN = "macro_f1", "unseen_macro_f1"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def load_domains(
     test = _united([(name, data, data.test) for name, data in loaded.items()], labels)
     notes = " ".join(filter(None, (data.note for data in loaded.values())))
     domains = tuple(names), tuple(unseen)
-    metrics = ("macro_f1", *(["unseen_macro_f1"] if unseen else []), *map(metric_of, loaded))
+    metrics = (SEEN, *([UNSEEN] if unseen else []), *map(metric_of, loaded))
     joined = ",".join(names)
     return DomainData(joined, "multi", labels, metrics, train, test, *domains, note=notes)
 

@@ -71,7 +71,8 @@ def evaluate_together(
         batches = partial(training.step_batches, task, *how)
         return Candidate(update.tensors, update.weight, batches, update.statistics.get(TRAINED))
 
-    merged = regmean_plus_plus(shell, [candidate(update) for update in updates], **arm.arguments)
+    arguments: dict[str, Any] = arm.arguments
+    merged = regmean_plus_plus(shell, [candidate(update) for update in updates], **arguments)
     return evaluate_held_out(task, with_state(shell, merged))
 
 

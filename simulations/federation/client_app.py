@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
-from fedrot.collect.statistic_kinds import kind_named
+from fedrot.collect.statistic_kinds import Statistics, kind_named
 from fedrot.collect.token_counts import token_counts
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.arms import STATISTICS_BATCH, evaluate_held_out
@@ -150,7 +150,7 @@ def train(message: Message, context: Context) -> Message:
     # Everything that decides a training; scrambling comes after the cache.
     key = _hashed([job.config_json, job.stream, job.last_round, job.own_start], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
-    statistics: dict[str, Tensors] = {}
+    statistics: Statistics = {}
     if job.known_labels is not None:
         received = arrays.to_torch_state_dict()
         rows = dict.fromkeys(_task_head(job), job.known_labels)

@@ -28,6 +28,9 @@ from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure,
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 
+#: What evaluating and merging once costs, in epochs of training; roughly.
+_EVALUATION = 0.1
+
 
 def compare(
     configs: Sequence[SimulationConfig],
@@ -118,7 +121,8 @@ def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], scratch: Pat
         arguments = (cell.config.to_json(), cell.seed, cell.start, cell.arm.name, str(cache))
         sizes = partitions[cell.config.setting]["seeds"][str(cell.seed)]["sizes"]
         after = "" if leader == cell.name else leader
-        jobs.append(Job(cell.name, run_alone, arguments, _epochs(cell) * sum(sizes), after))
+        cost = _epochs(cell, first=not after) * sum(sizes)
+        jobs.append(Job(cell.name, run_alone, arguments, cost, after))
     return jobs
 
 
@@ -126,10 +130,11 @@ def _cache(scratch: Path, cell: GridCell) -> Path:
     return scratch / hashlib.sha256(repr(cell.trains_first).encode()).hexdigest()[:16]
 
 
-def _epochs(cell: GridCell) -> float:
-    """Return how often all rows of a cell are trained on."""
+def _epochs(cell: GridCell, *, first: bool) -> float:
+    """Return how much work a cell is, in epochs: its trainings, without a ``first`` one that is kept."""
     config = cell.config
-    return sum(map(config.epochs, range(1, config.rounds + 1))) * config.fraction_train
+    trained = range(1 if first else 2, config.rounds + 1)
+    return sum(map(config.epochs, trained)) * config.fraction_train + _EVALUATION * config.rounds
 
 
 def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -> tuple[CellRows, str]:

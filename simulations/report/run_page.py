@@ -14,6 +14,7 @@ from fedrot.simulations.federation.run_folder import read_alignment, read_rows, 
 from fedrot.simulations.report import heat_map, plots, regimes
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.shares import Layer, share_table, shares_by_layer
+from fedrot.simulations.report.subsets import HEADER, TEXTS, subset_table
 from fedrot.simulations.report.summaries import (
     CENTRAL,
     LOWER_IS_BETTER,
@@ -27,6 +28,7 @@ from fedrot.simulations.report.tables import (
     BASELINE,
     Line,
     format_difference,
+    markdown_table,
     number_style,
     result_lines,
 )
@@ -81,6 +83,19 @@ def write_report(run_dir: Path) -> Path:
     metrics = metrics_in(rows)
     run = RunResults(run_dir, rows, alignment, objects, metrics, result_lines(rows, metrics))
     return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
+
+
+def markdown_report(run_dir: Path) -> str:
+    """Return the tables of a run folder as Markdown: results, map, subsets, and what alignment found."""
+    rows, settings = read_rows(run_dir), _object(run_dir / "config.json").get("settings", [])
+    found = regimes.regimes(rows, settings)
+    others = (subset_table(rows, settings), share_table(read_alignment(run_dir)))
+    tables = [
+        markdown_table(rows),
+        *([f"{regimes.summary(found)}\n\n{regimes.markdown(found)}"] if found else []),
+        *(table.markdown() for table in others if table is not None),
+    ]
+    return "\n".join(tables)
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -158,6 +173,13 @@ def regime_map(run: RunResults) -> Values | None:
         for when, found in maps.items()
     ]
     return {"maps": shown, "baseline": BASELINE}
+
+
+@PAGE.section
+def subsets(run: RunResults) -> Values | None:
+    """Merged subsets of clients with domains of their own."""
+    table = subset_table(run.rows, run.objects["config.json"].get("settings", []))
+    return {"header": HEADER, "texts": TEXTS, "lines": table.lines} if table else None
 
 
 @PAGE.section

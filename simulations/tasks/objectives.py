@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.data.data_set import DataSet, Kind
-from fedrot.simulations.data.domains import DomainData, metric_of
+from fedrot.simulations.data.domains import SEEN, UNSEEN, DomainData, metric_of
 from fedrot.simulations.data.encoding import (
     IGNORED,
     IMAGE,
@@ -21,7 +21,6 @@ from fedrot.simulations.data.encoding import (
     Batch,
     Encoded,
     EncodedTags,
-    EncodedText,
     Reader,
 )
 from fedrot.simulations.data.texts import TagData
@@ -81,9 +80,7 @@ class DomainClassification(Classification):
         known = ~labels.isnan()
         return binary_cross_entropy_with_logits(logits[known], labels[known])
 
-    def evaluate(
-        self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
-    ) -> dict[str, float]:
+    def evaluate(self, model: torch.nn.Module, encoded: Any, rows: np.ndarray) -> dict[str, float]:
         logits, labels = _logits(model, encoded, rows), encoded.labels[rows]
         if not np.isfinite(logits).all():
             return self.diverged()
@@ -99,8 +96,8 @@ class DomainClassification(Classification):
         unseen = [scores["macro_f1"] for domain, scores in found.items() if domain not in self.domains]
         own_scores = {metric_of(domain): scores["macro_f1"] for domain, scores in found.items()}
         return {
-            **({"macro_f1": float(np.mean([scores["macro_f1"] for scores in seen]))} if seen else {}),
-            **({"unseen_macro_f1": float(np.mean(unseen))} if unseen else {}),
+            **({SEEN: float(np.mean([scores["macro_f1"] for scores in seen]))} if seen else {}),
+            **({UNSEEN: float(np.mean(unseen))} if unseen else {}),
             **own_scores,
             "loss": float(np.mean([scores["loss"] for scores in seen or found.values()])),
         }

@@ -1,0 +1,128 @@
+"""The table of a grid that merges subsets of clients: pairs, and models added one by one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrot.simulations.data.domains import UNSEEN, metric_of
+from fedrot.simulations.report.summaries import CENTRAL, Row
+from fedrot.simulations.report.tables import pipe_table
+
+HEADER = ("setting", "start", "arm", "merged", "subsets", "own F1", "against own", "unseen F1", "grown")
+TEXTS = HEADER[:3]
+
+
+class _Place(NamedTuple):
+    """A line of the table."""
+
+    setting: str
+    start: str
+    arm: str
+    size: int
+
+
+class _Cell(NamedTuple):
+    setting: str
+    start: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class SubsetTable:
+    """Merged subsets of clients with domains of their own, after the last round; means over seeds ± sd.
+
+    ``lines`` have, by arm and number of merged clients: how many subsets; the mean macro F1 on the
+    subset's own domains; the mean relative change against each domain's own client alone (Jin et al.
+    2023, Figure 3); the mean macro F1 on unseen domains (Table 7); and that of the subset with the
+    clients that are best there by themselves (Figure 6).
+    """
+
+    lines: list[list[str]]
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        return pipe_table(HEADER, self.lines, TEXTS)
+
+
+def subset_table(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> SubsetTable | None:
+    """Return the table of subsets; None if no setting merges subsets of clients with domains."""
+    domains = {s["setting"]: _domains(s) for s in settings if any("#" in arm for arm in s["arms"])}
+    merged, alone = _scores([row for row in rows if domains.get(row["setting"])])
+    found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for (cell, arm), metrics in merged.items():
+        base, sharp, named = arm.partition("#")
+        own = domains[cell.setting]
+        clients = tuple(map(int, named.split("+"))) if sharp else tuple(range(len(own)))
+        place = _Place(cell.setting, cell.start, base, len(clients))
+        found[place][cell.seed].append(_line(clients, own, metrics, alone[cell]))
+    lines = [
+        [*place[:3], f"{place.size}", f"{max(map(len, by_seed.values()))}", *_shown(by_seed)]
+        for place, by_seed in sorted(found.items())
+    ]
+    return SubsetTable(lines) if lines else None
+
+
+def _domains(setting: Mapping[str, Any]) -> list[str]:
+    """Return the domain of every client; none if the clients are no domains."""
+    if setting.get("partition") != "column:domain":
+        return []
+    return sorted(name.strip() for name in str(setting["data"]).split(","))
+
+
+def _scores(
+    rows: Sequence[Row],
+) -> tuple[dict[tuple[_Cell, str], dict[str, float]], dict[_Cell, dict[int, dict[str, float]]]]:
+    """Return the last round's metrics of merged models, by cell and arm, and of clients alone."""
+    last = max((int(row["round"]) for row in rows), default=0)
+    merged: dict[tuple[_Cell, str], dict[str, float]] = defaultdict(dict)
+    alone: dict[_Cell, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if int(row["round"]) != last:
+            continue
+        cell = _Cell(str(row["setting"]), str(row["start"]), int(row["seed"]))
+        scope, _, client = str(row["scope"]).partition(":")
+        if scope == CENTRAL:
+            merged[cell, str(row["arm"])][str(row["metric"])] = float(row["value"])
+        elif scope == "alone":
+            alone[cell][int(client)][str(row["metric"])] = float(row["value"])
+    return merged, alone
+
+
+def _line(
+    clients: tuple[int, ...],
+    domains: Sequence[str],
+    merged: Mapping[str, float],
+    alone: Mapping[int, Mapping[str, float]],
+) -> np.ndarray:
+    """Return own F1, its relative change, unseen F1, and the latter again if the best are merged."""
+    own = np.array([merged[metric_of(domains[client])] for client in clients])
+    before = np.array([alone[client][metric_of(domains[client])] for client in clients])
+    unseen = merged.get(UNSEEN, np.nan)
+    order = sorted(alone, key=lambda client: -alone[client].get(UNSEEN, np.nan))
+    best = set(order[: len(clients)]) == set(clients)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = np.where(before > 0, own / before - 1, np.nan)
+    return np.array([own.mean(), np.nanmean(change), unseen, unseen if best else np.nan])
+
+
+def _shown(by_seed: Mapping[int, Sequence[np.ndarray]]) -> list[str]:
+    """Return the four numbers as text, with their spread over seeds."""
+    of_seeds = np.array([_means(np.array(lines)) for lines in by_seed.values()])
+    shown = []
+    for column, style in zip(of_seeds.T, (".3f", "+.1%", ".3f", ".3f"), strict=True):
+        known = column[~np.isnan(column)]
+        spread = f" ± {known.std(ddof=1):{style.lstrip('+')}}" if len(known) > 1 else ""
+        shown.append(f"{known.mean():{style}}{spread}" if len(known) else "-")
+    return shown
+
+
+def _means(lines: np.ndarray) -> np.ndarray:
+    """Return the means of columns over known values; NaN without any."""
+    known = ~np.isnan(lines)
+    sums, counts = np.where(known, lines, 0).sum(axis=0), known.sum(axis=0)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

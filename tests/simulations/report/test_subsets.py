@@ -1,0 +1,74 @@
+"""The table of merged subsets of clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedrot.simulations.report.subsets import HEADER, subset_table
+
+SETTING = {
+    "setting": "s",
+    "partition": "column:domain",
+    "data": "talk, books,news",
+    "arms": ["plain", "plain#0+1", "plain#0+2", "plain#1+2"],
+}
+#: F1 on (books, news, talk), the clients' order, and on unseen domains.
+ALONE = {0: (0.8, 0.1, 0.1, 0.2), 1: (0.1, 0.5, 0.1, 0.4), 2: (0.1, 0.1, 0.4, 0.3)}
+MERGED = {
+    "plain": (0.4, 0.4, 0.4, 0.35),
+    "plain#0+1": (0.6, 0.5, 0.0, 0.30),
+    "plain#0+2": (0.4, 0.0, 0.2, 0.10),
+    "plain#1+2": (0.0, 0.4, 0.4, 0.45),
+}
+NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
+
+
+def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
+    common = {"setting": "s", "start": "same", "seed": seed}
+    found = [
+        {
+            **common,
+            "round": number,
+            "arm": arm,
+            "scope": "central",
+            "metric": name,
+            "value": value + shift,
+        }
+        for number in (0, 1)
+        for arm, values in MERGED.items()
+        for name, value in zip(NAMES, values, strict=True)
+    ]
+    for client, values in ALONE.items():
+        of_client = {**common, "round": 1, "arm": "plain", "scope": f"alone:{client}"}
+        found += [{**of_client, "metric": n, "value": v} for n, v in zip(NAMES, values, strict=True)]
+    return found
+
+
+def test_pairs_and_all_clients_by_hand() -> None:
+    table = subset_table(rows(0), [SETTING])
+    assert table is not None
+    pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
+    assert (pairs["merged"], pairs["subsets"], whole["merged"], whole["subsets"]) == ("2", "3", "3", "1")
+    # Own domains of the three pairs: (0.6, 0.5), (0.4, 0.2), (0.4, 0.4).
+    assert float(pairs["own F1"]) == pytest.approx((0.55 + 0.3 + 0.4) / 3, abs=1e-3)
+    # (0.6 / 0.8, 0.5 / 0.5), (0.4 / 0.8, 0.2 / 0.4), (0.4 / 0.5, 0.4 / 0.4), less one each
+    assert pairs["against own"] == f"{(-0.125 - 0.5 - 0.1) / 3:+.1%}"
+    assert float(pairs["unseen F1"]) == pytest.approx((0.30 + 0.10 + 0.45) / 3, abs=1e-3)
+    # Clients 1 and 2 are the best on unseen domains by themselves.
+    assert (pairs["grown"], whole["grown"]) == ("0.450", "0.350")
+    assert whole["unseen F1"] == "0.350"
+
+
+def test_the_spread_is_over_seeds() -> None:
+    table = subset_table([*rows(0), *rows(1, shift=0.1)], [SETTING])
+    assert table is not None
+    whole = dict(zip(HEADER, table.lines[1], strict=True))
+    assert whole["own F1"] == "0.450 ± 0.071"
+    assert "± 0.071" in table.markdown()
+
+
+def test_runs_without_subsets_of_domains_have_no_table() -> None:
+    assert subset_table(rows(0), [{**SETTING, "arms": ["plain"]}]) is None
+    assert subset_table(rows(0), [{**SETTING, "partition": "iid"}]) is None

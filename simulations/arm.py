@@ -178,10 +178,10 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
     if aggregation in ENSEMBLES:
         raise ValueError(f"an ensemble needs no alignment; use '{aggregation}'")
     entry = _REGISTERED.get(aggregation)
-    if moves - {"options"} and entry is not None and not entry.follows_rotations:
+    if moves - {"chance"} and entry is not None and not entry.follows_rotations:
         raise ValueError(
             f"for '{aggregation}' clients align to the broadcast model, because its statistics cannot "
-            "follow rotations; leave out the anchor, the evidence and the guard"
+            "follow rotations; leave out the options, the anchor, the evidence and the guard"
         )
     return {"align": True, **chosen, **merged, **_moved(said, chosen["evidence"])}
 

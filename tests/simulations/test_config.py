@@ -407,6 +407,7 @@ BAD_ARMS = {
     "attention(depth=2)": "depth",
     "attention(ridge=strong)": "could not convert",
     "plain(layers=0)": "'plain'",
+    "attention(layers=0)/fisher": "leave out the options",
     "aligned/regmean(beta)": "'beta' is not of the form KEY=VALUE",
     "aligned/regmean(gamma=1)": "'regmean' has no argument 'gamma'; it has alpha, beta",
     "plain/mean(batches=4)": "'mean' needs no statistics",
@@ -441,6 +442,7 @@ def test_arms_have_options_arguments_and_clients() -> None:
     alone = Arm.parse("regmean(alpha=0)#1+2")
     assert (alone.align, alone.aggregation, alone.clients) == (False, "regmean", (1, 2))
     assert Arm.parse("ensemble#0+1").ensemble
+    assert Arm.parse("attention*0/fisher").chance == 0
     layerwise = Arm.parse("aligned/regmean++(alpha=0.5;batches=3)")
     assert (layerwise.align, layerwise.needs_updates, layerwise.batches) == (True, True, 3)
     with pytest.raises(ValueError, match=r"regmean\+\+ is for one round, not for 2"):

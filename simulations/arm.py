@@ -22,6 +22,15 @@ from fedrot.symmetry import WHOLE_MODEL
 #: activations on the clients' data (matched at the clients); or token counts, and then a common basis
 #: that the clients learn.
 EVIDENCE = ("probe", "weights", "tokens", "clients", "learned")
+#: Evidence that clients match by.
+AT_CLIENTS = ("clients", "learned")
+#: Options of an arm, with what reads their values.
+OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    "layers": lambda value: (int(value),) if value.isdigit() else value,
+    "within_heads": str,
+    "ridge": float,
+    "threshold": float,
+}
 
 #: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
 #: their probabilities.
@@ -52,7 +61,7 @@ _GRAMMAR = re.compile(
 SUBSETS: Mapping[str, Callable[[int], Iterator[tuple[int, ...]]]] = {
     "pairs": lambda count: itertools.combinations(range(count), 2),
     "subsets": lambda count: itertools.chain.from_iterable(
-        itertools.combinations(range(count), size) for size in range(2, count)
+        itertools.combinations(range(count), size) for size in range(2, max(count, 3))
     ),
 }
 
@@ -72,9 +81,9 @@ class Arm(BaseModel):
     ``OPTIONS`` are ``KEY=VALUE`` of ``AlignmentOptions``, separated by semicolons: ``layers=last:2``,
     ``layers=0``, ``ridge=0.1``, ``within_heads=permutation``.
 
-    Each may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments are
-    those of the aggregation, and ``batches`` limits what clients compute statistics from. ``regmean++``
-    is for one round, because its model stays at the server. ``ensemble`` is short for
+    Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments
+    are those of the aggregation, and ``batches`` limits what clients compute statistics from.
+    ``regmean++`` is for one round, because its model stays at the server. ``ensemble`` is short for
     ``plain/ensemble``. ``joined`` trains one model on all clients' data. ``#0+2`` at the end merges the
     replies of these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
     """
@@ -153,7 +162,8 @@ def expanded(arms: Sequence[str], clients: int) -> tuple[str, ...]:
     for arm in arms:
         before, _, kind = arm.partition("#")
         if kind in SUBSETS:
-            found += [f"{before}#{'+'.join(map(str, subset))}" for subset in SUBSETS[kind](clients)]
+            named = (f"{before}#{'+'.join(map(str, subset))}" for subset in SUBSETS[kind](clients))
+            found += [name for name in named if name not in found]
         else:
             found.append(arm)
     return tuple(found)
@@ -192,9 +202,17 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
     named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL, STREAM: WHOLE_MODEL}
     parts = named.get(what) or tuple(what.split("+"))
     other_basis = what == "aligned"
-    if evidence in ("clients", "learned") and not other_basis:
+    if evidence in AT_CLIENTS and not other_basis:
         raise ValueError(f"evidence '{evidence}' goes with 'aligned'")
-    changes = {key: _option(key, value) for key, value in _pairs(said.get("options", ""))}
+    if evidence in AT_CLIENTS and "options" in said:
+        raise ValueError(
+            f"with evidence '{evidence}' clients match by themselves; leave out the options"
+        )
+    options = _pairs(said.get("options", ""))
+    unknown = [key for key in options if key not in OPTIONS]
+    if unknown:
+        raise ValueError(f"unknown option '{unknown[0]}'; one of {', '.join(OPTIONS)}")
+    changes = {key: OPTIONS[key](value) for key, value in options.items()}
     try:
         chance = float(said["chance"]) if "chance" in said else AlignmentOptions.chance
         AlignmentOptions(**{"parts": parts, "chance": chance, **changes})
@@ -202,6 +220,8 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
         raise ValueError(f"{error} (or 'plain', 'aligned', 'whole', '{STREAM}')") from error
     if "colon" in said:
         Guard(said["guard"])
+        if said.get("aggregation") == LAYERWISE:
+            raise ValueError(f"a guard compares means, and '{LAYERWISE}' makes none")
     return {
         "parts": parts,
         "changes": changes,
@@ -212,28 +232,25 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
     }
 
 
-def _pairs(text: str) -> list[tuple[str, str]]:
+def _pairs(text: str) -> dict[str, str]:
     """Read ``key=value;key=value``."""
-    found = []
+    found: dict[str, str] = {}
     for part in filter(None, text.split(";")):
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"'{part}' is not of the form KEY=VALUE")
-        found.append((key.strip(), value.strip()))
+        if key.strip() in found:
+            raise ValueError(f"'{key.strip()}' is given twice")
+        found[key.strip()] = value.strip()
     return found
-
-
-def _option(key: str, value: str) -> Any:
-    """Return the value of an alignment option; a layer's number stands for this layer alone."""
-    if key == "layers":
-        return (int(value),) if value.isdigit() else value
-    return value if key == "within_heads" else float(value)
 
 
 def _arguments(aggregation: str, text: str) -> dict[str, Any]:
     """Return ``arguments`` and ``batches`` of an aggregation."""
-    found = {key: float(value) for key, value in _pairs(text)}
-    batches = found.pop("batches", 0)
+    found = {key: float(value) for key, value in _pairs(text).items()}
+    batches = found.pop("batches", None)
+    if batches is not None and (batches < 1 or batches % 1):
+        raise ValueError(f"batches is {batches:g}; give a whole number, at least 1")
     entry = _REGISTERED.get(aggregation)
     build = regmean_plus_plus if aggregation == LAYERWISE else entry and entry.build
     parameters = inspect.signature(build).parameters.values() if build else ()
@@ -242,9 +259,13 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
         if key not in known:
             listed = ", ".join(known) or "none"
             raise ValueError(f"'{aggregation}' has no argument '{key}'; it has {listed}")
+    if any(not 0 <= value < float("inf") for value in found.values()):
+        raise ValueError(f"arguments of '{aggregation}' are numbers from 0 on")
+    if entry and found:
+        entry.build(**found)  # raises FedrotError if a value does not fit
     if batches and not (aggregation == LAYERWISE or (entry and entry.needs)):
         raise ValueError(f"'{aggregation}' needs no statistics, so batches would change nothing")
-    return {"arguments": found, "batches": batches}
+    return {"arguments": found, "batches": int(batches or 0)}
 
 
 def _clients(said: Mapping[str, str]) -> tuple[int, ...]:
@@ -252,8 +273,9 @@ def _clients(said: Mapping[str, str]) -> tuple[int, ...]:
     if "clients" not in said:
         return ()
     numbers = said["clients"].split("+")
-    if not all(number.isdigit() for number in numbers) or len(set(numbers)) != len(numbers):
+    if not all(map(str.isdigit, numbers)) or sorted(set(map(int, numbers))) != [*map(int, numbers)]:
         raise ValueError(
-            f"'#{said['clients']}' names no clients; write #0+2, or #{' or #'.join(SUBSETS)}"
+            f"'#{said['clients']}' names no clients; write #0+2, in this order, or "
+            f"#{' or #'.join(SUBSETS)}"
         )
     return tuple(map(int, numbers))

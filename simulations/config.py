@@ -193,6 +193,10 @@ class SimulationConfig(BaseModel):
         for arm in arms:
             if arm.clients and max(arm.clients) >= self.clients:
                 raise ValueError(f"arm '{arm.name}': there are {self.clients} clients, counted from 0")
+            if arm.evidence == "learned" and "," in self.data:
+                raise ValueError(
+                    f"arm '{arm.name}': learning needs all labels of every row, and domains lack some"
+                )
             if arm.aggregation == LAYERWISE and self.rounds > 1:
                 raise ValueError(
                     f"arm '{arm.name}': {LAYERWISE} is for one round, not for {self.rounds}"

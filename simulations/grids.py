@@ -11,6 +11,9 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 
+#: The tables of a grid beside its entries.
+TABLES = ("base", "matrix", "quick")
+
 
 def bundled_grids(entries: str) -> dict[str, str]:
     """Return the text of each bundled grid of ``[[entries]]`` tables, by name."""
@@ -24,9 +27,9 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     """Return the ``[[entries]]`` tables of a grid, completed.
 
     ``[base]`` has what entries share. ``[matrix]`` has a list of values for each key: every entry stands
-    for all combinations, and their names have the values; an entry may have a ``matrix`` of its own.
-    ``[quick]`` is the small variant: values that replace those of all entries, ``matrix`` among them,
-    and ``only``, the settings that are kept.
+    for all combinations, and their names have the values. An entry may have a ``matrix`` of its own, or
+    a value in place of a list. ``[quick]`` is the small variant: values that replace those of all
+    entries, ``matrix`` among them, and ``only``, the settings that are kept.
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.
@@ -35,7 +38,7 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
 
     Raises:
         OSError, ValueError: no such grid, the file is no TOML, or these are no tables.
-        FedrotError: it has no small variant.
+        FedrotError: it has no small variant, or names tables or settings that do not exist.
     """
     described = tomllib.loads(_text(grid, entries))
     base, matrix, small = (described.get(name, {}) for name in ("base", "matrix", "quick"))
@@ -46,29 +49,52 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
             f"'{grid}' is no grid; write one [base], and [[{entries}]] before each {entries}; [matrix] "
             "has a list of values for each key"
         )
+    unknown = described.keys() - {*TABLES, "setting", "task"}
+    if unknown:
+        raise FedrotError(
+            f"'{grid}' has an unknown table '{min(unknown)}'; tables are {', '.join(TABLES)}, {entries}."
+        )
     if quick and not small:
         raise FedrotError(f"'{grid}' has no small variant; write one as the table [quick].")
-    changes = small if quick else {}
-    kept = changes.get("only", [entry.get("setting") for entry in found])
-    complete = []
-    for entry in found:
-        if entry.get("setting") in kept:
-            merged = {**base, "matrix": matrix, **entry, **changes}
-            points = _points(merged.pop("matrix"))
-            merged.pop("only", None)
-            complete += [{**merged, **point, **_named(entry, point)} for point in points]
-    return complete
+    changes = {**small} if quick else {}
+    chosen = _only(found, changes.pop("only", None))
+    return [complete for entry in chosen for complete in _completed(base, matrix, entry, changes)]
 
 
 def _has_matrix(table: Mapping[str, Any]) -> bool:
     matrix = table.get("matrix", {})
-    return isinstance(matrix, dict) and all(isinstance(values, list) for values in matrix.values())
+    return isinstance(matrix, dict) and all(
+        values and isinstance(values, list) for values in matrix.values()
+    )
 
 
-def _points(matrix: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield every combination of the values, by key."""
-    for values in itertools.product(*matrix.values()):
-        yield dict(zip(matrix, values, strict=True))
+def _only(found: Sequence[dict[str, Any]], names: object) -> list[dict[str, Any]]:
+    """Return the entries of these names, all of them for None."""
+    known = [str(entry.get("setting", "")) for entry in found]
+    if names is None:
+        return list(found)
+    wanted = names if isinstance(names, list) else [names]
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise FedrotError(
+            f"[quick] keeps only {wanted}; give a list of names among {', '.join(map(repr, known))}."
+        )
+    return [entry for name, entry in zip(known, found, strict=True) if name in wanted]
+
+
+def _completed(
+    base: Mapping[str, Any],
+    matrix: Mapping[str, Sequence[Any]],
+    entry: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Yield an entry at every point of its matrix."""
+    merged = {**base, "matrix": matrix, **entry, **changes}
+    single = entry.keys() | changes.keys()
+    lists = {key: values for key, values in merged.pop("matrix").items() if key not in single}
+    for values in itertools.product(*lists.values()):
+        point = dict(zip(lists, values, strict=True))
+        yield {**merged, **point, **_named(entry, point)}
 
 
 def _named(entry: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, str]:

@@ -74,7 +74,7 @@ def regmean_plus_plus(
 def merge_order(model: nn.Module) -> list[list[str]]:
     """Return the names of the tensors of every layer, first to last, then of what comes after layers.
 
-    What comes before the first layer (embeddings) is left out: it is averaged.
+    What comes before the first layer (embeddings) is left out, and what is tied to it: it is averaged.
 
     Raises:
         FedrotError: the model has no ``ModuleList`` of layers.
@@ -83,12 +83,15 @@ def merge_order(model: nn.Module) -> list[list[str]]:
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outer:
         raise FedrotError("The model has no list of layers (torch.nn.ModuleList).")
-    tensors = list(model.state_dict())
+    state = model.state_dict()
+    tensors = list(state)
     prefixes = [f"{name}.{i}." for name in outer for i in range(len(model.get_submodule(name)))]  # type: ignore[arg-type]
     layers = [[name for name in tensors if name.startswith(prefix)] for prefix in prefixes]
     inside = {name for layer in layers for name in layer}
     first = min(place for place, name in enumerate(tensors) if name in inside)
-    return [*layers, [name for name in tensors[first:] if name not in inside]]
+    before = {state[name].data_ptr() for name in tensors[:first]}
+    behind = [name for name in tensors[first:] if name not in inside]
+    return [*layers, [name for name in behind if state[name].data_ptr() not in before]]
 
 
 def _merged_part(

@@ -43,14 +43,18 @@ def load_domains(
     are for each domain. Of ``unseen`` domains the test rows are kept, with the labels that the task has.
 
     Raises:
-        DataError: as ``load_text_data``; a name occurs twice, a data set has scores or pairs, or an
-            unseen domain has none of the labels.
+        DataError: as ``load_text_data``; a name occurs twice, a data set has scores, pairs or classes
+            without names, or an unseen domain has none of the labels.
     """
     twice = sorted({name for name in (*names, *unseen) if (*names, *unseen).count(name) > 1})
     if twice:
         raise DataError(f"the data set '{twice[0]}' is named twice; name every domain once")
     loaded = {name: load_text_data(name, data_dir, **selection) for name in (*names, *unseen)}
+    if len(set(map(metric_of, loaded))) < len(loaded):
+        raise DataError(f"two domains have one file name among {', '.join(loaded)}; rename one of them")
     for name, data in loaded.items():
+        if data.kind == "single" and all(label.isdigit() for label in data.label_names):
+            raise DataError(f"the classes of '{name}' are numbers; domains are matched by labels' names")
         if data.kind == "regression" or data.train.pairs is not None:
             raise DataError(
                 f"'{name}' has scores or pairs of texts; domains are classes of single texts"

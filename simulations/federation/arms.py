@@ -66,13 +66,14 @@ def evaluate_together(
 
     def candidate(update: Update) -> Candidate:
         rows, _ = task.client_rows(seed, update.client)
-        limit = int(arm.batches or STATISTICS_BATCHES) * STATISTICS_BATCH
+        limit = (arm.batches or STATISTICS_BATCHES) * STATISTICS_BATCH
         how = (shell, rows, limit, STATISTICS_BATCH, seed * 1_000 + update.client)
         batches = partial(training.step_batches, task, *how)
         return Candidate(update.tensors, update.weight, batches, update.statistics.get(TRAINED))
 
     arguments: dict[str, Any] = arm.arguments
-    merged = regmean_plus_plus(shell, [candidate(update) for update in updates], **arguments)
+    candidates = [candidate(update) for update in updates]
+    merged = regmean_plus_plus(shell, candidates, max_batches=None, **arguments)
     return evaluate_held_out(task, with_state(shell, merged))
 
 

@@ -64,7 +64,7 @@ class ClientJob:
     count: bool  # The client reports how often each token occurs in its texts.
     align: tuple[str, ...]  # Parts that the client itself aligns.
     chance: float  # See AlignmentOptions.
-    statistics_batches: int  # Largest number of batches for statistics; 0 for the kind's own limit.
+    statistics_batches: int  # Batches that statistics come from; 0: the limit of their kind.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -251,7 +251,7 @@ def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRe
         for kind in kinds:
             limit = job.statistics_batches * STATISTICS_BATCH or len(job.rows)
             batches = job.batches(limit, STATISTICS_BATCH)
-            found |= kind_named(kind).collected(model, batches)
+            found |= kind_named(kind).collected(model, batches, limited=not job.statistics_batches)
         return statistics_record(found).to_torch_state_dict(), {}
 
     key = _hashed([kinds, job.stream, job.statistics_batches], ArrayRecord(state))

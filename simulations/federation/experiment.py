@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from logging import INFO
 from pathlib import Path
@@ -209,7 +209,7 @@ class ArmStrategy(FedRot):
         at_server = arm.align and not arm.aligns_at_clients
         other_basis = OtherBasis(
             model=cell.model if arm.evidence == "probe" else None,
-            options=OTHER_BASIS_OPTIONS if arm.other_basis else arm.options,
+            options=replace(OTHER_BASIS_OPTIONS, **arm.changes) if arm.other_basis else arm.options,
             at_clients=arm.evidence == "clients",
             learning_passes=LEARNING_PASSES if arm.evidence == "learned" else 0,
         )

@@ -132,10 +132,12 @@ class GridFolder:
 
 
 def _held(path: Path) -> list[dict[str, Any]]:
-    """Return the settings of a folder, none if it is new."""
+    """Return the settings of a folder, none if it is new; fields that came later have their defaults."""
     file = path / "config.json"
-    held: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {"settings": []}
-    return list(held["settings"])
+    if not file.is_file():
+        return []
+    defaults = SimulationConfig().model_dump(mode="json")
+    return [{**defaults, **settings} for settings in json.loads(file.read_text("utf-8"))["settings"]]
 
 
 def _united(

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 LEVEL = 0.05
 METRIC = "loss"
 BETTER, WORSE, NOTHING, SAME = "better", "worse", "within noise", "plain averaging"
+#: Differences without a test: a model diverged, or there are no two seeds.
+UNKNOWN = "not known"
 #: Colours of verdicts that colour-blind readers can tell apart.
-COLOURS = {BETTER: "#56B4E9", WORSE: "#E69F00", NOTHING: "0.85", SAME: "white"}
+COLOURS = {BETTER: "#56B4E9", WORSE: "#E69F00", NOTHING: "0.85", SAME: "white", UNKNOWN: "#F0E442"}
 #: What a setting's name ends in, see ``read_grid``.
 _MATRIX = ("local_epochs", "partition")
 
@@ -31,7 +33,8 @@ class Regime:
     """One cell of the map: an arm's loss minus plain averaging's, with one start of one setting.
 
     ``p`` is corrected for all cells of the map (Holm). ``verdict`` is "better" or "worse" if ``p`` is
-    below ``LEVEL``, "plain averaging" if nothing above rounding differs, else "within noise".
+    below ``LEVEL``, "plain averaging" if nothing above rounding differs, "not known" if a model diverged
+    or there are no two seeds, else "within noise".
     """
 
     model: str
@@ -45,7 +48,9 @@ class Regime:
     def verdict(self) -> str:
         if self.difference.verdict in ("identical", "equal but for rounding"):
             return SAME
-        if not self.p < LEVEL:
+        if math.isnan(self.p):
+            return UNKNOWN
+        if self.p >= LEVEL:
             return NOTHING
         return BETTER if self.difference.mean < 0 else WORSE
 
@@ -84,15 +89,16 @@ def regimes(
 
 def _model_of(setting: Mapping[str, Any]) -> str:
     """Return the name of a setting without the values of the matrix; empty if it has none."""
-    name = str(setting["setting"])
-    for key in reversed(_MATRIX):
+    parts = str(setting["setting"]).split(", ")
+    for key in _MATRIX:
         value = setting.get(key)
-        shown = f"{value:g}" if isinstance(value, float) else value
-        stem = name.removesuffix(f", {key.replace('_', ' ')} {shown}")
-        if stem == name:
+        written = {f"{key.replace('_', ' ')} {value}"}
+        written |= {f"{key.replace('_', ' ')} {value:g}"} if isinstance(value, float) else set()
+        kept = [part for part in parts if part not in written]
+        if len(kept) == len(parts):
             return ""
-        name = stem
-    return name
+        parts = kept
+    return ", ".join(parts)
 
 
 def summary(found: Sequence[Regime]) -> str:
@@ -171,4 +177,6 @@ def _legend(figure: Any) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:+{number_style(value)}}" if abs(value) >= 0.0005 else "0.000"
+    if math.isnan(value):
+        return "nan"
+    return "0.000" if abs(value) < 0.0005 else f"{value:+{number_style(value)}}"

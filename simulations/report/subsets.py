@@ -51,15 +51,16 @@ class SubsetTable:
 
 def subset_table(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> SubsetTable | None:
     """Return the table of subsets; None if no setting merges subsets of clients with domains."""
-    domains = {s["setting"]: _domains(s) for s in settings if any("#" in arm for arm in s["arms"])}
-    merged, alone = _scores([row for row in rows if domains.get(row["setting"])])
+    domains = {setting["setting"]: own for setting in settings if (own := _domains(setting))}
+    merged, alone = _scores([row for row in rows if row["setting"] in domains])
     found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for (cell, arm), metrics in merged.items():
         base, sharp, named = arm.partition("#")
         own = domains[cell.setting]
         clients = tuple(map(int, named.split("+"))) if sharp else tuple(range(len(own)))
-        place = _Place(cell.setting, cell.start, base, len(clients))
-        found[place][cell.seed].append(_line(clients, own, metrics, alone[cell]))
+        if alone[cell].keys() >= set(clients):  # others are not finished
+            place = _Place(cell.setting, cell.start, base, len(clients))
+            found[place][cell.seed].append(_line(clients, own, metrics, alone[cell]))
     lines = [
         [*place[:3], f"{place.size}", f"{max(map(len, by_seed.values()))}", *_shown(by_seed)]
         for place, by_seed in sorted(found.items())
@@ -68,21 +69,21 @@ def subset_table(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> 
 
 
 def _domains(setting: Mapping[str, Any]) -> list[str]:
-    """Return the domain of every client; none if the clients are no domains."""
-    if setting.get("partition") != "column:domain":
-        return []
-    return sorted(name.strip() for name in str(setting["data"]).split(","))
+    """Return the domain of every client; none if clients are not merged once, by domain and subset."""
+    names = sorted(name.strip() for name in str(setting.get("data")).split(","))
+    each = setting.get("partition") == "column:domain" and setting.get("clients") == len(names) > 1
+    subsets = setting.get("rounds") == 1 and any("#" in arm for arm in setting.get("arms", ()))
+    return names if each and subsets else []
 
 
 def _scores(
     rows: Sequence[Row],
 ) -> tuple[dict[tuple[_Cell, str], dict[str, float]], dict[_Cell, dict[int, dict[str, float]]]]:
-    """Return the last round's metrics of merged models, by cell and arm, and of clients alone."""
-    last = max((int(row["round"]) for row in rows), default=0)
+    """Return the metrics of merged models, by cell and arm, and of clients alone, after the round."""
     merged: dict[tuple[_Cell, str], dict[str, float]] = defaultdict(dict)
     alone: dict[_Cell, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        if int(row["round"]) != last:
+        if int(row["round"]) != 1:
             continue
         cell = _Cell(str(row["setting"]), str(row["start"]), int(row["seed"]))
         scope, _, client = str(row["scope"]).partition(":")
@@ -100,19 +101,20 @@ def _line(
     alone: Mapping[int, Mapping[str, float]],
 ) -> np.ndarray:
     """Return own F1, its relative change, unseen F1, and the latter again if the best are merged."""
-    own = np.array([merged[metric_of(domains[client])] for client in clients])
-    before = np.array([alone[client][metric_of(domains[client])] for client in clients])
+    names = [metric_of(domains[client]) for client in clients]
+    own = np.array([merged.get(name, np.nan) for name in names])
+    before = np.array([alone[c].get(name, np.nan) for c, name in zip(clients, names, strict=True)])
     unseen = merged.get(UNSEEN, np.nan)
     order = sorted(alone, key=lambda client: -alone[client].get(UNSEEN, np.nan))
     best = set(order[: len(clients)]) == set(clients)
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.where(before > 0, own / before - 1, np.nan)
-    return np.array([own.mean(), np.nanmean(change), unseen, unseen if best else np.nan])
+    return np.array([own.mean(), _mean(change), unseen, unseen if best else np.nan])
 
 
 def _shown(by_seed: Mapping[int, Sequence[np.ndarray]]) -> list[str]:
     """Return the four numbers as text, with their spread over seeds."""
-    of_seeds = np.array([_means(np.array(lines)) for lines in by_seed.values()])
+    of_seeds = np.array([[_mean(column) for column in np.array(lines).T] for lines in by_seed.values()])
     shown = []
     for column, style in zip(of_seeds.T, (".3f", "+.1%", ".3f", ".3f"), strict=True):
         known = column[~np.isnan(column)]
@@ -121,8 +123,7 @@ def _shown(by_seed: Mapping[int, Sequence[np.ndarray]]) -> list[str]:
     return shown
 
 
-def _means(lines: np.ndarray) -> np.ndarray:
-    """Return the means of columns over known values; NaN without any."""
-    known = ~np.isnan(lines)
-    sums, counts = np.where(known, lines, 0).sum(axis=0), known.sum(axis=0)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+def _mean(values: np.ndarray) -> float:
+    """Return the mean of the known values; NaN without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else np.nan

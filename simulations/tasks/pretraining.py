@@ -16,7 +16,7 @@ from fedrot.simulations.tasks.task import task_of
 def load_pretrained(model: nn.Module, config: SimulationConfig, seed: int = 0) -> None:
     """Load what ``config.pretraining`` trains into a model in place; its task head stays as it is.
 
-    Clients who use one pretrained model use the same ``seed``, whatever the seed of a run.
+    Models that share one pretrained start are given the same ``seed``, whatever the seed of a run.
 
     Raises:
         DataError: the texts cannot be used.

@@ -416,7 +416,17 @@ BAD_ARMS = {
     "plain/regmean++(beta=1)": "'regmean++' has no argument 'beta'; it has alpha",
     "plain#": "'#' names no clients",
     "plain#0+0": "'#0+0' names no clients",
-    "plain#triples": "'#triples' names no clients; write #0+2, or #pairs or #subsets",
+    "plain#triples": "'#triples' names no clients; write #0+2, in this order, or #pairs or #subsets",
+    "plain#1+0": "'#1+0' names no clients",
+    "plain#00+0": "'#00+0' names no clients",
+    "attention(chance=3)*2": "unknown option 'chance'; one of layers, within_heads, ridge, threshold",
+    "attention(canonical=1)": "unknown option 'canonical'",
+    "attention(layers=0;layers=1)": "'layers' is given twice",
+    "aligned/regmean(alpha=3)": "alpha is 3.0",
+    "aligned/regmean(alpha=nan)": "are numbers from 0 on",
+    "aligned/regmean(batches=-3)": "batches is -3; give a whole number, at least 1",
+    "aligned(layers=0)~clients": "clients match themselves; leave out the options",
+    "aligned:loss/regmean++": "a guard compares means, and 'regmean++' makes none",
     "joined#0+1": "'joined'",
     "aligned)": "'aligned)'",
     "output~learned": "'learned' goes with 'aligned'",
@@ -457,6 +467,9 @@ def test_subsets_of_clients_are_written_out() -> None:
     four = SimulationConfig.from_flat({"clients": 4, "arms": "plain,plain#subsets"}).arms
     assert len(four) == 2 + 6 + 4 - 1
     assert four[-1] == "plain#1+2+3"
+    three = SimulationConfig(clients=3, arms=("plain#pairs", "plain#subsets")).arms
+    assert three == SimulationConfig(clients=3, arms=("plain#pairs",)).arms
+    assert SimulationConfig(clients=2, arms=("plain#subsets",)).arms == ("plain#0+1",)
     with pytest.raises(ValueError, match=r"arm 'plain#0\+3': there are 3 clients, counted from 0"):
         SimulationConfig(clients=3, arms=("plain#0+3",))
 

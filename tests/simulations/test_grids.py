@@ -82,13 +82,44 @@ def test_a_setting_may_have_a_matrix_of_its_own(grid: Path) -> None:
 
 
 def test_a_grid_without_a_quick_variant_is_refused(grid: Path) -> None:
-    grid.write_text(GRID.replace("[quick]", "[other]"))
+    start, end = GRID.index("[quick]"), GRID.index("[[setting]]")
+    grid.write_text(GRID[:start] + GRID[end:])
     assert len(read_grid(grid, "setting")) == 8
     with pytest.raises(FedrotError, match=r"no small variant; write one as the table \[quick\]"):
         read_grid(grid, "setting", quick=True)
 
 
-@pytest.mark.parametrize("matrix", ["matrix = 3", "[matrix]\nclients = 3", "[quick]\nmatrix = [3]"])
+def test_a_value_wins_over_the_lists_of_the_matrix(grid: Path) -> None:
+    grid.write_text(f"{GRID}local_epochs = 9\n")
+    large = read_grid(grid, "setting")[4:]
+    assert [(entry["local_epochs"], entry["partition"]) for entry in large] == [
+        (9, "iid"),
+        (9, "dirichlet:0.3"),
+    ]
+    assert large[0]["setting"] == "large, partition iid"
+    grid.write_text(GRID.replace("seeds = [0]\n", "partition = 'keyclass:1'\n"))
+    (quick,) = read_grid(grid, "setting", quick=True)
+    assert quick["partition"] == "keyclass:1"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('only = ["small"]', 'only = ["tiny"]', r"keeps only \['tiny'\]; .* among 'small', 'large'"),
+        ('only = ["small"]', "only = 3", r"keeps only \[3\]"),
+        ('only = ["small"]', "only = []", r"keeps only \[\]"),
+        ("[base]", "[bse]", "unknown table 'bse'; tables are base, matrix, quick, setting"),
+    ],
+)
+def test_what_a_grid_names_has_to_exist(before: str, after: str, message: str, grid: Path) -> None:
+    grid.write_text(GRID.replace(before, after))
+    with pytest.raises(FedrotError, match=message):
+        read_grid(grid, "setting", quick=True)
+
+
+@pytest.mark.parametrize(
+    "matrix", ["matrix = 3", "[matrix]\nclients = []", "[matrix]\nclients = 3", "[quick]\nmatrix = [3]"]
+)
 def test_a_matrix_is_a_list_for_each_key(matrix: str, grid: Path) -> None:
     grid.write_text(f"{matrix}\n[[setting]]\nclients = 2\n")
     with pytest.raises(ValueError, match=r"\[matrix\] has a list of values for each key"):

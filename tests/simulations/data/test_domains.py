@@ -145,6 +145,8 @@ def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
         (["news", "news"], [], "'news' is named twice"),
         (["news", "talk"], ["talk"], "'talk' is named twice"),
         (["news", "scores"], [], "'scores' has scores or pairs of texts"),
+        (["news", "numbers"], [], "the classes of 'numbers' are numbers"),
+        (["news", "sub/news.parquet"], [], "two domains have one file name"),
         (["news"], ["other"], "'other' has none of the labels sunny, gloomy; it has furious, shy"),
     ],
 )
@@ -152,9 +154,17 @@ def test_what_is_no_domain_is_named(
     names: list[str], unseen: list[str], message: str, folder: Path
 ) -> None:
     write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
+    write(folder / "numbers.parquet", text=["a"] * 10, label=[0, 1] * 5)
+    (folder / "sub").mkdir()
+    corpus(folder / "sub" / "news.parquet", ("sunny", "gloomy"), 4)
     corpus(folder / "other.parquet", ("furious", "shy"), 3)
     with pytest.raises(DataError, match=message):
         load_domains(names, folder, unseen)
+
+
+def test_learning_with_unknown_labels_is_refused() -> None:
+    with pytest.raises(ValueError, match="learning needs all labels of every row"):
+        SimulationConfig.from_flat({"data": "a,b", "arms": "plain,aligned~learned"})
 
 
 def test_unseen_data_are_for_classification() -> None:

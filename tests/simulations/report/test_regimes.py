@@ -69,6 +69,25 @@ def test_every_cell_has_its_verdict_corrected_for_all_of_them() -> None:
     assert "Of 4 cells: 1 better, 1 worse, 1 within noise, 1 plain averaging." in summary(found)
 
 
+def test_cells_without_a_test_are_not_known() -> None:
+    one_seed = regimes([row for row in rows() if row["seed"] == 0], SETTINGS)
+    assert [regime.verdict for regime in one_seed[1:]] == ["not known"] * 3
+    broken = [{**row, "value": math.nan} if row["arm"] == "aligned" else row for row in rows()]
+    assert {regime.verdict for regime in regimes(broken, SETTINGS)} == {"not known"}
+    assert "| nan | nan | not known |" in markdown(regimes(broken, SETTINGS))
+
+
+def test_the_order_of_the_matrix_and_other_keys_do_not_matter() -> None:
+    def renamed(old: str) -> str:
+        stem, epochs, partition = old.split(", ")
+        return f"{stem}, {partition}, {epochs}.0, clients 4"
+
+    settings = [{**s, "setting": renamed(s["setting"])} for s in SETTINGS]
+    found = regimes([{**row, "setting": renamed(row["setting"])} for row in rows()], settings)
+    assert [regime.verdict for regime in found] == VERDICTS
+    assert {regime.model for regime in found} == {"encoder, clients 4"}
+
+
 def test_the_map_of_an_earlier_round_ignores_later_ones() -> None:
     worse = [{**row, "value": row["value"] + 9 * (row["arm"] == "aligned")} for row in rows(3)]
     both = [*rows(2), *worse]

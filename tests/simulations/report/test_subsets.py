@@ -11,6 +11,8 @@ from fedrot.simulations.report.subsets import HEADER, subset_table
 SETTING = {
     "setting": "s",
     "partition": "column:domain",
+    "clients": 3,
+    "rounds": 1,
     "data": "talk, books,news",
     "arms": ["plain", "plain#0+1", "plain#0+2", "plain#1+2"],
 }
@@ -72,3 +74,13 @@ def test_the_spread_is_over_seeds() -> None:
 def test_runs_without_subsets_of_domains_have_no_table() -> None:
     assert subset_table(rows(0), [{**SETTING, "arms": ["plain"]}]) is None
     assert subset_table(rows(0), [{**SETTING, "partition": "iid"}]) is None
+    assert subset_table(rows(0), [{**SETTING, "clients": 2}]) is None
+    assert subset_table(rows(0), [{**SETTING, "rounds": 2}]) is None
+
+
+def test_unfinished_cells_and_missing_scores_are_left_out() -> None:
+    joined = [{**row, "arm": "joined"} for row in rows(0) if row["scope"] == "central"]
+    assert subset_table(joined, [SETTING]) is None
+    table = subset_table([row for row in rows(0) if row["metric"] != "f1_talk"], [SETTING])
+    assert table is not None
+    assert table.lines[1][5] == "-"

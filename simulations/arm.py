@@ -205,9 +205,7 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
     if evidence in AT_CLIENTS and not other_basis:
         raise ValueError(f"evidence '{evidence}' goes with 'aligned'")
     if evidence in AT_CLIENTS and "options" in said:
-        raise ValueError(
-            f"with evidence '{evidence}' clients match by themselves; leave out the options"
-        )
+        raise ValueError(f"with evidence '{evidence}' clients match themselves; leave out the options")
     options = _pairs(said.get("options", ""))
     unknown = [key for key in options if key not in OPTIONS]
     if unknown:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from logging import INFO
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common import log
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -30,14 +27,14 @@ from fedrot.simulations.federation.arms import (
     train_joined,
 )
 from fedrot.simulations.federation.client_app import ALONE
+from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.run_folder import Rows, RunFolder
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRot, Guard
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
-from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import client_id, own_id
+from fedrot.strategies.round.inbox import own_id
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import Execution, OtherBasis, Reporting
 
@@ -45,9 +42,6 @@ from fedrot.strategies.settings import Execution, OtherBasis, Reporting
 Progress = Callable[[str, int, int], None]
 #: Passes in which the clients of an arm that learns find a common basis.
 LEARNING_PASSES = 3
-
-#: Seconds between two looks for replies; Flower's default of seconds is long beside rounds this short.
-PAUSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -299,53 +293,3 @@ def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any
         assert client is not None, "our ClientApp always names itself"
         found.append((client, dict(metrics)))
     return sorted(found, key=lambda pair: pair[0])
-
-
-class Interrupted(Exception):
-    """The user asked to stop; the finished part of the run is in the run folder."""
-
-
-class OrderedGrid(LazyGrid):
-    """A grid of ``nodes`` nodes in the order of their partition ids.
-
-    Node ids are random: without an order, two runs of one seed would sample different clients.
-
-    Raises:
-        Interrupted: by any wait, once ``stop`` is set.
-        RuntimeError: the nodes do not hold the partitions 0 to ``nodes - 1``.
-    """
-
-    def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
-        super().__init__(grid)
-        self._stop = stop
-        self._nodes = list(grid.get_node_ids())
-        while len(self._nodes) < nodes:
-            log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
-            self._wait(1.0)
-            self._nodes = list(grid.get_node_ids())
-        query = MessageType.QUERY
-        questions = [Message(RecordDict(), dst_node_id=n, message_type=query) for n in self._nodes]
-        answers = self.send_and_receive(questions)
-        own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
-        if sorted(own.values()) != list(range(nodes)):
-            raise RuntimeError(
-                f"The {len(self._nodes)} nodes hold the partitions {sorted(own.values())}, but the "
-                f"configuration has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
-            )
-        self._nodes.sort(key=own.__getitem__)
-
-    def _wait(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise Interrupted
-
-    def pause(self, seconds: float) -> None:
-        self._wait(min(seconds, PAUSE))
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self._nodes)
-
-    def of(self, clients: Sequence[int]) -> OrderedGrid:
-        """Return the grid of these partition ids alone."""
-        grid = copy.copy(self)
-        grid._nodes = [self._nodes[client] for client in clients]
-        return grid

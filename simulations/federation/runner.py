@@ -109,7 +109,7 @@ def simulate(
         FedrotError: data, partition or model cannot be used, or the machine has fewer GPUs.
         RuntimeError: a simulation failed; the finished part is in the folder.
     """
-    from fedrot.simulations.federation.experiment import Interrupted
+    from fedrot.simulations.federation.ordered_grid import Interrupted
 
     if not dry_run:
         refuse_used(out)
@@ -157,7 +157,8 @@ def _run(
     from flwr.simulation import run_simulation
 
     from fedrot.simulations.federation.client_app import app as client_app
-    from fedrot.simulations.federation.experiment import Interrupted, run_cells
+    from fedrot.simulations.federation.experiment import run_cells
+    from fedrot.simulations.federation.ordered_grid import Interrupted
 
     server_app = ServerApp()
     failure: list[BaseException] = []

@@ -343,6 +343,27 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize("limit", [0, 2])
+def test_statistics_come_from_as_many_batches_as_asked_for(
+    limit: int, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for replaces the kind's own limit, which is smaller or larger."""
+    seen: list[tuple[int, dict[str, Any]]] = []
+    gram = STATISTIC_KINDS["gram"]
+
+    def collect(model: Any, batches: Any, **options: Any) -> Any:
+        found = list(batches)
+        seen.append((len(found), options))
+        assert gram.collect is not None
+        return gram.collect(model, found, **options)
+
+    monkeypatch.setitem(STATISTIC_KINDS, "gram", replace(gram, collect=collect))
+    ask(task.config, initial(task.config), 0, statistics="gram", batches=limit)
+    rows = len(task.client_rows(0, 0)[0])
+    assert seen == [(limit, {"max_batches": None}) if limit else (math.ceil(rows / 16), {})]
+
+
+@pytest.mark.usefixtures("untrained")
 def test_statistics_are_computed_once_for_one_update(
     task: Task, tmp_path: Path, collected: list[str]
 ) -> None:

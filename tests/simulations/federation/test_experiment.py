@@ -16,7 +16,8 @@ from flwr.app import Context, Message, RecordDict
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app
-from fedrot.simulations.federation.experiment import Interrupted, run_cells
+from fedrot.simulations.federation.experiment import run_cells
+from fedrot.simulations.federation.ordered_grid import Interrupted
 from fedrot.simulations.federation.run_folder import RunFolder, read_rows
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of

@@ -161,6 +161,19 @@ def test_results_of_other_settings_are_not_mixed(grid: Path, tmp_path: Path, cha
     assert cells(tmp_path / "run") == before
 
 
+def test_a_folder_from_before_a_field_existed_goes_on(grid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    grid.write_text(GRID.replace('arms = ["plain", "aligned", "joined"]', 'arms = ["plain"]'))
+    simulated(out, "compare", grid)
+    config = json.loads((out / "config.json").read_text())
+    for setting in config["settings"]:
+        assert setting.pop("unseen_data") == ""
+    (out / "config.json").write_text(json.dumps(config))
+    before = cells(out)
+    simulated(out, "compare", grid)
+    assert cells(out) == before
+
+
 def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()

@@ -1,0 +1,68 @@
+"""``OrderedGrid``: the nodes of a run in the order of their partition ids, until the user stops it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Sequence
+from logging import INFO
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.round.inbox import client_id
+
+#: Seconds between two looks for replies; Flower's default of seconds is long beside rounds this short.
+PAUSE = 0.02
+
+
+class Interrupted(Exception):
+    """The user asked to stop; the finished part of the run is in the run folder."""
+
+
+class OrderedGrid(LazyGrid):
+    """A grid of ``nodes`` nodes in the order of their partition ids.
+
+    Node ids are random: without an order, two runs of one seed would sample different clients.
+
+    Raises:
+        Interrupted: by any wait, once ``stop`` is set.
+        RuntimeError: the nodes do not hold the partitions 0 to ``nodes - 1``.
+    """
+
+    def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
+        super().__init__(grid)
+        self._stop = stop
+        self._nodes = list(grid.get_node_ids())
+        while len(self._nodes) < nodes:
+            log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
+            self._wait(1.0)
+            self._nodes = list(grid.get_node_ids())
+        query = MessageType.QUERY
+        questions = [Message(RecordDict(), dst_node_id=n, message_type=query) for n in self._nodes]
+        answers = self.send_and_receive(questions)
+        own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
+        if sorted(own.values()) != list(range(nodes)):
+            raise RuntimeError(
+                f"The {len(self._nodes)} nodes hold the partitions {sorted(own.values())}, but the "
+                f"configuration has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
+            )
+        self._nodes.sort(key=own.__getitem__)
+
+    def _wait(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Interrupted
+
+    def pause(self, seconds: float) -> None:
+        self._wait(min(seconds, PAUSE))
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._nodes)
+
+    def of(self, clients: Sequence[int]) -> OrderedGrid:
+        """Return the grid of these partition ids alone."""
+        grid = copy.copy(self)
+        grid._nodes = [self._nodes[client] for client in clients]
+        return grid

@@ -136,7 +136,7 @@ def _held(path: Path) -> list[dict[str, Any]]:
     file = path / "config.json"
     if not file.is_file():
         return []
-    defaults = SimulationConfig().model_dump(mode="json")
+    defaults = SimulationConfig.model_validate({}).model_dump(mode="json")
     return [{**defaults, **settings} for settings in json.loads(file.read_text("utf-8"))["settings"]]
 
 

@@ -61,6 +61,9 @@ def simulate(
 ) -> None:
     """Compare aligned with plain averaging in Flower's simulation engine."""
     config = SimulationConfig.from_flat({**settings, "first_seed": first_seed})
+    # Settings of a grid may share the key; here it would change nothing.
+    if config.pretrain_data and "pretrained" not in config.starts:
+        raise ValueError("--pretrain-data goes with --start pretrained")
     if not runner.simulate(config, out, command_line(), console, gpus=gpus, dry_run=dry_run):
         raise KeyboardInterrupt
 

@@ -37,6 +37,7 @@ BAD_OPTIONS = {
     "unknown aggregation": (["--arms", "aligned/median"], "regmean"),
     "ensemble of language models": (["--task", "mlm", "--arms", "ensemble"], "ensembles are for task"),
     "aligned ensemble": (["--arms", "aligned/ensemble"], "needs no alignment"),
+    "texts for no pretraining": (["--pretrain-data", "sst2"], "goes with --start pretrained"),
     "soup without held-out rows": (["--arms", "greedy", "--holdout", "0"], "holdout must not be 0"),
     "unknown task": (["--task", "translation"], "mlm"),
     "unknown architecture": (["--architecture", "rnn"], "'bert', 'gpt2', 'llama' or 'vit'"),

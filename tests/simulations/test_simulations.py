@@ -85,7 +85,9 @@ def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) ->
         assert rows[arm, "fedrot-stream-moved"] > 16
     assert rows["attention+ffn", "fedrot-stream-moved"] == 0
     losses = {arm: central(tmp_path / "run", "different", arm, "loss", 1) for arm in arms}
-    assert len(set(losses.values())) == len(arms), "every arm averages other models"
+    # Of attention and neurons alone nothing moved: that is plain averaging to the last bit.
+    assert losses["attention+ffn"] == losses["plain"]
+    assert len(set(losses.values())) == len(arms) - 1, "the others average other models"
     assert "matched at the server" not in (tmp_path / "run" / "flower.log").read_text()
 
 

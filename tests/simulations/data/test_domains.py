@@ -18,9 +18,9 @@ from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from tests.simulations.commands import invoke
 from tests.simulations.data.test_data import write
 from tests.simulations.federation.test_arms import ask, initial
+from tests.simulations.in_process import simulated
 
 WORDS = ("sunny", "gloomy", "furious", "shy")
 SMALL: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "max_length": 16, "clients": 2}
@@ -125,12 +125,11 @@ def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
     options = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", value)]
     arms = ["plain", "aligned", "plain/regmean", "plain/fisher", "plain/regmean++", "plain#0+1"]
     common = ("--partition", "column:domain", "--rounds", 1, "--seeds", 1, "--data-dir", folder)
-    code, output = invoke(
+    simulated(
+        tmp_path / "run",
         *("simulate", *options, *common, "--data", "news,talk", "--unseen-data", "books"),
-        *("--arms", ",".join(arms), "--holdout", 0, "--local-epochs", 8),
-        *("--lr", 0.01, "--out", tmp_path / "run"),
+        *("--arms", ",".join(arms), "--holdout", 0, "--local-epochs", 8, "--lr", 0.01),
     )
-    assert code == 0, output
     lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["round"] == 1]
     losses = {r["arm"]: r["value"] for r in rows if r["scope"] == "central" and r["metric"] == "loss"}

@@ -189,7 +189,17 @@ def test_a_run_and_its_compact_copy_are_diagnosed_by_arm(tmp_path: Path) -> None
     assert {number for one in found for number in one["rounds"]} == {1, 2}
     assert all(line["chance"] is not None for one in found for line in one["clients"])
     small = compact(run, tmp_path / "small")
-    assert read(small) == found
+    # Compact copies have distances as float32.
+    assert rounded(read(small)) == rounded(found)
+
+
+def rounded(found: Any) -> Any:
+    """Return JSON values with all numbers to five digits."""
+    if isinstance(found, dict):
+        return {key: rounded(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [rounded(value) for value in found]
+    return float(f"{found:.5g}") if isinstance(found, float) else found
 
 
 def test_replies_that_were_matched_as_whole_models(tmp_path: Path) -> None:

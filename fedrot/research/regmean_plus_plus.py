@@ -79,13 +79,15 @@ def merge_order(model: nn.Module) -> list[list[str]]:
     Raises:
         FedrotError: the model has no ``ModuleList`` of layers.
     """
-    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = {
+        name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
+    }
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outer:
         raise FedrotError("The model has no list of layers (torch.nn.ModuleList).")
     state = model.state_dict()
     tensors = list(state)
-    prefixes = [f"{name}.{i}." for name in outer for i in range(len(model.get_submodule(name)))]  # type: ignore[arg-type]
+    prefixes = [f"{name}.{i}." for name in outer for i in range(lists[name])]
     layers = [[name for name in tensors if name.startswith(prefix)] for prefix in prefixes]
     inside = {name for layer in layers for name in layer}
     first = min(place for place, name in enumerate(tensors) if name in inside)

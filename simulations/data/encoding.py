@@ -207,12 +207,16 @@ class Reader:
     encode: Callable[[SimulationConfig, Any], tuple[Any, Any]]
 
 
+def _selection(config: SimulationConfig) -> Any:
+    """Return the columns and limits of a configuration, the fields of ``Selection``."""
+    return config.model_dump(include=set(Selection.__annotations__))
+
+
 def _loaded(
     load: Callable[..., DataSet[Any]], size: Callable[[SimulationConfig], dict[str, int]] = lambda _: {}
 ) -> Callable[[SimulationConfig], DataSet[Any]]:
     def loaded(config: SimulationConfig) -> DataSet[Any]:
-        selection = config.model_dump(include=set(Selection.__annotations__))
-        return load(config.data, config.data_dir, **selection, **size(config))
+        return load(config.data, config.data_dir, **_selection(config), **size(config))
 
     return loaded
 
@@ -266,13 +270,7 @@ def _load_labelled(config: SimulationConfig) -> TextData:
     unseen = [name.strip() for name in config.unseen_data.split(",") if name.strip()]
     if len(names) == 1 and not unseen:
         return _loaded(load_text_data)(config)
-    selection: Selection = {
-        "train_limit": config.train_limit,
-        "test_limit": config.test_limit,
-        "text_column": config.text_column,
-        "label_column": config.label_column,
-    }
-    return load_domains(names, config.data_dir, unseen, **selection)
+    return load_domains(names, config.data_dir, unseen, **_selection(config))
 
 
 LABELLED_TEXT = Reader(_load_labelled, _tokenised(encode_texts))

@@ -42,6 +42,8 @@ from fedrot.tensors import Tensors
 
 #: Prefix of the metrics of a client's own model, before averaging, on the central held-out split.
 ALONE = "alone-"
+#: A cache folder takes results of later rounds up to this size.
+KEPT_BYTES = 2**30
 #: Training rows that a client matches on.
 MATCHING_ROWS = 4096
 
@@ -267,22 +269,27 @@ def _hashed(what: Any, arrays: ArrayRecord) -> str:
 
 
 def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
-    """Compute a first-round result once for all arms that send a client the same model.
+    """Compute a result once for all arms that send a client the same model.
 
-    After the first round arms hardly ever agree. Clients on other machines do not have the folder.
+    All arms do so in the first round, and two arms do as long as their averages are the same bits: so
+    results of later rounds are kept only while the folder is small. Clients on other machines do not have
+    the folder.
     """
-    if job.round > 1 or not job.cache or not Path(job.cache).is_dir():
+    folder = Path(job.cache)
+    if not job.cache or not folder.is_dir():
         return compute()
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    path = Path(job.cache) / f"{key}.safetensors"
+    path = folder / f"{key}.safetensors"
     if path.exists():
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return state, json.loads(file.metadata()["metrics"])
     state, metrics = compute()
-    separate = {name: tensor.contiguous() for name, tensor in state.items()}
-    with replacing(path) as temporary:
-        save_file(separate, temporary, metadata={"metrics": json.dumps(metrics)})
+    kept = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if job.round == 1 or kept < KEPT_BYTES:
+        separate = {name: tensor.contiguous() for name, tensor in state.items()}
+        with replacing(path) as temporary:
+            save_file(separate, temporary, metadata={"metrics": json.dumps(metrics)})
     return state, metrics

@@ -107,8 +107,7 @@ def run_cells(
 ) -> None:
     """Run every cell of a configuration and write its rows as they come.
 
-    With ``shared_cache``, arms share the first round's training of their clients, who have to see this
-    machine's files.
+    With ``shared_cache``, arms share trainings of their clients, who have to see this machine's files.
 
     Raises:
         Interrupted: ``stop`` was set.
@@ -132,7 +131,7 @@ def run_cell(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -> None
     Args:
         grid: of the configuration's clients.
         scratch: a folder for temporary files.
-        cache: folder of first-round results that cells of one seed share; empty for none.
+        cache: folder of clients' results that cells of one seed share; empty for none.
 
     Raises:
         Interrupted: the grid was stopped.

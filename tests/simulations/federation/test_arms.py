@@ -381,8 +381,7 @@ def test_statistics_are_computed_once_for_one_update(
     ask(task.config, received, 0, seed=1, **cache)
     ask(task.config, received, 0, start="scrambled", **cache)
     ask(task.config, received, 0, server_round=2, **cache)
-    ask(task.config, received, 0, server_round=2, **cache)
-    assert collected == ["collect_gram", "collect_fisher", *["collect_gram"] * 4]
+    assert collected == ["collect_gram", "collect_fisher", *["collect_gram"] * 3]
 
 
 @pytest.fixture
@@ -414,6 +413,7 @@ DECIDES: dict[str, dict[str, Any]] = {
     "an own start": {"start": "different"},
     "learning rate": {"config": {"lr": 0.5}},
     "epochs of the first round": {"config": {"first_epochs": 3.0}},
+    "the round": {"server_round": 2},
     "partition": {"config": {"partition": "dirichlet:1"}},
     "the model": {"model": 2.0},
 }
@@ -448,15 +448,31 @@ def test_what_comes_after_training_shares_it(
     assert trainings == [1.0]
 
 
-def test_later_rounds_and_clients_elsewhere_share_no_training(
+def test_clients_elsewhere_share_no_training(
     task: Task, tmp_path: Path, trainings: list[float]
 ) -> None:
     received = initial(task.config)
-    for cache, number in (("", 1), (str(tmp_path / "missing"), 1), (str(tmp_path), 2)):
+    for cache in ("", str(tmp_path / "missing")):
         for _ in range(2):
-            ask(task.config, received, 0, cache=cache, server_round=number)
-    assert len(trainings) == 6
+            ask(task.config, received, 0, cache=cache)
+    assert len(trainings) == 4
     assert list(tmp_path.iterdir()) == []
+
+
+def test_later_rounds_share_trainings_while_the_folder_is_small(
+    task: Task, tmp_path: Path, trainings: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = initial(task.config)
+
+    def numbers(client: int, server_round: int) -> list[float]:
+        given = {"cache": str(tmp_path), "server_round": server_round}
+        return [training_of(ask(task.config, received, client, **given)[0]) for _ in range(2)]
+
+    assert numbers(0, 2) == [1, 1]
+    monkeypatch.setattr(client_app, "KEPT_BYTES", 1)
+    assert numbers(1, 2) == [2, 3]
+    assert numbers(0, 2) == [1, 1]
+    assert numbers(1, 1) == [4, 4]
 
 
 def test_the_metrics_of_a_shared_training_are_its_own(

@@ -272,8 +272,8 @@ def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
     """Compute a result once for all arms that send a client the same model.
 
     All arms do so in the first round, and two arms do as long as their averages are the same bits: so
-    results of later rounds are kept only while the folder is small. Clients on other machines do not have
-    the folder.
+    results of later rounds are kept only while the folder is small. Clients on other machines do not
+    have the folder.
     """
     folder = Path(job.cache)
     if not job.cache or not folder.is_dir():

@@ -448,9 +448,7 @@ def test_what_comes_after_training_shares_it(
     assert trainings == [1.0]
 
 
-def test_clients_elsewhere_share_no_training(
-    task: Task, tmp_path: Path, trainings: list[float]
-) -> None:
+def test_clients_elsewhere_share_no_training(task: Task, tmp_path: Path, trainings: list[float]) -> None:
     received = initial(task.config)
     for cache in ("", str(tmp_path / "missing")):
         for _ in range(2):

@@ -15,6 +15,7 @@ import rich.progress
 from rich.console import Console
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import (
     RunFolder,
@@ -59,13 +60,19 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         for seed in config.seeds:
             task.clients(seed)
         known = task.objective.diverged()
-        for _, _, arm in config.cells():
+        arms = list(map(Arm.parse, config.arms))
+        for arm in arms:
             if arm.guard and arm.guard not in known:
                 listed = ", ".join(known)
                 raise FedrotError(f"arm '{arm.name}': no metric '{arm.guard}' here; one of {listed}")
         model = build_model(config, task.data, seed=0)
         if config.moves:
-            symmetry_of(model_config(config, task.data), model.state_dict())
+            symmetry = symmetry_of(model_config(config, task.data), model.state_dict())
+            for arm in filter(lambda arm: arm.align, arms):
+                try:
+                    arm.options.layer_indices(symmetry.layers)
+                except FedrotError as error:
+                    raise FedrotError(f"arm '{arm.name}': {error}") from error
 
 
 def present(out: Path, console: Console) -> None:

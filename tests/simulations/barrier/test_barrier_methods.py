@@ -127,6 +127,13 @@ def test_models_that_cannot_be_rotated_are_refused(task: Task, model: torch.nn.M
         measure("stream", tied, tied, symmetry, task, batches, points=3)
 
 
+def test_missing_labels_are_refused_by_methods_that_learn(task: Task, model: torch.nn.Module) -> None:
+    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    missing = [{**batch, "labels": batch["labels"].float().fill_(math.nan)} for batch in batches]
+    with pytest.raises(FedrotError, match="need all labels of every row"):
+        match(METHODS["learned"], model, model, symmetry, missing)
+
+
 def test_neither_model_is_changed(task: Task, model: torch.nn.Module) -> None:
     client = build_model(task.config, task.data, seed=1)
     before = [copy.deepcopy(m.state_dict()) for m in (model, client)]

@@ -42,6 +42,15 @@ starts = ["different"]
 """
 
 
+def test_a_layer_that_the_model_lacks_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    grid.write_text(GRID.replace('"joined"', '"attention(layers=1)"'))
+    code, printed = commands.invoke("compare", grid, "--out", tmp_path / "run")
+    assert code == 2
+    assert "arm 'attention(layers=1)': Layer 1 is not in the model, which has 1" in " ".join(printed.split())
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def grid(tmp_path: Path) -> Path:
     path = tmp_path / "grid.toml"
@@ -132,7 +141,7 @@ def test_a_cell_that_fails_is_shown_and_tried_again(
     assert json.loads((out / "status.json").read_text()) == {"complete": True}
 
 
-def test_arms_share_the_first_rounds_training_until_the_last_of_them(
+def test_arms_share_trainings_until_the_last_of_them(
     grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
@@ -145,8 +154,9 @@ def test_arms_share_the_first_rounds_training_until_the_last_of_them(
 
     monkeypatch.setattr(grid_run, "run_alone", seen)
     simulated(tmp_path / "run", "compare", grid)
-    # Both clients' models, trained by the first arm, are there for the next two.
-    assert kept == [2] * 12
+    # Both clients' models of both rounds, trained by the first arm, are there for the next two. From
+    # starts of their own clients are moved, and in the second round they train from another average.
+    assert kept == [*[4, 4, 4] * 2, *[4, 6, 6] * 2]
 
 
 @pytest.mark.parametrize("change", ['partition = "dirichlet:2"', 'partition = "dirichlet:1"\nlr = 0.5'])

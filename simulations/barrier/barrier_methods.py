@@ -99,8 +99,8 @@ def _refined(
 ) -> State:
     if any(batch["labels"].isnan().any() for batch in batches):
         raise FedrotError(
-            "Methods that learn need all labels of every row, and some are missing here, as in a task of "
-            "several domains; choose other methods."
+            "Methods that learn need all labels of every row, and some are missing here, as in a task "
+            "of several domains; choose other methods."
         )
     theirs, ours = client.state_dict(), anchor.state_dict()
     start = alignment_of((), theirs, ours, symmetry)

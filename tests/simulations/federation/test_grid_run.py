@@ -47,7 +47,9 @@ def test_a_layer_that_the_model_lacks_is_refused_before_anything_runs(tmp_path: 
     grid.write_text(GRID.replace('"joined"', '"attention(layers=1)"'))
     code, printed = commands.invoke("compare", grid, "--out", tmp_path / "run")
     assert code == 2
-    assert "arm 'attention(layers=1)': Layer 1 is not in the model, which has 1" in " ".join(printed.split())
+    assert "arm 'attention(layers=1)': Layer 1 is not in the model, which has 1" in " ".join(
+        printed.split()
+    )
     assert not (tmp_path / "run").exists()
 
 

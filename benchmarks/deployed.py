@@ -1,7 +1,7 @@
 """Seconds of a whole round in a deployment, FedRot against Flower's own FedAvg, on one machine.
 
-A SuperLink and four SuperNodes run as docs/deploy.md starts them, with TLS and keys, on loopback. The
-model has BERT-base's size in float32. Clients do not train: they reply with the received model plus a
+A SuperLink and four SuperNodes run as docs/how-to/deploy.md starts them, with TLS and keys, on loopback.
+The model has BERT-base's size in float32. Clients do not train: they reply with the received model plus a
 small drift. One ServerApp runs rounds of FedAvg and of FedRot in turn; the first of each warms up. A
 ratio is FedRot's seconds by FedAvg's in two neighbouring rounds; the median of the ratios is reported.
 
@@ -9,7 +9,7 @@ A round lasts from the end of ``configure_train`` to the end of ``aggregate_trai
 sending the model, waiting for the clients and fetching their replies. ``aligning`` is
 fedrot-seconds-aligning. ``rest`` is everything else: decoding, checking and averaging. ``memory`` is the
 peak of the resident set of the ServerApp's process. Clients and server share the machine: what a client
-computes takes time from the server, which has one thread for that reason (docs/speed.md).
+computes takes time from the server, which has one thread for that reason (docs/results/speed.md).
 
 The SuperLink keeps its state in memory. Clients draw their drift from their partition id and the number
 of the round. Whatever was started is stopped at the end, after an error and Ctrl-C, too.

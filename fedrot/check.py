@@ -155,8 +155,8 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look at "
         f"{'; and '.join(named) or 'its groups'}. Correct the description, or describe the "
-        "model as a family of its own (docs/own-model.md: what forward adds to the stream without a "
-        "tensor has to be refused), or align it without these parts."
+        "model as a family of its own (docs/how-to/own-model.md: what forward adds to the stream "
+        "without a tensor has to be refused), or align it without these parts."
     )
 
 

@@ -124,7 +124,9 @@ def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcom
     try:
         waiting, running = list(jobs), dict[Any, Job]()
         while waiting or running:
-            ready = _ready(waiting, running.values())
+            # No more at a time than there are cores, so that jobs start in the order of the list.
+            cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+            ready = _ready(waiting, running.values())[: max(0, cores - len(running))]
             waiting = [job for job in waiting if job not in ready]
             running |= {task.remote(job): job for job in ready}
             (ended,), _ = ray.wait(list(running), num_returns=1)

@@ -45,7 +45,7 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
-#: The anchor that docs/results.md found best over all its settings.
+#: The anchor that docs/results/one-shot.md found best over all its settings.
 DEFAULT_ANCHOR = "running"
 
 

@@ -63,8 +63,8 @@ def _mistake(name: str, given: object) -> str:
     kind, call = type(given).__name__, f"{name}(model.config, ...)"
     if given is None:
         return (
-            f"{name} needs the model's configuration: write {call}, with the transformers "
-            f"configuration, or {name}(symmetry, ...) for a model of your own (docs/own-model.md)."
+            f"{name} needs the model's configuration: write {call}, with the transformers configuration, "
+            f"or {name}(symmetry, ...) for a model of your own (docs/how-to/own-model.md)."
         )
     config = getattr(given, "config", None)
     described = isinstance(config, Mapping) or callable(getattr(config, "to_dict", None))
@@ -73,7 +73,9 @@ def _mistake(name: str, given: object) -> str:
         what, instead = f"a model, a {kind}", f"write {call}, with its configuration"
     elif isinstance(given, nn.Module):
         what = f"a model, a {kind}, that has no transformers configuration"
-        instead = f"describe its architecture (docs/own-model.md), and write {name}(symmetry, ...)"
+        instead = (
+            f"describe its architecture (docs/how-to/own-model.md), and write {name}(symmetry, ...)"
+        )
     elif isinstance(given, str):
         what = f"the name '{given:.60}'"
         instead = f"write {name}(transformers.AutoConfig.from_pretrained('{given:.60}'), ...)"

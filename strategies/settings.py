@@ -130,7 +130,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Where the run writes checkpoints, and where it resumes, see docs/checkpoints.md.
+    """Where the run writes checkpoints, and where it resumes, see docs/how-to/checkpoints.md.
 
     Example: ``FedRot(config, checkpointing=Checkpointing("checkpoints", resume="checkpoints"))``.
 
@@ -156,7 +156,8 @@ class Reporting:
         metrics: a JSON-lines file: one row per round and stage, see ``MetricsLog``.
         tensorboard: a folder for TensorBoard that receives the same metrics; it needs
             ``pip install 'fedrot[tensorboard]'``.
-        all_metrics: add every metric of docs/metrics.md to a round's metrics, not only the default ones.
+        all_metrics: add every metric of docs/reference/metrics.md to a round's metrics, not only the
+            default ones.
 
     Raises:
         FedrotError: a file is a folder, or both files are one.

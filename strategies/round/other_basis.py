@@ -114,7 +114,7 @@ class OtherBases:
                 "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
                 f"to align them like all others, or give 'options' with fewer parts. {error}"
             ) from error
-        # Of rotated streams random tokens tell less than the weights do (docs/stream.md).
+        # Of rotated streams random tokens tell less than the weights do (docs/explanation/stream.md).
         if reads_text(config) and not self.rotates:
             self.evidence = probing(self.model, config, symmetry)
         self._prepared = True

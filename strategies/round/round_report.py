@@ -233,7 +233,7 @@ def _units(part: str) -> Figure:
     return Figure(lambda r: moved_units(_aligned(r), part))
 
 
-#: The metrics of a round, in the order in which they are reported; docs/metrics.md explains them.
+#: The metrics of a round, in the order in which they are reported (docs/reference/metrics.md).
 FIGURES: dict[str, Figure] = {
     verdict.FOUND: Figure(_found, default=True),
     verdict.CHANCE: Figure(_chance, default=True),

@@ -1,4 +1,4 @@
-"""A federation of real processes, started by the commands of docs/deploy.md."""
+"""A federation of real processes, started by the commands of docs/how-to/deploy.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = 300
 
 def documented_commands() -> dict[str, str]:
     """Return the page's commands by the name that stands behind ``bash``."""
-    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash ([\w-]+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == text.count("```bash"), "A command of the page has no name."
     return dict(blocks)

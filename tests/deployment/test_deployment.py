@@ -1,4 +1,4 @@
-"""A SuperLink and four SuperNodes, started as docs/deploy.md does, with TLS and keys: three go wrong."""
+"""A SuperLink and four SuperNodes, started as docs/how-to/deploy.md says: three of them go wrong."""
 
 from __future__ import annotations
 

@@ -8,27 +8,59 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import Message
 
 from fedrot.aggregation import aggregations_table, registry
 from fedrot.collect.statistic_kinds import STATISTIC_KINDS, kinds_table
+from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+#: Python that readers see, and what it needs first, which stands in a comment.
+_CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE)
+#: Pages with tests of their own below.
+_TESTED = {
+    "how-to/own-model.md",
+    "explanation/stream.md",
+    "how-to/aggregation.md",
+    "explanation/chance.md",
+}
+
+
+def _code(page: str) -> list[str]:
+    return _CODE.findall((DOCS / page).read_text(encoding="utf-8"))
+
+
 def _executed(page: str, count: int) -> dict[str, Any]:
-    """Run the Python blocks of a page as one script, and return its names."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    """Run the Python of a page as one script, and return its names."""
+    blocks = _code(page)
     assert len(blocks) == count
     torch.manual_seed(0)
-    scope: dict[str, Any] = {"__name__": "page"}
+    scope: dict[str, Any] = {"__name__": "page", "grid": FakeGrid(dict.fromkeys((1, 2, 3), _unchanged))}
     for block in blocks:
         exec(compile(block, page, "exec"), scope)
     return scope
 
 
+def _unchanged(message: Message) -> Message:
+    """Answer as a client that learned nothing."""
+    return reply(message, tensors_of(message.content["arrays"]), 10)
+
+
+_PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", [page for page in _PAGES if _code(page) and page not in _TESTED])
+def test_the_python_of_every_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _executed(page, len(_code(page)))
+
+
 def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    scope = _executed("own-model.md", 4)
+    scope = _executed("how-to/own-model.md", 4)
     printed = capsys.readouterr().out
     assert re.fullmatch(r"(\d+ groups, largest change of an output: \S+\n){2}", printed)
     assert 0 < scope["change"] <= 1e-9
@@ -37,7 +69,7 @@ def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    _executed("stream.md", 2)
+    _executed("explanation/stream.md", 2)
     permuted, rotated = re.findall(
         r"canonical=\w+: (\S+)% of the distance left", capsys.readouterr().out
     )
@@ -46,7 +78,7 @@ def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixtu
 
 
 def test_the_page_about_aggregations_lists_all_of_them() -> None:
-    text = (DOCS / "aggregation.md").read_text(encoding="utf-8")
+    text = (DOCS / "how-to/aggregation.md").read_text(encoding="utf-8")
     assert aggregations_table() in text
     assert kinds_table() in text
 
@@ -54,7 +86,7 @@ def test_the_page_about_aggregations_lists_all_of_them() -> None:
 def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr("fedrot.collect.statistic_kinds.STATISTIC_KINDS", dict(STATISTIC_KINDS))
-    scope = _executed("aggregation.md", 3)
+    scope = _executed("how-to/aggregation.md", 3)
     name = "bert.embeddings.word_embeddings.weight"
     last = scope["model"].state_dict()[name]
     merged = scope["merged"][name]
@@ -66,13 +98,13 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    scope = _executed("diagnose.md", 1)
+    scope = _executed("how-to/diagnose.md", 1)
     assert scope["diagnosis"].choice == "aligned"
     assert capsys.readouterr().out == f"{scope['diagnosis'].sentence}\n"
 
 
 def test_the_page_about_chance_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    scope = _executed("chance.md", 1)
+    scope = _executed("explanation/chance.md", 1)
     noise, turned = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"noise: found \d\.\d%, chance \d\.\d%", noise)
     assert re.fullmatch(r"turned: found 99\.\d%, chance \d+\.\d%", turned)

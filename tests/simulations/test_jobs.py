@@ -37,6 +37,12 @@ def note(path: str, name: str) -> list[str]:
     return before
 
 
+def until(path: str, name: str) -> None:
+    """Return once ``note`` has written the name."""
+    while not Path(path).exists() or name not in Path(path).read_text().split():
+        time.sleep(0.05)
+
+
 def where(seconds: float) -> str:
     """Return the node of a Ray cluster that works."""
     time.sleep(seconds)
@@ -71,6 +77,17 @@ def test_a_job_waits_for_the_one_before_it_even_if_that_fails(workers: int, tmp_
     found = outcomes(jobs, Machine(workers))
     assert "a" in found["b"].value
     assert found["d"].failure == ""
+
+
+def test_a_job_that_waited_goes_on_before_later_ones(tmp_path: Path) -> None:
+    order = str(tmp_path / "order")
+    jobs = [Job(name, note, (order, name)) for name in ("first", "third", "last")]
+    jobs[1:1] = [
+        Job("follower", note, (order, "follower"), after="first"),
+        Job("occupied", until, (order, "follower")),
+    ]
+    outcomes(jobs, Machine(2))
+    assert Path(order).read_text().split() == ["first", "follower", "third", "last"]
 
 
 def test_a_job_whose_process_dies_fails_alone() -> None:

@@ -81,11 +81,11 @@ def test_numbers_survive_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "document", "left_out"),
     [
-        ("one-shot", "results.md", ("start", "seeds")),
-        ("rounds", "results.md", ("start", "seeds")),
-        ("different-one-shot", "different-starts.md", ("start",)),
-        ("different-rounds", "different-starts.md", ("start",)),
-        ("different-short-rounds", "different-starts.md", ("start",)),
+        ("one-shot", "results/one-shot.md", ("start", "seeds")),
+        ("rounds", "results/rounds.md", ("start", "seeds")),
+        ("different-one-shot", "results/different-one-shot.md", ("start",)),
+        ("different-rounds", "results/different-rounds.md", ("start",)),
+        ("different-short-rounds", "results/different-short-rounds.md", ("start",)),
     ],
 )
 def test_published_rows_give_the_published_table(

@@ -1,4 +1,4 @@
-"""An aggregation with a statistic of its own, registered as docs/aggregation.md shows, in rounds."""
+"""An aggregation with a statistic of its own, in rounds (docs/how-to/aggregation.md)."""
 
 from __future__ import annotations
 

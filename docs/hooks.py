@@ -1,0 +1,56 @@
+"""What the documentation takes from the code: formulas as MathML, and pages that are generated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def math(source: str, *_: Any, **__: Any) -> str:
+    """Return a block of LaTeX as MathML, which browsers draw without a script."""
+    from latex2mathml.converter import convert
+
+    return f'<div class="math">{convert(source, display="block")}</div>'
+
+
+def commands() -> str:
+    """Return the help of every command as Markdown."""
+    from typer.cli import get_docs_for_click
+    from typer.main import get_command
+
+    from fedrot.simulations.cli.app import app
+
+    command = get_command(app)
+    import click
+
+    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="fedrot"), name="fedrot")
+    return re.sub(r"^# .*\n", "", text)
+
+
+def settings() -> str:
+    """Return the fields of a configuration as a table."""
+    from fedrot.simulations.config import SimulationConfig
+
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, field in SimulationConfig.model_fields.items():
+        default = field.default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        text = "" if shown in (None, "") else f"`{shown}`"
+        lines.append(f"| `{name}` | {text} | {_cell(field.description or '')} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+#: What stands in a page as a comment ``generated: NAME`` alone on its line.
+GENERATED: Mapping[str, Callable[[], str]] = {"commands": commands, "settings": settings}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in what is generated; raises ``KeyError`` for an unknown name."""
+    return re.sub(
+        r"^<!-- generated: (\w+) -->$", lambda found: GENERATED[found[1]](), markdown, flags=re.MULTILINE
+    )

@@ -1,8 +1,8 @@
 """Seconds of a whole round in a deployment, FedRot against Flower's own FedAvg, on one machine.
 
 A SuperLink and four SuperNodes run as docs/how-to/deploy.md starts them, with TLS and keys, on loopback.
-The model has BERT-base's size in float32. Clients do not train: they reply with the received model plus a
-small drift. One ServerApp runs rounds of FedAvg and of FedRot in turn; the first of each warms up. A
+The model has BERT-base's size in float32. Clients do not train: they reply with the received model plus
+a small drift. One ServerApp runs rounds of FedAvg and of FedRot in turn; the first of each warms up. A
 ratio is FedRot's seconds by FedAvg's in two neighbouring rounds; the median of the ratios is reported.
 
 A round lasts from the end of ``configure_train`` to the end of ``aggregate_train``. ``transport`` is

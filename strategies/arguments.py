@@ -63,8 +63,9 @@ def _mistake(name: str, given: object) -> str:
     kind, call = type(given).__name__, f"{name}(model.config, ...)"
     if given is None:
         return (
-            f"{name} needs the model's configuration: write {call}, with the transformers configuration, "
-            f"or {name}(symmetry, ...) for a model of your own (docs/how-to/own-model.md)."
+            f"{name} needs the model's configuration: write {call}, with the transformers "
+            f"configuration, or {name}(symmetry, ...) for a model of your own "
+            "(docs/how-to/own-model.md)."
         )
     config = getattr(given, "config", None)
     described = isinstance(config, Mapping) or callable(getattr(config, "to_dict", None))

@@ -11,21 +11,31 @@ def math(source: str, *_: Any, **__: Any) -> str:
     """Return a block of LaTeX as MathML, which browsers draw without a script."""
     from latex2mathml.converter import convert
 
-    return f'<div class="math">{convert(source, display="block")}</div>'
+    made = convert(source, display="block")
+    unknown = re.findall(r"\\[a-zA-Z]+", made)
+    if unknown:
+        raise ValueError(f"latex2mathml does not know {unknown[0]} in {source!r}")
+    return f'<div class="math">{made}</div>'
 
 
 def commands() -> str:
     """Return the help of every command as Markdown."""
+    import click
     from typer.cli import get_docs_for_click
     from typer.main import get_command
 
     from fedrot.simulations.cli.app import app
 
     command = get_command(app)
-    import click
-
     text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="fedrot"), name="fedrot")
-    return re.sub(r"^# .*\n", "", text)
+    # What stands before the first command is its list again, cut short.
+    text = text[text.index("\n## ") :]
+    return re.sub(r"^(Examples?:)\n\n((?:fedrot .*\n+)+)", _as_code, text, flags=re.MULTILINE)
+
+
+def _as_code(examples: re.Match[str]) -> str:
+    lines = "\n".join(filter(None, examples[2].splitlines()))
+    return f"**{examples[1]}**\n\n```bash\n{lines}\n```\n\n"
 
 
 def settings() -> str:

@@ -59,15 +59,6 @@ def test_the_python_of_every_page_runs(
     _executed(page, len(_code(page)))
 
 
-def test_the_page_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    scope = _executed("how-to/own-model.md", 4)
-    printed = capsys.readouterr().out
-    assert re.fullmatch(r"(\d+ groups, largest change of an output: \S+\n){2}", printed)
-    assert 0 < scope["change"] <= 1e-9
-    parts = {group.part for group in scope["symmetry"].groups}
-    assert parts == {"residual", "heads", "attention", "rescale", "ffn"}
-
-
 def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixture[str]) -> None:
     _executed("explanation/stream.md", 2)
     permuted, rotated = re.findall(

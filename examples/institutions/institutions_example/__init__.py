@@ -1,0 +1,1 @@
+"""Institutions with models of their own, averaged once."""

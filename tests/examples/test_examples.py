@@ -1,0 +1,169 @@
+"""The examples at toy size, by ``flwr run``, in simulation and in a deployment, without a network.
+
+Flower installs what an app declares when its run starts, unless told not to. It is not told here: the
+examples' own ``[tool.uv]`` must be enough, with an empty cache and no registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.deployment.federation import ROOT, Federation
+
+EXAMPLES = ROOT / "examples"
+QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
+TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
+
+
+class Run(Federation):
+    """A Flower home, ports and a uv cache of their own; nothing that was started outlives it."""
+
+    def __enter__(self) -> Run:
+        home = self.folder / "flower"
+        home.mkdir()
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n\n'
+            f'[superlink.deployment]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        )
+        return self
+
+    def left(self) -> Iterator[psutil.Process]:
+        """Return what still runs, children first: Ray's hide their environment and outlive parents."""
+        found = list(super().left())
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                yield from process.children(recursive=True)
+        yield from found
+
+    def flower(self, name: str, arguments: str) -> str:
+        """Run a Flower command that ends, and return its output; the managed SuperLink is our own."""
+        environment = (
+            f"UV_OFFLINE=1 UV_CACHE_DIR={self.folder / 'uv'} "
+            f"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT={self.node_ports[0]} "
+            f"FLWR_LOCAL_CONTROL_API_PORT={self.node_ports[1]}"
+        )
+        return self.run(name, f"{environment} {arguments}")
+
+    def simulated(self, app: Path, clients: int, settings: str) -> str:
+        """Return the log of an app that ran to its end in simulation."""
+        size = f"num-supernodes={clients} client-resources-num-cpus=1"
+        options = f"--stream --federation-config {shlex.quote(size)} -c {shlex.quote(settings)}"
+        log = self.flower("run", f"flwr run {app} local {options}")
+        assert self.status("local") == "finished:completed", log
+        return log
+
+    def status(self, connection: str) -> str:
+        """Return how the only run ended; ``flwr run`` itself ends with 0 whatever happens."""
+        text = self.flower("list", f"flwr list {connection} --format json")
+        (run,) = json.loads(text[text.index("{") :])["runs"]
+        return str(run["status"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with Run(tmp_path) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of random weights and forty reviews, as settings of the quickstart."""
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("toy")
+    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
+    tokenizer.save_pretrained(folder / "model")
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    with (folder / "data" / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *((TEXTS[n % 2], n % 2) for n in range(40))])
+    names = f'model-name="{folder / "model"}" dataset-name="{folder / "data"}"'
+    return f"{names} max-length=32 num-server-rounds=1"
+
+
+def aligned_once(log: str) -> None:
+    """Check a log: two replies were aligned, and both clients evaluated the average."""
+    assert re.search(r"Round 1: .*2 (replies )?accepted", log), log
+    assert re.search(r"Round 1: .*rotation", log), log
+    assert "accuracy" in log, log
+
+
+def test_the_quickstart_runs_in_simulation(run: Run, toy: str) -> None:
+    aligned_once(run.simulated(QUICKSTART, 2, toy))
+
+
+def test_the_quickstart_runs_unchanged_in_a_deployment(run: Run, toy: str) -> None:
+    offline = f"UV_OFFLINE=1 UV_CACHE_DIR={run.folder / 'uv'}"
+    run.start("superlink", f"{offline} flower-superlink --insecure --port {run.port}")
+    run.until(run.listens, "the SuperLink listens")
+    for node in range(2):
+        run.start(
+            f"node{node}",
+            f"FLWR_HOME={run.folder / f'home{node}'} flower-supernode --insecure "
+            f"--superlink 127.0.0.1:{run.port} --port {run.node_ports[node]} "
+            f'--node-config "partition-id={node} num-partitions=2"',
+        )
+    log = run.flower("run", f"flwr run {QUICKSTART} deployment --stream -c {shlex.quote(toy)}")
+    assert run.status("deployment") == "finished:completed", run.logs()
+    aligned_once(log)
+
+
+def test_institutions_meet_once(run: Run) -> None:
+    log = run.simulated(INSTITUTIONS, 3, "width=32 rows=100 epochs=1")
+    losses = dict(re.findall(r"loss of (.+): ([\d.]+)", log))
+    alone = [f"institution {number}" for number in range(3)]
+    assert list(losses) == [*alone, "plain average", "aligned average"], log
+    assert all(0 < float(loss) < 3 for loss in losses.values())
+    assert losses["plain average"] != losses["aligned average"]
+
+
+def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:
+    """If this fails, Flower has changed, and ``exclude-dependencies`` may not be needed any more."""
+    app = run.folder / "app"
+    shutil.copytree(INSTITUTIONS, app, ignore=shutil.ignore_patterns("__pycache__"))
+    project = app / "pyproject.toml"
+    text = project.read_text()
+    project.write_text(text.replace('exclude-dependencies = ["fedrot"]', ""))
+    log = run.flower("run", f"flwr run {app} local --stream")
+    assert "Exit Code: 608" in log
+    assert run.status("local") == "finished:failed"
+
+
+@pytest.mark.parametrize("app", [QUICKSTART, INSTITUTIONS], ids=lambda app: app.name)
+def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    declared = {re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]}
+    assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
+
+
+def test_the_readme_shows_every_line_that_turns_fedavg_into_fedrot() -> None:
+    """Undone, its lines leave a server without fedrot."""
+    readme = (QUICKSTART / "README.md").read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", readme, flags=re.DOTALL)
+    server = (QUICKSTART / "huggingface_example" / "server_app.py").read_text()
+    for line in re.findall(r"^\+(.*)\n", diff, flags=re.MULTILINE):
+        assert server.count(f"{line}\n") == 1
+        server = server.replace(f"{line}\n", "")
+    code = server.partition('"""')[2].partition('"""')[2]
+    assert "fedrot" not in code.lower()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -164,7 +165,7 @@ def train(message: Message, context: Context) -> Message:
         received = arrays.to_torch_state_dict()
         options = AlignmentOptions(parts=job.align, chance=job.chance)
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
-    content = _content(context, metrics)
+    content = RecordDict()
     content["arrays"] = ArrayRecord(state)
     vocabulary = job.vocabulary if job.count else None
     if vocabulary is not None:
@@ -172,9 +173,11 @@ def train(message: Message, context: Context) -> Message:
         content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
     kinds = wanted_statistics(message)
     if statistics or kinds:
-        both = (statistics_record(statistics), _statistics(job, state, kinds))
+        computed, seconds = _statistics(job, state, kinds)
+        both = (statistics_record(statistics), computed)
         content[STATISTICS] = ArrayRecord({key: a for record in both for key, a in record.items()})
-    return Message(content, reply_to=message)
+        metrics |= seconds
+    return Message(RecordDict({**content, **_content(context, metrics)}), reply_to=message)
 
 
 @app.evaluate()
@@ -219,8 +222,10 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
         model.load_state_dict(arrays.to_torch_state_dict())
     if task.config.task_head == "different" and job.round == 1:
         _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
+    start = perf_counter()
     loss = training.train(model, task, job.rows, job.stream, task.config.epochs(job.round))
-    metrics = {"num-examples": len(job.rows), "train-loss": loss}
+    seconds = {"seconds-training": perf_counter() - start}
+    metrics = {"num-examples": len(job.rows), "train-loss": loss, **seconds}
     if job.round == job.last_round:
         metrics |= {f"{ALONE}{k}": v for k, v in evaluate_held_out(task, model).items()}
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
@@ -241,12 +246,15 @@ def _task_head(job: ClientJob) -> list[str]:
     return [name for name, p in named if not name.startswith(encoder) and len(p) == labels]
 
 
-def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRecord:
-    """Return the statistics of an update on the client's own training rows."""
+def _statistics(
+    job: ClientJob, state: State, kinds: tuple[str, ...]
+) -> tuple[ArrayRecord, dict[str, float]]:
+    """Return the statistics of an update on the client's own training rows, and the time they took."""
     if not kinds:
-        return ArrayRecord()
+        return ArrayRecord(), {}
 
     def compute() -> Result:
+        start = perf_counter()
         model = _empty_model(job.config_json)
         model.load_state_dict(state)
         found: dict[str, Tensors] = {}
@@ -254,10 +262,12 @@ def _statistics(job: ClientJob, state: State, kinds: tuple[str, ...]) -> ArrayRe
             limit = job.statistics_batches * STATISTICS_BATCH or len(job.rows)
             batches = job.batches(limit, STATISTICS_BATCH)
             found |= kind_named(kind).collected(model, batches, limited=not job.statistics_batches)
-        return statistics_record(found).to_torch_state_dict(), {}
+        record = statistics_record(found).to_torch_state_dict()
+        return record, {"seconds-statistics": perf_counter() - start}
 
     key = _hashed([kinds, job.stream, job.statistics_batches], ArrayRecord(state))
-    return ArrayRecord(_cached(job, key, compute)[0])
+    record, seconds = _cached(job, key, compute)
+    return ArrayRecord(record), seconds
 
 
 def _hashed(what: Any, arrays: ArrayRecord) -> str:

@@ -263,8 +263,8 @@ class ArmStrategy(FedRot):
         for client, metrics in _client_metrics(contents):
             alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
             self.cell.record(f"alone:{client}", self.current_round, alone)
-            loss = {"train-loss": metrics["train-loss"]}
-            self.cell.record(f"client:{client}", self.current_round, loss)
+            own = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
+            self.cell.record(f"client:{client}", self.current_round, own)
         return MetricRecord()
 
     def _after_evaluation(self, contents: list[RecordDict], key: str) -> MetricRecord:

@@ -486,6 +486,7 @@ def test_the_metrics_of_a_shared_training_are_its_own(
     first = metrics(1)
     assert metrics(1) == first
     assert first["train-loss"] == trainings[0]
+    assert first["seconds-training"] > 0
     assert first["num-examples"] == len(task.client_rows(0, 0)[0])
     # Only in the last round clients are evaluated alone.
     assert {name for name in first if name.startswith("alone-")} == {

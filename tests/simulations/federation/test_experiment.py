@@ -179,9 +179,11 @@ def test_arms_and_starts_train_with_the_same_seeds(play: Play) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_first_round_is_trained_once_for_all_arms_that_share_files(play: Play, shared: bool) -> None:
+def test_what_is_the_same_in_two_arms_is_trained_once_if_they_share_files(
+    play: Play, shared: bool
+) -> None:
     run = play(arms=("plain", "aligned"), shared_cache=shared)
-    assert len(run.trained) == (2 if shared else 4) + 4
+    assert len(run.trained) == (4 if shared else 8)
     values = run.values("accuracy", scope="central")
     assert values["plain", "central", 0, 2] == pytest.approx(values["aligned", "central", 0, 2])
 
@@ -219,6 +221,7 @@ def test_what_is_recorded_of_clients(play: Play) -> None:
         ("plain", f"client:{c}", 0, number): sizes[c] / 10 for c in range(2) for number in (1, 2)
     }
     assert run.values("train-loss") == pytest.approx(expected)
+    assert run.values("seconds-training").keys() == expected.keys()
     central = run.values("accuracy", scope="central")
     start = central["plain", "central", 0, 0]
     # Clients evaluate the new model, and their own one before averaging in the last round.

@@ -139,8 +139,8 @@ def report(
 ) -> None:
     """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
     from fedrot.simulations.federation.run_folder import read_rows, rows_file
+    from fedrot.simulations.report.findings.shares import share_table
     from fedrot.simulations.report.run_page import markdown_report
-    from fedrot.simulations.report.shares import share_table
     from fedrot.simulations.report.strategy_page import write_strategy_report
 
     if run_or_file.is_file():

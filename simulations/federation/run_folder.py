@@ -8,6 +8,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,8 +143,8 @@ def read_alignment(path: Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    """Return the date, and the versions of Python and of the packages that results depend on."""
+    found = {"date": date.today().isoformat(), "python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -77,8 +77,9 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 def present(out: Path, console: Console) -> None:
     """Print the tables of a run folder and write its report."""
-    from fedrot.simulations.report.run_page import costs_of_scrambling, write_report
-    from fedrot.simulations.report.shares import share_table
+    from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
+    from fedrot.simulations.report.findings.shares import share_table
+    from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import metrics_in
     from fedrot.simulations.report.tables import result_lines, summary_tables
 
@@ -89,10 +90,15 @@ def present(out: Path, console: Console) -> None:
     found = share_table(read_alignment(out))
     if found is not None:
         console.print(found.terminal())
-    cost = costs_of_scrambling(result_lines(rows, metrics), metrics)
-    if cost:
-        console.print("What scrambling the clients' coordinates cost:", style="bold")
-        console.print(*(f"  {sentence}" for sentence in cost), sep="\n")
+    lines = result_lines(rows, metrics)
+    headings = {
+        "What scrambling the clients' coordinates cost:": costs_of_scrambling(lines, metrics),
+        "Did alignment help?": verdicts(rows),
+    }
+    for heading, sentences in headings.items():
+        if sentences:
+            console.print(heading, style="bold")
+            console.print(*(f"  {sentence}" for sentence in sentences), sep="\n", highlight=False)
     console.print(f"Report: {write_report(out)}")
 
 

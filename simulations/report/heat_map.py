@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedrot.simulations.report.findings.shares import shares_by
 from fedrot.simulations.report.plots import new_figure, save_figure
-from fedrot.simulations.report.shares import shares_by
 from fedrot.simulations.report.summaries import Row
 
 if TYPE_CHECKING:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows, rows_file
-from fedrot.simulations.report import heat_map, plots, regimes
+from fedrot.simulations.report import heat_map, plots
+from fedrot.simulations.report.findings import regimes, sentences
+from fedrot.simulations.report.findings.shares import share_table
+from fedrot.simulations.report.findings.subsets import HEADER, TEXTS, subset_table
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
-from fedrot.simulations.report.shares import Layer, share_table, shares_by_layer
-from fedrot.simulations.report.subsets import HEADER, TEXTS, subset_table
 from fedrot.simulations.report.summaries import (
     CENTRAL,
     LOWER_IS_BETTER,
@@ -27,29 +27,12 @@ from fedrot.simulations.report.summaries import (
 from fedrot.simulations.report.tables import (
     BASELINE,
     Line,
-    format_difference,
     markdown_table,
-    number_style,
     result_lines,
 )
 
 ROWS = "rows.jsonl"
 OBJECTS = ("config.json", "versions.json", "partition.json", "status.json")
-#: An alignment that removes a smaller share of the squared distance counts as without effect.
-NEGLIGIBLE = 0.01
-#: What alignment did in layers without effect, by whether chance is known.
-IDLE = {
-    True: "found no more than chance",
-    False: f"removed less than {100 * NEGLIGIBLE:.0f} % of the squared distance",
-}
-#: Findings by verdict of an arm's difference from the baseline.
-DOUBTS = {
-    "worse": f"{{where}} hurt {{metric}} against {BASELINE}: {{change}}.",
-    "identical": f"{{where}} gave exactly the {{metric}} of {BASELINE}.",
-    "equal but for rounding": f"{{where}} gave the {{metric}} of {BASELINE}, but for rounding.",
-    "within noise": "{where} made no measurable difference to {metric}: {change}.",
-    "not finite": f"{{where}} or {BASELINE} diverged: {{metric}} is not finite.",
-}
 
 
 @dataclass(frozen=True)
@@ -107,6 +90,20 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 PAGE: HtmlPage[RunResults] = HtmlPage()
+
+
+@PAGE.section
+def verdict(run: RunResults) -> Values | None:
+    """Date, data and models; whether alignment helped, in sentences; what their words mean."""
+    if not run.rows:
+        return None
+    settings = run.objects["config.json"].get("settings", [])
+    date = run.objects["versions.json"].get("date", "")
+    about = [date, *(f"{name}: {', '.join(found)}" for name, found in _described(settings).items())]
+    used = {str(row[key]) for row in run.rows for key in ("start", "arm")}
+    words = {word: meaning for word, meaning in sentences.WORDS.items() if word in used}
+    said = sentences.verdicts(run.rows)
+    return {"about": " · ".join(filter(None, about)), "sentences": said, "words": words}
 
 
 @PAGE.section
@@ -185,7 +182,7 @@ def subsets(run: RunResults) -> Values | None:
 @PAGE.section
 def scrambling(run: RunResults) -> Values | None:
     """Changes of all arms by scrambling."""
-    found = costs_of_scrambling(run.lines, run.metrics)
+    found = sentences.costs_of_scrambling(run.lines, run.metrics)
     return {"sentences": found} if found else None
 
 
@@ -199,17 +196,12 @@ def shares(run: RunResults) -> Values | None:
 @PAGE.section
 def findings(run: RunResults) -> Values:
     """Arms without a gain, idle layers, dropped replies and failed clients."""
-    doubts = [
-        DOUBTS[difference.verdict].format(
-            where=f"{_named(line.setting)}, start {line.start}: {line.arm}",
-            metric=metric,
-            change=format_difference(difference).removesuffix(f" {difference.verdict}"),
-        )
-        for line in run.lines
-        for metric, difference in zip(run.metrics, line.differences, strict=True)
-        if difference is not None and difference.verdict in DOUBTS
+    found = [
+        *sentences.doubts(run.lines, run.metrics),
+        *sentences.idle_layers(run.alignment),
+        *sentences.dropped(run.alignment),
+        *sentences.failed(run.rows),
     ]
-    found = [*doubts, *_idle_layers(run.alignment), *_dropped(run.alignment), *_failed(run.rows)]
     return {"findings": found, "compared": run.compared, "baseline": BASELINE}
 
 
@@ -241,6 +233,17 @@ def repeat(run: RunResults) -> Values:
     return {**shown, "versions": run.objects["versions.json"]}
 
 
+def _described(settings: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the data and the models of the settings, each once."""
+    data = dict.fromkeys(str(setting.get("data", "")) for setting in settings)
+    models = dict.fromkeys(
+        Path(setting["model"]).name if setting.get("model") else str(setting.get("architecture", ""))
+        for setting in settings
+    )
+    found = {"data": data, "model": models}
+    return {name: shown for name, values in found.items() if (shown := list(filter(None, values)))}
+
+
 def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -> dict[str, Path]:
     """Draw the metrics and the heat map of a setting; return the paths by caption."""
     arms = list(dict.fromkeys(str(row["arm"]) for row in rows))
@@ -255,60 +258,3 @@ def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -
             Path(f"{stem}-alignment.png"), aligned
         )
     return drawn
-
-
-def costs_of_scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
-    """Return sentences on the cost of scrambling: every arm against its own run of start same."""
-    same = {(line.setting, line.arm): line for line in lines if line.start == "same"}
-    said = []
-    for line in lines:
-        twin = same.get((line.setting, line.arm))
-        if line.start != "scrambled" or twin is None:
-            continue
-        changes = [
-            f"{metric} {theirs.mean:{style}} -> {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
-            for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
-            if ours is not None and theirs is not None
-            for style in [number_style(ours.mean, theirs.mean, decimals=4)]
-        ]
-        said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
-    return said
-
-
-def _named(setting: str) -> str:
-    return setting or "this run"
-
-
-def _idle_layers(alignment: Sequence[Row]) -> list[str]:
-    """Return sentences on layers in which nothing was found, or nothing beyond chance if it is known."""
-    idle: dict[tuple[Layer, bool], list[str]] = {}
-    for layer, share in shares_by_layer(alignment).items():
-        known = share.chance is not None
-        if share.ratio <= 1 if known else share.found < NEGLIGIBLE:
-            shown = f"{layer.layer} ({', chance '.join(f'{100 * s:.2g} %' for s in share.known)})"
-            idle.setdefault((layer._replace(layer=-1), known), []).append(shown)
-    return [
-        f"{_named(of.setting)}, start {of.start}: {of.arm} {IDLE[known]} by {of.part} in layer "
-        f"{', '.join(layers)}."
-        for (of, known), layers in idle.items()
-    ]
-
-
-def _dropped(alignment: Sequence[Row]) -> list[str]:
-    lost = [row for row in alignment if "dropped" in row]
-    reasons = Counter((setting_of(row), row.get("arm"), str(row["dropped"])) for row in lost)
-    return [
-        f"{_named(setting)}: {arm} dropped a reply {count} time(s): {reason}"
-        for (setting, arm, reason), count in reasons.items()
-    ]
-
-
-def _failed(rows: Sequence[Row]) -> list[str]:
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for row in rows:
-        if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
-            counts[setting_of(row), str(row["start"]), str(row["arm"])] += int(row["value"])
-    return [
-        f"{_named(setting)}, start {start}: {arm} went on without {count} client(s) that failed."
-        for (setting, start, arm), count in counts.items()
-    ]

@@ -11,9 +11,9 @@ from typing import Any
 
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report import heat_map
+from fedrot.simulations.report.findings.shares import share_table
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.plots import rounds_plot
-from fedrot.simulations.report.shares import share_table
 from fedrot.simulations.report.summaries import Row
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.simulations.report.findings.sentences import costs_of_scrambling
 from fedrot.simulations.report.heat_map import RATIO, SHARE
-from fedrot.simulations.report.run_page import PAGE, costs_of_scrambling, write_report
+from fedrot.simulations.report.run_page import PAGE, write_report
 from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
@@ -62,10 +63,10 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     setting = {"setting": "main", "data": "goemotions_ekman", "arms": ARMS, "starts": STARTS}
-    setting |= {"seeds": SEEDS, "rounds": ROUNDS, "data_dir": None}
+    setting |= {"seeds": SEEDS, "rounds": ROUNDS, "data_dir": None, "architecture": "bert"}
     files = {
         "config.json": {"command": "fedrot simulate --out 'a <b>'", "settings": [setting]},
-        "versions.json": {"python": "3.11.0", "torch": "2.9.0"},
+        "versions.json": {"date": "2026-01-31", "python": "3.11.0", "torch": "2.9.0"},
         "partition.json": {
             "main": {
                 "label_names": ["sad", "<glad>"],
@@ -107,6 +108,11 @@ def test_a_complete_run(run: Path) -> None:
     page = path.read_text(encoding="utf-8")
     assert path == run / "report.html"
     assert "incomplete" not in page.split("</style>")[1]
+    # First when and what, then the verdict, then tables.
+    assert "2026-01-31 · data: goemotions_ekman · model: bert" in page
+    assert page.index("start same: alignment helped (accuracy") < page.index("<table>")
+    assert "<dt>scrambled</dt>" in page
+    assert "<dt>different</dt>" not in page
     # 0.6 + 0.011 seed over three seeds: mean 0.611, sd 0.011.
     assert "0.611 ± 0.011" in page
     # Differences 0.1, 0.101, 0.102: 0.101 ± 4.302653 * 0.001 / sqrt(3).
@@ -260,8 +266,8 @@ def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
         if (row["start"], row["arm"], row["metric"]) == ("scrambled", "plain", "accuracy"):
             row["value"] -= 0.2
     plain, aligned, _ = costs_of_scrambling(result_lines(rows, ["accuracy"]), ["accuracy"])
-    assert plain == "main, plain: accuracy 0.5100 -> 0.3100 (-0.2000)."
-    assert aligned == "main, aligned: accuracy 0.6110 -> 0.6110 (+0.0000)."
+    assert plain == "main, plain: accuracy 0.5100 → 0.3100 (-0.2000)."
+    assert aligned == "main, aligned: accuracy 0.6110 → 0.6110 (+0.0000)."
 
 
 def test_the_markdown_table() -> None:

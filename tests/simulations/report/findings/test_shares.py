@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report.shares import CELLS, Layer, Share, share_table, shares_by, shares_by_layer
+from fedrot.simulations.report.findings.shares import (
+    CELLS,
+    Layer,
+    Share,
+    share_table,
+    shares_by,
+    shares_by_layer,
+)
 
 
 def row(round: int = 1, part: str = "attention", **more: Any) -> dict[str, Any]:

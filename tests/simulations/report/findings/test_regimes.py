@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from fedrot.simulations.report.regimes import markdown, regime_plot, regimes, summary
+from fedrot.simulations.report.findings.regimes import markdown, regime_plot, regimes, summary
 from fedrot.simulations.report.summaries import holm
 
 #: Loss of aligned minus plain, by seed.

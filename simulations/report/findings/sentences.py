@@ -1,0 +1,170 @@
+"""Findings in sentences: whether alignment helped, what it did not do, and what was lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fedrot.simulations.report.findings.shares import Layer, shares_by_layer
+from fedrot.simulations.report.summaries import Row, Summary, by_setting, headline, setting_of
+from fedrot.simulations.report.tables import (
+    BASELINE,
+    Line,
+    format_difference,
+    number_style,
+    result_lines,
+)
+
+#: An alignment that removes a smaller share of the squared distance counts as without effect.
+NEGLIGIBLE = 0.01
+#: What alignment did in layers without effect, by whether chance is known.
+IDLE = {
+    True: "found no more than chance",
+    False: f"removed less than {100 * NEGLIGIBLE:.0f} % of the squared distance",
+}
+#: Findings by verdict of an arm's difference from the baseline.
+DOUBTS = {
+    "worse": f"{{where}} hurt {{metric}} against {BASELINE}: {{change}}.",
+    "identical": f"{{where}} gave exactly the {{metric}} of {BASELINE}.",
+    "equal but for rounding": f"{{where}} gave the {{metric}} of {BASELINE}, but for rounding.",
+    "within noise": "{where} made no measurable difference to {metric}: {change}.",
+    "not finite": f"{{where}} or {BASELINE} diverged: {{metric}} is not finite.",
+}
+
+
+#: The arm of ``FedRot`` with its defaults.
+DEFAULT = "aligned"
+#: Arms and starts in words.
+WORDS = {
+    BASELINE: "the clients' models are averaged as they are (FedAvg)",
+    DEFAULT: "each model is moved to the others' coordinates before it is averaged (FedRot's defaults)",
+    "same": "all clients start from one random model",
+    "pretrained": "all clients start from one model that has learned its language",
+    "different": "each client has trained from a start of its own before the clients meet",
+    "scrambled": "each client answers in random coordinates; its model computes the same function",
+    "ensemble": "the clients' models answer together; there is no merged model",
+    "joined": "one model trained on all clients' data, an upper bound",
+}
+#: What alignment did, by the verdicts on its metrics: the first that one of them has.
+EFFECTS = {
+    "not finite": "cannot be judged: values are not finite",
+    "better": "helped",
+    "worse": "hurt",
+    "within noise": "made no measurable difference",
+    "one seed: no interval": "cannot be judged by one seed",
+    "no seed in common": "cannot be judged: no seed is in both arms",
+    "equal but for rounding": "changed nothing but rounding",
+    "identical": f"changed nothing: the model is that of {BASELINE}",
+}
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence per setting and start: whether the defaults of FedRot helped.
+
+    It is about the headline metric and the loss. Settings without their arm, or without the baseline,
+    are left out.
+    """
+    said = []
+    for own in by_setting(rows).values():
+        metrics = headline(own)
+        lines = result_lines(own, metrics)
+        plain = {line.start: line for line in lines if line.arm == BASELINE}
+        said += [
+            _verdict(line, plain[line.start], metrics)
+            for line in lines
+            if line.arm == DEFAULT and line.start in plain
+        ]
+    return said
+
+
+def _verdict(line: Line, plain: Line, metrics: Sequence[str]) -> str:
+    changes = [
+        f"{metric} {_change(before, after)}, {format_difference(difference)}"
+        for metric, before, after, difference in zip(
+            metrics, plain.scores, line.scores, line.differences, strict=True
+        )
+        if before is not None and after is not None
+    ]
+    found = {difference.verdict for difference in line.differences if difference is not None}
+    effect = next(effect for verdict, effect in EFFECTS.items() if verdict in found)
+    if effect == EFFECTS["better"] and "worse" in found:
+        effect = "helped in one metric and hurt in another"
+    return f"{_named(line.setting)}, start {line.start}: alignment {effect} ({'; '.join(changes)})."
+
+
+def _change(before: Summary, after: Summary) -> str:
+    style = number_style(before.mean, after.mean)
+    return f"{before.mean:{style}} → {after.mean:{style}}"
+
+
+def doubts(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
+    """Return sentences on arms without a gain."""
+    return [
+        DOUBTS[difference.verdict].format(
+            where=f"{_named(line.setting)}, start {line.start}: {line.arm}",
+            metric=metric,
+            change=format_difference(difference).removesuffix(f" {difference.verdict}"),
+        )
+        for line in lines
+        for metric, difference in zip(metrics, line.differences, strict=True)
+        if difference is not None and difference.verdict in DOUBTS
+    ]
+
+
+def costs_of_scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
+    """Return sentences on the cost of scrambling: every arm against its own run of start same."""
+    same = {(line.setting, line.arm): line for line in lines if line.start == "same"}
+    said = []
+    for line in lines:
+        twin = same.get((line.setting, line.arm))
+        if line.start != "scrambled" or twin is None:
+            continue
+        changes = [
+            f"{metric} {theirs.mean:{style}} → {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
+            for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
+            if ours is not None and theirs is not None
+            for style in [number_style(ours.mean, theirs.mean, decimals=4)]
+        ]
+        said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
+    return said
+
+
+def _named(setting: str) -> str:
+    return setting or "this run"
+
+
+def idle_layers(alignment: Sequence[Row]) -> list[str]:
+    """Return sentences on layers in which nothing was found, or nothing beyond chance if it is known."""
+    idle: dict[tuple[Layer, bool], list[str]] = {}
+    for layer, share in shares_by_layer(alignment).items():
+        known = share.chance is not None
+        if share.ratio <= 1 if known else share.found < NEGLIGIBLE:
+            shown = f"{layer.layer} ({', chance '.join(f'{100 * s:.2g} %' for s in share.known)})"
+            idle.setdefault((layer._replace(layer=-1), known), []).append(shown)
+    return [
+        f"{_named(of.setting)}, start {of.start}: {of.arm} {IDLE[known]} by {of.part} in layer "
+        f"{', '.join(layers)}."
+        for (of, known), layers in idle.items()
+    ]
+
+
+def dropped(alignment: Sequence[Row]) -> list[str]:
+    """Return sentences on dropped replies."""
+    lost = [row for row in alignment if "dropped" in row]
+    reasons = Counter((setting_of(row), row.get("arm"), str(row["dropped"])) for row in lost)
+    return [
+        f"{_named(setting)}: {arm} dropped a reply {count} time(s): {reason}"
+        for (setting, arm, reason), count in reasons.items()
+    ]
+
+
+def failed(rows: Sequence[Row]) -> list[str]:
+    """Return sentences on failed clients."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
+            counts[setting_of(row), str(row["start"]), str(row["arm"])] += int(row["value"])
+    return [
+        f"{_named(setting)}, start {start}: {arm} went on without {count} client(s) that failed."
+        for (setting, start, arm), count in counts.items()
+    ]

@@ -1,0 +1,79 @@
+"""Whether alignment helped, in sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedrot.simulations.report.findings.sentences import WORDS, verdicts
+
+#: Accuracy and loss of the arm plain, by seed.
+PLAIN = [(0.50, 1.00), (0.52, 1.10), (0.54, 1.20)]
+
+
+def rows(aligned: list[tuple[float, float]], setting: str = "one", arm: str = "aligned") -> list[Any]:
+    """Rows of both arms: ``aligned`` are the values of the other arm, by seed."""
+    return [
+        {
+            "setting": setting,
+            "start": "same",
+            "arm": name,
+            "seed": seed,
+            "round": 1,
+            "scope": "central",
+            "metric": metric,
+            "value": value,
+        }
+        for name, values in (("plain", PLAIN[: len(aligned)]), (arm, aligned))
+        for seed, pair in enumerate(values)
+        for metric, value in zip(("accuracy", "loss"), pair, strict=True)
+    ]
+
+
+def moved(accuracy: float, loss: float, wobble: float = 0.001) -> list[tuple[float, float]]:
+    """Return plain's values, moved; the difference wobbles by seed."""
+    return [(a + accuracy + wobble * n, b + loss + wobble * n) for n, (a, b) in enumerate(PLAIN)]
+
+
+@pytest.mark.parametrize(
+    ("aligned", "effect"),
+    [
+        (moved(0.1, -0.3), "helped ("),
+        (moved(0.1, 0.0, 0.03), "helped ("),
+        (moved(-0.1, 0.3), "hurt ("),
+        (moved(0.1, 0.3), "helped in one metric and hurt in another"),
+        ([(0.53, 0.9), (0.49, 1.2), (0.55, 1.15)], "made no measurable difference"),
+        (PLAIN, "changed nothing: the model is that of plain"),
+        ([(a, b + 1e-9) for a, b in PLAIN], "changed nothing but rounding"),
+        ([(0.6, float("nan"))] * 3, "cannot be judged: values are not finite"),
+        ([(float("nan"), float("nan"))] * 3, "cannot be judged: values are not finite"),
+        ([(0.6, 0.7)], "cannot be judged by one seed"),
+    ],
+)
+def test_the_effect_follows_from_both_intervals(aligned: list[tuple[float, float]], effect: str) -> None:
+    (said,) = verdicts(rows(aligned))
+    assert said.startswith(f"one, start same: alignment {effect}"), said
+
+
+def test_a_sentence_has_the_numbers() -> None:
+    (said,) = verdicts(rows(moved(0.1, -0.3)))
+    assert "accuracy 0.520 → 0.621, +0.101 [+0.099, +0.103] better" in said
+    assert said.endswith("loss 1.100 → 0.801, -0.299 [-0.301, -0.297] better).")
+
+
+def test_every_setting_has_a_sentence_and_other_arms_have_none() -> None:
+    found = verdicts([*rows(PLAIN), *rows(moved(0.1, 0), "two"), *rows(PLAIN, "three", arm="ffn")])
+    assert [sentence.partition(",")[0] for sentence in found] == ["one", "two"]
+    assert verdicts([row for row in rows(PLAIN) if row["arm"] == "aligned"]) == []
+
+
+def test_the_words_are_those_of_arms_and_starts() -> None:
+    from typing import get_args
+
+    from fedrot.simulations.arm import Arm
+    from fedrot.simulations.config import Start
+
+    assert set(get_args(Start)) <= WORDS.keys()
+    for word in WORDS.keys() - set(get_args(Start)):
+        assert Arm.parse(word).name == word

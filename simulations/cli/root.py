@@ -9,9 +9,7 @@ import typer
 import fedrot
 from fedrot.simulations.cli.commands import examples, say
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, epilog=examples("fedrot simulate --out runs/first")
-)
+app = typer.Typer(no_args_is_help=True, epilog=examples("fedrot simulate --out runs/first"))
 
 
 def _version(asked: bool) -> None:

@@ -154,3 +154,22 @@ def test_the_package_can_be_run_as_a_module(
         runpy.run_module("fedrot", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"fedrot {project_version()}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("fedrot comp", {"compare"}),
+        ("fedrot compare stre", {"stream-one-shot", "stream-rounds"}),
+        ("fedrot barriers stre", {"stream-barriers"}),
+    ],
+)
+def test_the_shell_completes_commands_and_grids(
+    words: str, completed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"_FEDROT_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    asked["COMP_CWORD"] = str(len(words.split()) - 1)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, [], prog_name="fedrot", complete_var="_FEDROT_COMPLETE")
+    assert set(result.stdout.split()) == completed

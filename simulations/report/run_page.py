@@ -137,7 +137,7 @@ def incomplete(run: RunResults) -> Values | None:
 @PAGE.section
 def results(run: RunResults) -> Values:
     """Means over seeds at the final round."""
-    return {"lines": run.lines, "metrics": run.metrics}
+    return {"lines": run.lines, "metrics": run.metrics, **_columns(run.lines)}
 
 
 @PAGE.section
@@ -145,7 +145,7 @@ def differences(run: RunResults) -> Values | None:
     """Paired differences from the baseline."""
     lower = [metric for metric in run.metrics if metric in LOWER_IS_BETTER]
     shown = {"lines": run.lines, "metrics": run.metrics, "lower": lower, "baseline": BASELINE}
-    return shown if run.compared else None
+    return {**shown, **_columns(run.lines)} if run.compared else None
 
 
 @PAGE.section
@@ -231,6 +231,13 @@ def repeat(run: RunResults) -> Values:
     config = run.objects["config.json"]
     shown = {"command": config.get("command"), "settings": config.get("settings", [])}
     return {**shown, "versions": run.objects["versions.json"]}
+
+
+def _columns(lines: Sequence[Line]) -> dict[str, Any]:
+    """Return the columns of names that are not the same in all lines, and the seeds if they are."""
+    names = [name for name in ("setting", "start") if len({getattr(line, name) for line in lines}) > 1]
+    seeds = {line.seeds for line in lines}
+    return {"names": names, "seeds": seeds.pop() if len(seeds) == 1 else 0}
 
 
 def _described(settings: Sequence[Row]) -> dict[str, list[str]]:

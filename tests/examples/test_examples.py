@@ -24,6 +24,7 @@ from tests.deployment.federation import ROOT, Federation
 
 EXAMPLES = ROOT / "examples"
 QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
+SECURE = EXAMPLES / "secure-aggregation"
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
 
@@ -138,6 +139,13 @@ def test_institutions_meet_once(run: Run) -> None:
     assert losses["plain average"] != losses["aligned average"]
 
 
+def test_clients_align_under_secure_aggregation(run: Run) -> None:
+    log = run.simulated(SECURE, 3, "rows=60 num-server-rounds=1")
+    found = re.search(r"loss before: ([\d.]+), after 1 rounds: ([\d.]+)", log)
+    assert found, log
+    assert float(found[2]) < float(found[1]) - 0.01
+
+
 def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:
     """If this fails, Flower has changed, and ``exclude-dependencies`` may not be needed any more."""
     app = run.folder / "app"
@@ -150,7 +158,7 @@ def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:
     assert run.status("local") == "finished:failed"
 
 
-@pytest.mark.parametrize("app", [QUICKSTART, INSTITUTIONS], ids=lambda app: app.name)
+@pytest.mark.parametrize("app", [QUICKSTART, INSTITUTIONS, SECURE], ids=lambda app: app.name)
 def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     declared = {re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]}

@@ -1,0 +1,53 @@
+"""The prose that users read: the project's words, and no filler."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.ipynb")),
+]
+#: What is not written, and what is written in its place.
+INSTEAD = {
+    r"stretch(es)?": "slice",
+    r"(is|are|was|were) set aside": "dropped, with a reason",
+    r"has no part in": "dropped, with a reason",
+    r"foreign": "different initialisation, other basis",
+    r"gauges?": "redundant bias",
+    r"in order to": "to",
+    r"utili[sz]e[sd]?|leverage[sd]?": "use",
+    r"seamless(ly)?|effortless(ly)?|blazing(ly)?": "a number",
+    r"simply|obviously|of course|easily": "nothing",
+    r"state[- ]of[- ]the[- ]art": "what was measured",
+    r"please note that|note that": "nothing",
+}
+
+
+def found_in(text: str) -> list[str]:
+    """Return what should be written otherwise, outside of code."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", text, flags=re.DOTALL)
+    return [
+        f"'{match[0]}': write {instead}"
+        for pattern, instead in INSTEAD.items()
+        for match in re.finditer(rf"\b(?:{pattern})\b", prose, flags=re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_the_projects_words(page: Path) -> None:
+    assert found_in(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_check_finds_words_outside_of_code() -> None:
+    said = found_in("Two replies are set aside, simply. `foreign`\n```\na gauge\n```\nA stretch.")
+    assert [word.split("'")[1] for word in said] == ["stretch", "are set aside", "simply"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120

@@ -11,7 +11,6 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.barrier import barrier_methods
 from fedrot.simulations.cli.commands import names
 from fedrot.simulations.merge import merge_inputs
-from fedrot.simulations.merge.merging import options_of
 
 Values = Mapping[str, Any]
 
@@ -39,10 +38,6 @@ def _looks_at_data(values: Values) -> bool:
 def _collects(values: Values) -> bool:
     method = merge_inputs.METHODS.get(values["method"])
     return method is None or bool(method.needs)
-
-
-def _merges_with_data(values: Values) -> bool:
-    return _collects(values) or "residual" in options_of(values["parts"]).parts
 
 
 _TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")
@@ -75,7 +70,6 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     ),
     "merge": (
         Effect(("alpha",), "with --method regmean", lambda v: v["method"] == "regmean"),
-        Effect(("data",), "with --method fisher or regmean, or --parts whole", _merges_with_data),
         Effect(
             ("data_dir", "text_column", "label_column", "rows", "max_length"),
             "with --data",

@@ -36,12 +36,15 @@ def merge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:
     """Align saved models to one of them, merge them, and write the result as a model."""
+    from fedrot.simulations.merge import merge_scores
     from fedrot.simulations.merge.merging import merge as merge_models
     from fedrot.simulations.merge.merging import table
 
     with console.status(escape(f"{settings['method']} of {len(models)} models")):
         found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)
     console.print(table(found))
+    if found.scores is not None:
+        console.print(merge_scores.table(found.scores))
     for note in found.notes:
         say(f"Note: {note}")
     say(f"Written: {found.out}" if found.out else "Dry run: nothing was written.")

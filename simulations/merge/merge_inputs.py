@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import apply_moves
 from fedrot.tensors import check_finite, widened
+
+if TYPE_CHECKING:
+    from fedrot.simulations.tasks.task import Task
 
 Batches = Sequence[Mapping[str, Tensor]]
 
@@ -83,7 +87,9 @@ class MergeSettings(BaseModel):
         default=None, description="Of .safetensors files: config.json, or a folder with one."
     )
     data: str | None = Field(
-        default=None, description="Texts for fisher, regmean and activations (whole): as for simulate."
+        default=None,
+        description="Data set, as for simulate: texts for fisher, regmean and activations (whole), and "
+        "held-out rows to score the models on.",
     )
     data_dir: Path | None = Field(
         default=None, description="Folder with glue/, emotion/ ... as Parquet files."
@@ -92,8 +98,8 @@ class MergeSettings(BaseModel):
     label_column: str | None = Field(default=None, description="Column with the label.")
     rows: int | None = Field(
         default=None,
-        description="Texts at most; default: 1024, and 256 for fisher, which takes a backward pass for "
-        "each text and label.",
+        description="Texts at most; default: 1024, 256 for fisher, which takes a backward pass for each "
+        "text and label, and 500 to score on.",
     )
     max_length: int = Field(default=64, description="Tokens per text.")
 
@@ -129,13 +135,14 @@ class Input:
     def own(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return tensors before alignment, at least in float32; canonical if the alignment is."""
         if not self.alignment.canonical:
-            return self._read(names)
+            return self.stored(names)
         chosen = self.saved.tensors.names if names is None else [*names]
         part = self.alignment.symmetry.around(chosen)
-        tensors = canonical(self._read(part.shapes), part)
+        tensors = canonical(self.stored(part.shapes), part)
         return {name: tensors[name] for name in chosen}
 
-    def _read(self, names: Iterable[str] | None) -> dict[str, Tensor]:
+    def stored(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return tensors as they are stored, at least in float32."""
         return widened(self.saved.tensors.read(names))
 
     def moved(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -236,22 +243,11 @@ def batches_of(
     hidden for a masked language model, as in training. Labels are left out. There are at most ``rows``
     texts if the settings do not say. Raises ``FedrotError`` if the tokenizer is not the model's.
     """
-    from fedrot.simulations.config import SimulationConfig
-    from fedrot.simulations.tasks.task import task_of
     from fedrot.simulations.tasks.training import step_batches
 
-    check_bundled(saved)
     rows = settings.rows or rows
-    described = {
-        "task": "mlm" if saved.model_class.__name__.endswith("ForMaskedLM") else "classification",
-        **settings.model_dump(include={"data", "data_dir", "text_column", "label_column"}),
-        # RoBERTa's positions start after the padding index.
-        "max_length": min(settings.max_length, saved.config.max_position_embeddings - 2),
-        "model": str(saved.tokenizer) if saved.tokenizer else None,
-        "train_limit": rows,
-        "test_limit": 1,
-    }
-    task = task_of(SimulationConfig(**described).to_json())
+    name = "mlm" if saved.model_class.__name__.endswith("ForMaskedLM") else "classification"
+    task = task_for(saved, settings, name, train_limit=rows, test_limit=1)
     with torch.device("meta"):
         shell = saved.build()
     batches = list(step_batches(task, shell, np.arange(len(task.train)), rows, BATCH, seed=0))
@@ -262,3 +258,26 @@ def batches_of(
             "model's own tokenizer beside it."
         )
     return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches], task.data.note
+
+
+def task_for(
+    saved: SavedModel, settings: MergeSettings, name: str, *, train_limit: int, test_limit: int
+) -> Task:
+    """Return a task on the settings' data, with the model's tokenizer, or the bundled one without one.
+
+    Raises ``FedrotError`` if the data cannot be used, or the tokenizer is not the model's.
+    """
+    from fedrot.simulations.config import SimulationConfig
+    from fedrot.simulations.tasks.task import task_of
+
+    check_bundled(saved)
+    described = {
+        "task": name,
+        **settings.model_dump(include={"data", "data_dir", "text_column", "label_column"}),
+        # RoBERTa's positions start after the padding index.
+        "max_length": min(settings.max_length, saved.config.max_position_embeddings - 2),
+        "model": str(saved.tokenizer) if saved.tokenizer else None,
+        "train_limit": train_limit,
+        "test_limit": test_limit,
+    }
+    return task_of(SimulationConfig(**described).to_json())

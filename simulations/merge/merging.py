@@ -28,6 +28,7 @@ from fedrot.simulations.merge.merge_inputs import (
     batches_of,
     check_mergeable,
 )
+from fedrot.simulations.merge.merge_scores import Scores, scores
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.simulations.report.tables import terminal_table
@@ -46,6 +47,7 @@ class MergeReport:
     Attributes:
         inputs: the anchor first.
         notes: what the user should know, in sentences.
+        scores: of the models alone and merged, None without data that fit them.
         out: the file or folder that was written, None after a dry run.
         seconds: wall time of everything.
     """
@@ -53,6 +55,7 @@ class MergeReport:
     method: str
     inputs: tuple[InputReport, ...]
     notes: tuple[str, ...]
+    scores: Scores | None
     out: Path | None
     seconds: float
 
@@ -119,13 +122,14 @@ def merge(
     batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
     inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
+    found, unscored = scores(inputs, merged, settings) if settings.data else (None, "")
     dtype = DTYPES.get(settings.dtype or "")
     written = _written(merged, first, dtype)
     if out is not None and not dry_run:
         write_model(out, written, first.config_file, first.beside, dtype)
-    said = (*filter(None, [note]), *_remarks(saved, reports, options), *notes)
+    said = (*filter(None, [note, unscored]), *_remarks(saved, reports, options), *notes)
     seconds = time.perf_counter() - start
-    return MergeReport(settings.method, reports, said, None if dry_run else out, seconds)
+    return MergeReport(settings.method, reports, said, found, None if dry_run else out, seconds)
 
 
 def _weights_of(text: str) -> list[float]:

@@ -13,14 +13,12 @@ import typer
 from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
-from fedrot.simulations.merge import merge_inputs
 from tests.simulations.commands import invoke
 
 #: Command lines with an idle option, and what is said of it. Nothing named here exists.
 IDLE = {
     "merge a b --dry-run --alpha 0.9": "--alpha has an effect only with --method regmean. Leave it out.",
     "merge a b --dry-run --method ot --alpha 0.5": "--alpha has an effect only with --method regmean",
-    "merge a b --dry-run --data sst2": "--data has an effect only with --method fisher or regmean, or",
     "merge a b --dry-run --parts whole --rows 9": "--rows has an effect only with --data",
     "merge a b --dry-run --data-dir d": "--data-dir has an effect only with --data",
     "merge a b --dry-run --text-column t --label-column l": (
@@ -86,13 +84,6 @@ def test_every_condition_is_about_options_of_its_command_that_are_tried_here() -
         tried = [line.split() for line in IDLE if line.startswith(f"{command} ")]
         for name in (name for effect in effects for name in effect.parameters):
             assert name == "model" or any(parameters[name] in line for line in tried)
-
-
-@pytest.mark.parametrize("name", merge_inputs.METHODS)
-def test_merge_takes_data_just_where_the_method_collects_statistics(name: str) -> None:
-    code, output = invoke("merge", "a", "b", "--dry-run", "--method", name, "--data", "sst2")
-    assert code == 2
-    assert ("--data has an effect" in output) == (name in ("mean", "ot"))
 
 
 @pytest.mark.parametrize("name", METHODS)

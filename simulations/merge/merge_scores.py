@@ -1,0 +1,106 @@
+"""What models score on held-out rows, each alone and merged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.merge.merge_inputs import Input, MergeSettings, task_for
+from fedrot.simulations.models.saved_model import SavedModel
+from fedrot.simulations.report.tables import number_style, terminal_table
+
+#: Held-out rows to score on, if the settings do not say.
+_ROWS = 500
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The metrics of models on ``rows`` held-out rows of a data set, by the name of the model."""
+
+    data: str
+    rows: int
+    models: Mapping[str, Mapping[str, float]]
+
+
+def scores(
+    inputs: Sequence[Input], merged: Mapping[str, Tensor], settings: MergeSettings
+) -> tuple[Scores | None, str]:
+    """Return the scores of the inputs, of their plain average and of the merged model, and a note.
+
+    The task is that of the model's class. There are no scores, and the note says why, if the class has
+    no task, or the data do not fit it.
+    """
+    from fedrot.simulations.tasks import training
+
+    first = inputs[0].saved
+    name = _task_name(first)
+    if name is None:
+        return None, f"The models are not scored: a {first.model_class.__name__} has no task."
+    try:
+        task = task_for(first, settings, name, train_limit=1, test_limit=settings.rows or _ROWS)
+    except FedrotError as error:
+        return None, f"The models are not scored: {error}"
+    wanted = copy.deepcopy(first.config)
+    task.objective.configure(wanted, task.data)
+    if wanted.num_labels != first.config.num_labels:
+        return None, (
+            f"The models are not scored: they have {first.config.num_labels} outputs, and "
+            f"{task.data.name} has {wanted.num_labels} classes."
+        )
+    model, rows = first.build(), np.arange(len(task.test))
+    found = {}
+    for title, tensors in _states(inputs, merged):
+        model.load_state_dict(tensors, strict=False)  # Of tied tensors one is stored.
+        found[title] = training.evaluate(model, task, task.test, rows)
+    return Scores(task.data.name, len(rows), found), ""
+
+
+def _task_name(saved: SavedModel) -> str | None:
+    """Return the task whose models are of the saved model's class."""
+    from fedrot.simulations.tasks.objectives import OBJECTIVES
+
+    for name, objective in OBJECTIVES.items():
+        try:
+            if saved.class_for(objective.auto_model) is saved.model_class:
+                return name
+        except ValueError:  # The architecture has no such class.
+            continue
+    return None
+
+
+def _states(
+    inputs: Sequence[Input], merged: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield the tensors of every model, one model at a time, by its title."""
+    names = [Path(one.saved.name).resolve().name for one in inputs]
+    for one, name in zip(inputs, names, strict=True):
+        yield (name if names.count(name) == 1 else one.saved.name), one.stored()
+    total = sum(one.weight for one in inputs)
+    plain = inputs[0].stored()
+    for name, tensor in plain.items():
+        if tensor.is_floating_point():
+            plain[name] = sum(
+                (one.stored([name])[name] * (one.weight / total) for one in inputs[1:]),
+                start=tensor * (inputs[0].weight / total),
+            )
+    yield "plain average", plain
+    yield "merged", merged
+
+
+def table(found: Scores) -> Table:
+    """Return a line per model."""
+    metrics = list(next(iter(found.models.values())))
+    title = f"On {found.rows} held-out rows of {found.data}"
+    made = terminal_table(title, ("model", *metrics), ("model",), fold=True)
+    for name, values in found.models.items():
+        shown = (f"{value:{number_style(value)}}" for value in values.values())
+        made.add_row(Text(name), *shown)
+    return made

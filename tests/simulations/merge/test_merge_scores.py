@@ -1,0 +1,86 @@
+"""Saved models scored on held-out rows, alone and merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.merge.merge_inputs import MergeSettings
+from fedrot.simulations.merge.merging import merge
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task, task_of
+from tests.simulations.commands import SMALL, invoke
+
+DATA = "goemotions_ekman"
+SETTINGS = MergeSettings(data=DATA, rows=40, weights="1,3", parts="whole")
+
+
+@pytest.fixture(params=["classification", "mlm", "clm"])
+def task(request: pytest.FixtureRequest) -> Task:
+    settings = {**SMALL, "task": request.param, "max_length": 64, "test_limit": 40}
+    return task_of(SimulationConfig(**settings).to_json())
+
+
+@pytest.fixture
+def models(task: Task, tmp_path: Path) -> list[Path]:
+    """Two models of the harness, trained a little from different starts."""
+    folders = []
+    for seed in (0, 1):
+        model: Any = build_model(task.config, task.data, seed)
+        training.train(model, task, np.arange(64), seed, epochs=2)
+        folders.append(tmp_path / f"model{seed}")
+        model.save_pretrained(folders[-1])
+    return folders
+
+
+def score(task: Task, state: dict[str, torch.Tensor]) -> dict[str, float]:
+    model = build_model(task.config, task.data, seed=0)
+    model.load_state_dict(state, strict=False)
+    return training.evaluate(model, task, task.test, np.arange(len(task.test)))
+
+
+def test_every_model_is_scored_as_the_harness_scores_it(
+    task: Task, models: list[Path], tmp_path: Path
+) -> None:
+    found = merge(models, tmp_path / "out", SETTINGS).scores
+    assert found is not None
+    assert (found.data, found.rows) == (DATA, 40)
+    first, second = (load_file(folder / "model.safetensors") for folder in models)
+    plain = {name: (tensor + 3 * second[name]) / 4 for name, tensor in first.items()}
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    expected = {"model0": first, "model1": second, "plain average": plain, "merged": merged}
+    assert found.models.keys() == expected.keys()
+    for name, state in expected.items():
+        assert found.models[name] == pytest.approx(score(task, state), abs=1e-5), name
+    assert found.models["plain average"]["loss"] != pytest.approx(found.models["merged"]["loss"])
+
+
+def test_the_command_prints_a_line_per_model(models: list[Path]) -> None:
+    options = ["--data", DATA, "--rows", 40, "--parts", "none", "--dry-run"]
+    code, printed = invoke("merge", *models, *options)
+    assert code == 0, printed
+    assert f"On 40 held-out rows of {DATA}" in printed
+    lines = [printed.index(name) for name in ("model0 │ 0.5", "On 40", "plain average", "merged │")]
+    assert lines == sorted(lines)
+
+
+@pytest.mark.parametrize("task", ["classification"], indirect=True)
+def test_data_that_do_not_fit_are_no_error(models: list[Path], tmp_path: Path) -> None:
+    file = tmp_path / "other.csv"
+    file.write_text("text,label\n" + "one two,0\nthree four,1\n" * 20)
+    report = merge(models, None, MergeSettings(data=str(file), method="regmean"), dry_run=True)
+    assert report.scores is None
+    assert any("they have 7 outputs, and" in note and "has 2 classes" in note for note in report.notes)
+
+
+def test_without_data_nothing_is_scored(models: list[Path]) -> None:
+    report = merge(models, None, MergeSettings(), dry_run=True)
+    assert report.scores is None
+    assert not any("scored" in note for note in report.notes)

@@ -515,7 +515,7 @@ def test_death_before_any_file_operation_leaves_whole_ones(tmp_path: Path, serve
 def test_the_page_about_checkpoints_loads_the_newest_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/how-to/checkpoints.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if "load_file" in block)
     for number in (9, 10):

@@ -352,7 +352,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
 
 
 def test_the_page_about_the_guard_runs() -> None:
-    page = Path(__file__).parents[3] / "docs" / "guard.md"
+    page = Path(__file__).parents[3] / "docs/how-to/guard.md"
     (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     scored: list[Any] = []
 

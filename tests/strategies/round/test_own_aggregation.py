@@ -21,7 +21,7 @@ from tests.strategies.aggregating import Client, batches, honest, loaded, mean, 
 from tests.strategies.classifier import NAME
 from tests.strategies.fakes import tensors_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "aggregation.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/aggregation.md"
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 

@@ -21,7 +21,7 @@ from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import ALL_METRICS, Client, broadcast, failure, reply
 
 CONFIG = config_of(NAME)
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 
 
 def _documented(column: int | None = None, cell: str = "") -> list[str]:

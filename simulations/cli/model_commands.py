@@ -45,6 +45,7 @@ def merge(
     console.print(table(found))
     if found.scores is not None:
         console.print(merge_scores.table(found.scores))
+        say(merge_scores.verdict(found.scores))
     for note in found.notes:
         say(f"Note: {note}")
     say(f"Written: {found.out}" if found.out else "Dry run: nothing was written.")

@@ -15,8 +15,11 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.simulations.merge.merge_inputs import Input, MergeSettings, task_for
 from fedrot.simulations.models.saved_model import SavedModel
+from fedrot.simulations.report.summaries import LOWER_IS_BETTER
 from fedrot.simulations.report.tables import number_style, terminal_table
 
+#: Titles of the models that are made.
+PLAIN, MERGED = "plain average", "merged"
 #: Held-out rows to score on, if the settings do not say.
 _ROWS = 500
 
@@ -91,8 +94,29 @@ def _states(
                 (one.stored([name])[name] * (one.weight / total) for one in inputs[1:]),
                 start=tensor * (inputs[0].weight / total),
             )
-    yield "plain average", plain
-    yield "merged", merged
+    yield PLAIN, plain
+    yield MERGED, merged
+
+
+def verdict(found: Scores) -> str:
+    """Return in a sentence whether the merged model is better than the plain average and the models."""
+    metric = next(iter(next(iter(found.models.values()))))
+    sign = -1 if metric in LOWER_IS_BETTER else 1
+    values = {name: own[metric] for name, own in found.models.items()}
+    merged, plain = values.pop(MERGED), values.pop(PLAIN)
+    best = max(values, key=lambda name: sign * values[name])
+
+    def compared(other: float) -> str:
+        if merged == other:
+            return "the same as"
+        return "better than" if sign * merged > sign * other else "not better than"
+
+    style = number_style(merged, plain, values[best])
+    return (
+        f"By {metric}, the merged model ({merged:{style}}) is {compared(plain)} the plain average "
+        f"({plain:{style}}) and {compared(values[best])} the best model alone ({best}, "
+        f"{values[best]:{style}}), on {found.rows} rows."
+    )
 
 
 def table(found: Scores) -> Table:

@@ -72,7 +72,9 @@ def test_without_a_configuration_the_constructor_says_what_to_write(
 
 
 def test_a_model_without_configuration_is_sent_to_the_page_about_own_models() -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"a Linear, that has no .*\(docs/how-to/own-model\.md\)"):
+    with pytest.raises(
+        fedrot.FedrotError, match=r"a Linear, that has no .*\(docs/how-to/own-model\.md\)"
+    ):
         FedRot(nn.Linear(2, 2))
 
 

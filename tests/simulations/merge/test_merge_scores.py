@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.merge.merge_inputs import MergeSettings
+from fedrot.simulations.merge.merge_scores import Scores, verdict
 from fedrot.simulations.merge.merging import merge
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
@@ -69,6 +70,29 @@ def test_the_command_prints_a_line_per_model(models: list[Path]) -> None:
     assert f"On 40 held-out rows of {DATA}" in printed
     lines = [printed.index(name) for name in ("model0 │ 0.5", "On 40", "plain average", "merged │")]
     assert lines == sorted(lines)
+
+
+@pytest.mark.parametrize(
+    ("metric", "merged", "said"),
+    [
+        (
+            "accuracy",
+            0.7,
+            "better than the plain average (0.500) and better than the best model alone (b, 0.600)",
+        ),
+        ("accuracy", 0.6, "better than the plain average (0.500) and the same as the best model alone"),
+        ("accuracy", 0.4, "not better than the plain average (0.500) and not better than the best"),
+        (
+            "perplexity",
+            0.4,
+            "better than the plain average (0.500) and not better than the best model alone (a, 0.300)",
+        ),
+    ],
+)
+def test_the_verdict_is_by_the_headline_metric(metric: str, merged: float, said: str) -> None:
+    values = {"a": 0.3, "b": 0.6, "plain average": 0.5, "merged": merged}
+    found = Scores("d", 9, {name: {metric: value, "loss": 1.0} for name, value in values.items()})
+    assert said in verdict(found)
 
 
 @pytest.mark.parametrize("task", ["classification"], indirect=True)

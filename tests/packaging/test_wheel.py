@@ -182,7 +182,7 @@ def test_strategies_name_the_missing_package(bare: Path) -> None:
 def test_the_harness_names_the_missing_package(bare: Path) -> None:
     result = python(bare, "from fedrot.simulations.cli.app import main")
     assert result.returncode != 0
-    assert "fedrot[simulation]" in result.stderr
+    assert "constraints.txt '.[simulation]'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_the_command_says_in_one_sentence_what_to_install(bare: Path, code: str)
     result = python(bare, code)
     assert result.returncode != 0
     (line,) = result.stderr.splitlines()
-    assert line.endswith("pip install 'fedrot[simulation]'")
+    assert line.endswith("pip install -c constraints.txt '.[simulation]'")
 
 
 def test_importing_the_library_loads_no_heavy_package_but_torch_and_scipy() -> None:

@@ -44,4 +44,4 @@ wheel: .venv/installed ## dist/fedrot-*.whl
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed dist/*.whl
 
 clean: ## delete what make and runs wrote
-	rm -rf .venv build dist runs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist runs site *.egg-info .mypy_cache .pytest_cache .ruff_cache .cache

@@ -41,18 +41,15 @@ def _as_code(examples: re.Match[str]) -> str:
 def settings() -> str:
     """Return the fields of a configuration as a table."""
     from fedrot.simulations.config import SimulationConfig
+    from fedrot.simulations.report.tables import pipe_table
 
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    header, lines = ("setting", "default", "meaning"), []
     for name, field in SimulationConfig.model_fields.items():
         default = field.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         text = "" if shown in (None, "") else f"`{shown}`"
-        lines.append(f"| `{name}` | {text} | {_cell(field.description or '')} |")
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+        lines.append((f"`{name}`", text, field.description or ""))
+    return pipe_table(header, lines, header)
 
 
 #: What stands in a page as a comment ``generated: NAME`` alone on its line.

@@ -1,4 +1,4 @@
-"""What models score on held-out rows, each alone and merged."""
+"""Scores of saved models on held-out rows: each alone, their plain average, and merged."""
 
 from __future__ import annotations
 

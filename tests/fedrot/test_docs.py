@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 _CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE)
 #: Pages with tests of their own below.
 _TESTED = {
-    "how-to/own-model.md",
     "explanation/stream.md",
     "how-to/aggregation.md",
     "explanation/chance.md",
@@ -57,6 +57,21 @@ def test_the_python_of_every_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _executed(page, len(_code(page)))
+
+
+def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((DOCS / "tutorials" / "own-model.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) == 4
+    torch.manual_seed(0)
+    scope: dict[str, Any] = {"__name__": "page"}
+    for cell in cells:
+        exec(compile(cell, "own-model.ipynb", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"(\d+ groups, largest change of an output: \S+\n){2}", printed)
+    assert 0 < scope["change"] <= 1e-9
+    parts = {group.part for group in scope["symmetry"].groups}
+    assert parts == {"residual", "heads", "attention", "rescale", "ffn"}
 
 
 def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""What a run shows: sentences, shares found beside chance, the map of regimes, merged subsets."""
+"""Findings of a run: sentences, shares beside chance, the map of regimes, merged subsets."""

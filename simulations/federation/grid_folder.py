@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from fedrot.simulations.federation.run_folder import (
     ALIGNMENT,
     ROW_FIELDS,
     ROWS,
+    read_alignment,
+    read_rows,
     rows_file,
     versions,
     write_csv,
@@ -39,19 +42,27 @@ class GridCell:
     @property
     def title(self) -> str:
         """The cell in words."""
-        return f"{self.config.setting} · seed {self.seed} · {self.start} · {self.arm.name}"
+        return _title(self.config.setting, self.seed, self.start, self.arm.name)
 
     @property
     def name(self) -> str:
         """The cell's name in files; no two cells share it."""
-        digest = hashlib.sha256(self.title.encode()).hexdigest()[:8]
-        return re.sub(r"[^a-zA-Z0-9]+", "-", self.title).strip("-")[:100] + f".{digest}"
+        return _file_name(self.title)
 
     @property
     def trains_first(self) -> tuple[str, int, Start]:
         """What decides the first round's training: equal for cells that may share it."""
         # Clients scramble what they have trained.
         return (self.config.setting, self.seed, "same" if self.start == "scrambled" else self.start)
+
+
+def _title(setting: str, seed: int, start: str, arm: str) -> str:
+    return f"{setting} · seed {seed} · {start} · {arm}"
+
+
+def _file_name(title: str) -> str:
+    digest = hashlib.sha256(title.encode()).hexdigest()[:8]
+    return re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")[:100] + f".{digest}"
 
 
 def cells_of(configs: Sequence[SimulationConfig]) -> list[GridCell]:
@@ -78,6 +89,8 @@ class CellRows:
 class GridFolder:
     """A run folder (see ``RunFolder``) that keeps the rows of every finished cell under ``cells/``.
 
+    A compact copy, the form of published runs, becomes such a folder: what it holds is finished.
+
     Raises:
         FileExistsError: the folder holds a run that is no grid.
         FedrotError: it holds a setting of the same name with other values.
@@ -86,12 +99,17 @@ class GridFolder:
     def __init__(self, path: Path, configs: Sequence[SimulationConfig], command: str) -> None:
         self.path, self._cells = path, path / "cells"
         self._order = [cell.name for cell in cells_of(configs)]
-        if rows_file(path) is not None and not self._cells.is_dir():
+        copied = _compact_copy(path)
+        if rows_file(path) is not None and not (copied or self._cells.is_dir()):
             raise FileExistsError(
                 f"The folder '{path}' holds a run of another kind; choose another --out."
             )
         settings = _united(_held(path), [config.model_dump(mode="json") for config in configs], path)
         self._cells.mkdir(parents=True, exist_ok=True)
+        for name, found in copied.items():
+            self._write(name, found)
+        for name in (ROWS, ALIGNMENT) if copied else ():
+            (path / name).with_suffix(".parquet").unlink(missing_ok=True)
         write_json(path / "config.json", {"command": command, "settings": settings})
         write_json(path / "versions.json", versions())
         self._collect()
@@ -104,7 +122,7 @@ class GridFolder:
         """Write the rows of a finished cell, and Flower's log."""
         with (self.path / "flower.log").open("a", encoding="utf-8") as file:
             file.write(f"{cell.title}\n{log}")
-        write_text(self._file(cell), json_line({"rows": found.rows, "alignment": found.alignments}))
+        self._write(cell.name, found)
         append_rows(self.path / ROWS, found.rows)
         append_rows(self.path / ALIGNMENT, found.alignments)
 
@@ -121,6 +139,10 @@ class GridFolder:
     def _file(self, cell: GridCell) -> Path:
         return self._cells / f"{cell.name}.json"
 
+    def _write(self, name: str, found: CellRows) -> None:
+        line = json_line({"rows": found.rows, "alignment": found.alignments})
+        write_text(self._cells / f"{name}.json", line)
+
     def _collect(self) -> None:
         """Write the files of all rows anew: the cells of this grid in order, then others."""
         names = [file.stem for file in sorted(self._cells.glob("[!.]*.json"))]
@@ -129,6 +151,25 @@ class GridFolder:
         found = [json.loads((self._cells / f"{name}.json").read_text("utf-8")) for name in names]
         for file, key in ((ROWS, "rows"), (ALIGNMENT, "alignment")):
             write_text(self.path / file, "".join(json_line(row) for cell in found for row in cell[key]))
+
+
+def _compact_copy(path: Path) -> dict[str, CellRows]:
+    """Return the rows of a compact copy by the name of their cell, none if the folder holds no copy."""
+    file = rows_file(path)
+    if file is None or file.suffix != ".parquet":
+        return {}
+    rows, found = read_rows(path), defaultdict[str, CellRows](CellRows)
+    if not all(map(set(ROW_FIELDS).issubset, rows)):
+        return {}
+    for row in rows:
+        found[_cell_name(row)].row(row)
+    for row in read_alignment(path):
+        found[_cell_name(row)].alignment(row)
+    return found
+
+
+def _cell_name(row: Mapping[str, Any]) -> str:
+    return _file_name(_title(row["setting"], row["seed"], row["start"], row["arm"]))
 
 
 def _held(path: Path) -> list[dict[str, Any]]:

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from fedrot.simulations.federation import experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
+from fedrot.simulations.report.compact import compact, write_parquet
 from tests.simulations import commands
 from tests.simulations.in_process import simulated
 
@@ -186,14 +188,34 @@ def test_a_folder_from_before_a_field_existed_goes_on(grid: Path, tmp_path: Path
     assert cells(out) == before
 
 
+def test_a_compact_copy_goes_on(grid: Path, tmp_path: Path) -> None:
+    """What was published can be extended: more seeds, more arms."""
+    grid.write_text(GRID.replace("seeds = [0, 1]", "seeds = [0]"))
+    simulated(tmp_path / "first", "compare", grid)
+    out = compact(tmp_path / "first", tmp_path / "published")
+    grid.write_text(GRID)
+    assert "6 of 12 cells are finished already" in simulated(out, "compare", grid)
+    assert not list(out.glob("*.parquet"))
+    simulated(tmp_path / "whole", "compare", grid)
+    assert lasting(out) == lasting(tmp_path / "whole")
+    copied, whole = (read_alignment(folder) for folder in (out, tmp_path / "whole"))
+    assert [row.keys() for row in copied] == [row.keys() for row in whole]
+    removed = ([row["before"] - row["after"] for row in rows] for rows in (copied, whole))
+    np.testing.assert_allclose(*removed, rtol=1e-5, atol=1e-7)
+
+
 def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "rows.jsonl").write_text("{}\n")
-    code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", out)
-    assert code == 2
-    assert "holds a run of another kind" in printed
-    assert [file.name for file in out.iterdir()] == ["rows.jsonl"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    write_parquet(copy / "rows.parquet", [{"method": "vanilla", "loss": 1.0}])
+    for folder, file in ((out, "rows.jsonl"), (copy, "rows.parquet")):
+        code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", folder)
+        assert code == 2
+        assert "holds a run of another kind" in printed
+        assert [file.name for file in folder.iterdir()] == [file]
 
 
 @pytest.mark.parametrize(

@@ -309,3 +309,9 @@ class SimulationConfig(BaseModel):
     def to_json(self) -> str:
         """Return the configuration as one line of JSON, the same for equal configurations."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+    @property
+    def training(self) -> str:
+        """What decides how clients train and are tested, as JSON: settings in which it is equal share both."""
+        compared = {"setting", "arms", "starts", "seeds"}
+        return json.dumps(self.model_dump(mode="json", exclude=compared), sort_keys=True)

@@ -151,7 +151,7 @@ def train(message: Message, context: Context) -> Message:
     job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     # Everything that decides a training; scrambling comes after the cache.
-    key = _hashed([job.config_json, job.stream, job.last_round, job.own_start], arrays)
+    key = _hashed([job.task.config.training, job.stream, job.last_round, job.own_start], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
     statistics: Statistics = {}
     if job.known_labels is not None:

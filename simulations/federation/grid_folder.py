@@ -53,7 +53,7 @@ class GridCell:
     def trains_first(self) -> tuple[str, int, Start]:
         """What decides the first round's training: equal for cells that may share it."""
         # Clients scramble what they have trained.
-        return (self.config.setting, self.seed, "same" if self.start == "scrambled" else self.start)
+        return (self.config.training, self.seed, "same" if self.start == "scrambled" else self.start)
 
 
 def _title(setting: str, seed: int, start: str, arm: str) -> str:

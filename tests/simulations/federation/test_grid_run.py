@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from flwr.app import ArrayRecord
 
-from fedrot.simulations.federation import experiment, grid_run
+from fedrot.simulations.federation import client_app, experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
 from fedrot.simulations.report.compact import compact, write_parquet
 from tests.simulations import commands
@@ -161,6 +162,27 @@ def test_arms_share_trainings_until_the_last_of_them(
     # Both clients' models of both rounds, trained by the first arm, are there for the next two. From
     # starts of their own clients are moved, and in the second round they train from another average.
     assert kept == [*[4, 4, 4] * 2, *[4, 6, 6] * 2]
+
+
+def test_settings_that_train_alike_train_once(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    train = client_app._train
+
+    def seen(job: client_app.ClientJob, arrays: ArrayRecord) -> client_app.Result:
+        trained.append(job.client)
+        return train(job, arrays)
+
+    monkeypatch.setattr(client_app, "_train", seen)
+    settings = '[[setting]]\nsetting = "again"\narms = ["plain/regmean"]\nrounds = 1\n' * 2
+    grid.write_text(GRID.split("[[setting]]")[0] + settings.replace("again", "once", 1))
+    simulated(tmp_path / "run", "compare", grid)
+    assert sorted(trained) == [0, 0, 1, 1]  # Of two seeds.
+    once, again = (
+        [r for r in lasting(tmp_path / "run") if r["setting"] == s] for s in ("once", "again")
+    )
+    assert [{**row, "setting": "again"} for row in once] == again
 
 
 @pytest.mark.parametrize("change", ['partition = "dirichlet:2"', 'partition = "dirichlet:1"\nlr = 0.5'])

@@ -312,6 +312,6 @@ class SimulationConfig(BaseModel):
 
     @property
     def training(self) -> str:
-        """What decides how clients train and are tested, as JSON: settings in which it is equal share both."""
+        """What decides how clients train and are tested, as JSON: all but what a setting compares."""
         compared = {"setting", "arms", "starts", "seeds"}
         return json.dumps(self.model_dump(mode="json", exclude=compared), sort_keys=True)

@@ -117,10 +117,12 @@ class Diagnosis:
         shown = next(filter(beyond_chance, both), both[0] if both else ())
         turned, groups = summed(shown, ROTATED), summed(shown)
         whole = summed(self.whole, TOGETHER)
+        by_weights = whole.chance is None or whole.found > whole.chance
         return {
             "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
             "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times it",
             "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
+            "data": "" if by_weights else " Weights alone tell nothing: match by activations, on data.",
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +139,7 @@ _ADVICE = {
         "clients have turned against each other: average with FedRot, anchor 'running'; {rotation}, and "
         "{beyond}."
     ),
-    WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); {matching}.",
+    WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); {matching}.{data}",
 }
 
 

@@ -163,7 +163,12 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Say whether clients have turned against each other, and which average to take."""
-    from fedrot.simulations.diagnose.diagnosing import diagnose_models, diagnose_run, tables
+    from fedrot.simulations.diagnose.diagnosing import (
+        diagnose_models,
+        diagnose_run,
+        merge_command,
+        tables,
+    )
 
     with nullcontext() if as_json else console.status(escape(f"Diagnosing {what[0]}")):
         one = len(what) == 1
@@ -176,3 +181,5 @@ def diagnose(
             console.print(table)
     for each in found:
         say(": ".join(filter(None, [each.title, each.diagnosis.sentence])))
+    if len(what) > 2:
+        say(f"To merge these saved models so: {merge_command(found[0], what)}")

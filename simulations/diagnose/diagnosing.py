@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrot.diagnosis import ROTATED, Diagnosis, Evidence, diagnose, diagnosis_of, summed
+from fedrot.diagnosis import (
+    ALIGNED,
+    PLAIN,
+    ROTATED,
+    WHOLE,
+    Diagnosis,
+    Evidence,
+    diagnose,
+    diagnosis_of,
+    summed,
+)
 from fedrot.errors import FedrotError
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.merge.merge_inputs import check_mergeable, check_values
@@ -22,6 +33,9 @@ if TYPE_CHECKING:
 
 #: The rows of a run folder.
 ALIGNMENT = "alignment.jsonl"
+
+#: What ``fedrot merge`` aligns, by what is advised.
+_PARTS = {PLAIN: " --parts none", ALIGNED: "", WHOLE: " --parts whole"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,11 @@ def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
         check_values(model)
     ours, theirs = base.tensors.read(), [update.tensors.read() for update in updates]
     return Found("", (), diagnose(ours, theirs, symmetry_of(base.config, ours)))
+
+
+def merge_command(found: Found, names: Sequence[str]) -> str:
+    """Return the command that merges saved models as advised; ``names`` as in ``diagnose_models``."""
+    return shlex.join(["fedrot", "merge", *names[1:]]) + f"{_PARTS[found.diagnosis.choice]} --out merged"
 
 
 def diagnose_run(path: Path) -> list[Found]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedrot
+from fedrot.anchors import SAME_BASIS
 from fedrot.diagnosis import (
     ALIGNED,
     GROUPS_BEYOND,
@@ -108,7 +109,7 @@ def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
     (moved,) = turned(base, fedrot.WHOLE_MODEL, count=1)
     found = diagnosis(base, [*trained(base, 2), moved])
     assert found.choice == WHOLE
-    assert [cosine < 0.5 for cosine in found.cosines] == [False, False, True]
+    assert [cosine < SAME_BASIS for cosine in found.cosines] == [False, False, True]
     assert len(found.base) == len(found.clients) == 2 * LAYERS
     together = summed(found.whole, TOGETHER)
     assert together.share > 0.9
@@ -188,6 +189,16 @@ def test_updates_in_half_precision_give_the_same_advice() -> None:
 def test_the_rule(clients: list[Evidence], expected: str) -> None:
     assert choice(clients, (), ()) == choice((), clients, ()) == expected
     assert choice(clients, (), [line(0.0, None)]) == WHOLE
+
+
+def test_models_that_match_no_better_than_chance_need_data() -> None:
+    for share, said in (
+        (6.0, "Weights alone tell nothing: match by activations, on data."),
+        (12.7, "%."),
+    ):
+        found = Diagnosis((0.0, 0.0), (), (), (line(share, 6.1, TOGETHER),))
+        assert found.choice == WHOLE
+        assert str(found).endswith(said)
 
 
 def test_the_sentence_shows_the_evidence_that_decides() -> None:

@@ -80,6 +80,8 @@ def test_saved_models_are_diagnosed_in_tables_and_a_sentence(save: Any) -> None:
     assert "Updates to the base" in output
     assert "share found" in output
     assert "Clients have turned against each other: average with FedRot" in output
+    assert f"fedrot merge {folders[1]} {folders[2]}" in "".join(output.split("\n"))
+    assert "--parts" not in output
     (found,) = read(*folders)
     assert (found["choice"], found["name"], found["rounds"]) == ("aligned", "", [])
     assert {(line["part"], line["layer"]) for line in found["base"]} == {
@@ -103,6 +105,7 @@ def test_noise_and_other_bases_are_told_apart(save: Any) -> None:
     assert code == 0
     assert "Updates matched as whole models" in output
     assert "together" in output
+    assert "--parts whole --out merged" in " ".join(output.split())
 
 
 def test_bare_files_take_their_configuration(save: Any) -> None:

@@ -33,6 +33,7 @@ MOVEMENTS = {
 #: Names of metrics.
 FOUND, CHANCE = "fedrot-share-found", "fedrot-share-chance"
 MOVED, DROPPED = "fedrot-groups-moved", "fedrot-replies-dropped"
+KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
 #: A removed share below this is not worth a word: it would be written as 0.0 %.
 _VISIBLE = 0.0005
@@ -173,6 +174,10 @@ def run_lines(
         lines += [f"Round {number}: {verdicts[number]}." for number in ends]
     elif rounds:
         lines.append("Alignment was off.")
+    kept = [bool(metrics[KEPT_ALIGNED]) for metrics in rounds.values() if KEPT_ALIGNED in metrics]
+    if kept:
+        of = counted(len(kept), "round", "rounds")
+        lines.append(f"The guard kept the aligned mean in {sum(kept)} of {of}, else the plain one.")
     dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
     if dropped:
         replies = counted(sum(dropped.values()), "reply was", "replies were")

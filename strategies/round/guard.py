@@ -13,6 +13,7 @@ from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.reporting.metrics_log import Evaluate
+from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.round_report import Round
 
 #: Words in the names of metrics that say which values are better.
@@ -151,7 +152,7 @@ class Comparison:
         self, this_round: Round, best: str, values: dict[str, float], message: str, *args: object
     ) -> None:
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
-        this_round.guard = {**figures, "fedrot-guard-kept-aligned": int(best == ALIGNED)}
+        this_round.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
         fields = {"round": this_round.number, "guard": self.guard.metric, "kept": best, **values}
         log_fields(INFO, fields, message, *args)
 

@@ -12,7 +12,15 @@ import torch
 
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
-from fedrot.strategies.reporting.verdict import CHANCE, DROPPED, FOUND, MOVED, run_lines, verdict
+from fedrot.strategies.reporting.verdict import (
+    CHANCE,
+    DROPPED,
+    FOUND,
+    KEPT_ALIGNED,
+    MOVED,
+    run_lines,
+    verdict,
+)
 from fedrot.strategies.round.round_report import FIGURES
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
 from fedrot.symmetry.moves import Move, apply_moves
@@ -189,6 +197,15 @@ def test_the_last_lines_of_a_run() -> None:
             [
                 "Alignment moved nothing in 2 rounds.",
                 *("Round 1: verdict.", "Round 2: verdict.", "No reply was dropped."),
+            ],
+        ),
+        (
+            {1: {**figures(5), KEPT_ALIGNED: 0}, 2: {**figures(1), KEPT_ALIGNED: 1}},
+            [
+                "Alignment moved groups in 2 of 2 rounds.",
+                *("Round 1: verdict.", "Round 2: verdict."),
+                "The guard kept the aligned mean in 1 of 2 rounds, else the plain one.",
+                "No reply was dropped.",
             ],
         ),
         (

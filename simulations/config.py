@@ -83,7 +83,9 @@ class SimulationConfig(BaseModel):
     test_limit: int | None = Field(None, gt=0, description="Test on at most so many rows.")
 
     model: str | None = Field(
-        None, description="Pretrained model, folder or hub name; default: a small one."
+        None,
+        description="Pretrained model: folder, hub name, or minilm (all-MiniLM-L6-v2, by the extra "
+        "minilm); default: a small one.",
     )
     architecture: Architecture = Field(
         "",

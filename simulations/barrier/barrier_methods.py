@@ -302,7 +302,10 @@ class BarrierSettings(BaseModel):
     data: str | None = Field(
         default=None, description="Data set, as for simulate; default: that of the task."
     )
-    task: str = Field(default="classification", description="classification, mlm, clm, ner or image.")
+    task: str | None = Field(
+        default=None,
+        description="classification, mlm, clm, ner or image; default: that of the models' class.",
+    )
     data_dir: Path | None = Field(
         default=None, description="Folder with glue/, emotion/ ... as Parquet files."
     )

@@ -23,6 +23,7 @@ from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models import saved_model
 from fedrot.simulations.models.model_files import refuse_filled
 from fedrot.simulations.models.saved_model import SavedModel
+from fedrot.simulations.tasks.objectives import task_name
 from fedrot.simulations.tasks.task import Task, task_of
 
 
@@ -103,7 +104,8 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
         saved_model.check_bundled(first)
     task = task_of(
         SimulationConfig(
-            **settings.model_dump(include={"task", "data_dir", "text_column", "label_column"}),
+            **settings.model_dump(include={"data_dir", "text_column", "label_column"}),
+            task=settings.task or task_name(first) or "classification",
             data=settings.data or "",
             model=None if texts and first.tokenizer is None else str(a),
             setting=f"{a.name} - {b.name}",

@@ -27,6 +27,7 @@ from fedrot.simulations.data.texts import (
     load_text_data,
 )
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
+from fedrot.simulations.models.packaged import source_of
 
 #: Label of tokens that are not predicted.
 IGNORED = -100
@@ -147,7 +148,7 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
         return bundled_tokenizer()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(config.model).backend_tokenizer
+    return AutoTokenizer.from_pretrained(source_of(config.model)).backend_tokenizer
 
 
 def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
@@ -259,7 +260,7 @@ def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float
 
     try:
         # Not the processor itself, which needs torchvision.
-        found, _ = ImageProcessingMixin.get_image_processor_dict(model)
+        found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
     except OSError:  # saved without a processor
         return _HALF, _HALF
     return found.get("image_mean") or _HALF, found.get("image_std") or _HALF

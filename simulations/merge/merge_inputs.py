@@ -243,11 +243,13 @@ def batches_of(
     hidden for a masked language model, as in training. Labels are left out. There are at most ``rows``
     texts if the settings do not say. Raises ``FedrotError`` if the tokenizer is not the model's.
     """
+    from fedrot.simulations.tasks.objectives import task_name
     from fedrot.simulations.tasks.training import step_batches
 
     rows = settings.rows or rows
-    name = "mlm" if saved.model_class.__name__.endswith("ForMaskedLM") else "classification"
-    task = task_for(saved, settings, name, train_limit=rows, test_limit=1)
+    task = task_for(
+        saved, settings, task_name(saved) or "classification", train_limit=rows, test_limit=1
+    )
     with torch.device("meta"):
         shell = saved.build()
     batches = list(step_batches(task, shell, np.arange(len(task.train)), rows, BATCH, seed=0))

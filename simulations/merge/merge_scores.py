@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.merge.merge_inputs import Input, MergeSettings, task_for
-from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.report.summaries import LOWER_IS_BETTER
 from fedrot.simulations.report.tables import number_style, terminal_table
 
@@ -42,9 +41,10 @@ def scores(
     no task, or the data do not fit it.
     """
     from fedrot.simulations.tasks import training
+    from fedrot.simulations.tasks.objectives import task_name
 
     first = inputs[0].saved
-    name = _task_name(first)
+    name = task_name(first)
     if name is None:
         return None, f"The models are not scored: a {first.model_class.__name__} has no task."
     try:
@@ -64,19 +64,6 @@ def scores(
         model.load_state_dict(tensors, strict=False)  # Of tied tensors one is stored.
         found[title] = training.evaluate(model, task, task.test, rows)
     return Scores(task.data.name, len(rows), found), ""
-
-
-def _task_name(saved: SavedModel) -> str | None:
-    """Return the task whose models are of the saved model's class."""
-    from fedrot.simulations.tasks.objectives import OBJECTIVES
-
-    for name, objective in OBJECTIVES.items():
-        try:
-            if saved.class_for(objective.auto_model) is saved.model_class:
-                return name
-        except ValueError:  # The architecture has no such class.
-            continue
-    return None
 
 
 def _states(

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.models.packaged import source_of
 
 if TYPE_CHECKING:
     from fedrot.simulations.data.data_set import DataSet
@@ -21,10 +22,10 @@ def settings_of(config: SimulationConfig, data: DataSet[Any]) -> Any:
 
 
 def pretrained_settings(model: str) -> Any:
-    """Return the transformers configuration of a folder or hub name."""
+    """Return the transformers configuration of ``SimulationConfig.model``."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model)
+    return AutoConfig.from_pretrained(source_of(model))
 
 
 def pad_id_of(settings: Any) -> int:

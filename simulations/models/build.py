@@ -9,6 +9,7 @@ import torch
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
+from fedrot.simulations.models.packaged import source_of
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 
 
@@ -28,4 +29,4 @@ def build_model(config: SimulationConfig, data: DataSet[Any], seed: int) -> torc
     auto_model = getattr(transformers, OBJECTIVES[config.task].auto_model)
     if config.model is None:
         return auto_model.from_config(settings)
-    return auto_model.from_pretrained(config.model, config=settings)
+    return auto_model.from_pretrained(source_of(config.model), config=settings)

@@ -32,6 +32,7 @@ from fedrot.simulations.models.model_files import (
     refuse_quantised,
     stored_tensors,
 )
+from fedrot.simulations.models.packaged import PACKAGED, source_of
 from fedrot.symmetry import check_family
 
 #: Fields of a configuration in which models to be compared or merged must agree.
@@ -146,7 +147,8 @@ def open_saved_model(
     """Find a saved model and read its configuration; one of the hub is downloaded into the hub's cache.
 
     Args:
-        name: a folder with ``config.json`` and weights, a bare ``.safetensors`` file, or a hub name.
+        name: a folder with ``config.json`` and weights, a bare ``.safetensors`` file, a hub name, or
+            the name of a packaged model.
         config: for a bare file, its ``config.json`` or a folder with one, whose tokenizer is the
             model's too.
         pickles: whether weights of the hub may be pickles if there are no safetensors files.
@@ -157,6 +159,8 @@ def open_saved_model(
     if Path(name).exists():
         return _with_config(Path(name), str(name), config)
     name = str(name)
+    if name in PACKAGED:
+        return _with_config(Path(source_of(name)), name, None)
     if not _HUB_NAME.fullmatch(name):
         raise FedrotError(f"'{name}' does not exist. Give the folder of a saved model, or a hub name.")
     folder = _downloaded(name, CONFIG)

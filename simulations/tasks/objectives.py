@@ -25,6 +25,7 @@ from fedrot.simulations.data.encoding import (
 )
 from fedrot.simulations.data.texts import TagData
 from fedrot.simulations.models.architectures import pad_id_of
+from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
@@ -177,3 +178,14 @@ OBJECTIVES: Mapping[TaskName, type[Objective]] = {
     "ner": TokenClassification,
     "image": ImageClassification,
 }
+
+
+def task_name(saved: SavedModel) -> TaskName | None:
+    """Return the task whose models are of a saved model's class, None if there is none."""
+    for name, objective in OBJECTIVES.items():
+        try:
+            if saved.class_for(objective.auto_model) is saved.model_class:
+                return name
+        except ValueError:  # The architecture has no such class.
+            continue
+    return None

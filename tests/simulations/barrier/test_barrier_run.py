@@ -47,7 +47,7 @@ def test_two_saved_models(name: str, models: Path, tmp_path: Path) -> None:
         "barrier",
         models / f"{name}0",
         models / f"{name}1",
-        *("--task", name, "--out", out, "--points", 5, "--rows", 64, "--test-limit", 60),
+        *("--out", out, "--points", 5, "--rows", 64, "--test-limit", 60),
         *("--methods", "vanilla,whole,verma"),
     )
     assert code == 0, output
@@ -92,7 +92,7 @@ def _spoil(folder: Path, kind: str) -> None:
         ("classification0", "classification1", "no weights", [], "has no model.safetensors"),
         ("classification0", "classification1", "family", [], "ernie"),
         ("classification0", "classification1", "vocabulary", [], "different vocabularies"),
-        ("mlm0", "mlm1", None, [], "was not trained for task 'classification'"),
+        ("mlm0", "mlm1", None, ["--task", "classification"], "not trained for task 'classification'"),
         ("classification0", "classification1", None, ["--task", "mlm"], "not trained for task 'mlm'"),
         ("classification0", "classification1", None, ["--data", "nothing"], "nothing"),
         ("classification0", "classification1", None, ["--methods", "magic"], "unknown method 'magic'"),

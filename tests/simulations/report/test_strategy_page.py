@@ -97,6 +97,17 @@ def test_the_report_of_an_earlier_run_has_that_run_s_metrics(report: Path) -> No
     assert len(Outline(write_strategy_report(earlier).read_text(encoding="utf-8")).links) == 2
 
 
+def test_scores_and_the_guard_stand_in_the_verdict(report: Path) -> None:
+    kept = [
+        {"round": r, "stage": "train", "metrics": {"fedrot-guard-kept-aligned": r % 2}} for r in (1, 2)
+    ]
+    write_lines(report.with_name("metrics.jsonl"), [*METRICS, *kept])
+    page = write_strategy_report(report).read_text(encoding="utf-8")
+    assert page.index("What happened") < page.index("What alignment removed")
+    assert "accuracy (at the server): 0.100 in round 1 → 0.300 in round 3." in page
+    assert "The guard kept the aligned mean in 1 of 2 rounds." in page
+
+
 def test_the_other_file_is_told_apart(report: Path) -> None:
     metrics = report.with_name("metrics.jsonl")
     write_lines(metrics, METRICS)
@@ -173,3 +184,5 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
     assert len(Outline(page).links) == 2
     assert page.count("holds NaN or Inf") == 1
     assert "train/loss = 0.5" in page
+    assert "Alignment moved groups in 0 of 2 rounds." in page
+    assert "Round 2: alignment found nothing beyond chance." in page

@@ -1,0 +1,6 @@
+"""LoRA adapters: averages of factors and of their products, and gauges."""
+
+from fedrot.lora.adapters import LoraSettings
+from fedrot.lora.averaging import AdapterOptions, AdapterReport, AdapterUpdate, average_adapters
+
+__all__ = ["AdapterOptions", "AdapterReport", "AdapterUpdate", "LoraSettings", "average_adapters"]

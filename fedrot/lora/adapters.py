@@ -1,0 +1,125 @@
+"""LoRA adapters as they travel: pairs of factors, their scale, and everything else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.tensors import Tensors
+
+#: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``, ``lora_embedding_A``.
+_FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
+#: What PEFT puts in front of the names of a model's modules.
+_WRAPPER = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The names of the two factors of one module.
+
+    Attributes:
+        module: the module's name, with PEFT's prefix.
+        a: of the factor ``[rank, in]``, which reads the module's inputs; of an embedding
+            ``[rank, tokens]``.
+        b: of the factor ``[out, rank]``, which writes its outputs.
+    """
+
+    module: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The fields of PEFT's ``LoraConfig`` that scale an adapter; they are not in its tensors.
+
+    The update of a module is ``scale * B A``, with ``scale = alpha / rank``, and ``alpha / sqrt(rank)``
+    of ``use_rslora``. The rank is that of the tensors.
+
+    Example: ``LoraSettings.of(peft_model.peft_config["default"])``.
+
+    Attributes:
+        alpha: of all modules that no pattern names.
+        alpha_pattern: alpha by name of a module, or by a regular expression for the end of its name.
+    """
+
+    alpha: float = 8.0
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> LoraSettings:
+        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``.
+
+        Raises:
+            FedrotError: it is none, or an adapter of another kind.
+        """
+        if isinstance(config, cls):
+            return config
+        found = config.to_dict() if hasattr(config, "to_dict") else config
+        if not isinstance(found, Mapping) or "lora_alpha" not in found:
+            raise FedrotError(
+                f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
+                'of the model, peft_model.peft_config["default"], or the content of adapter_config.json.'
+            )
+        kind = str(getattr(found.get("peft_type"), "value", found.get("peft_type") or "LORA"))
+        if kind != "LORA":
+            raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
+        patterns = {str(key): float(value) for key, value in (found.get("alpha_pattern") or {}).items()}
+        return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")))
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of ``B A`` in a module of this name and rank."""
+        name = module.removeprefix(_WRAPPER)
+        matching = (a for key, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
+        return next(matching, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
+    """Return the pairs of factors among the tensors of an adapter, in their order.
+
+    Raises:
+        UpdateError: a factor lacks its other half, or there are none.
+    """
+    pairs = []
+    for name in tensors:
+        found = _FIRST.fullmatch(name)
+        if found is None:
+            continue
+        other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
+        if other not in tensors:
+            raise UpdateError(f"The factor '{name}' has no partner '{other}'. Send the whole adapter.")
+        pairs.append(Pair(found["module"], name, other))
+    seconds = {pair.b for pair in pairs}
+    alone = [n for n in tensors if re.search(r"\.lora_(embedding_)?B(\.|$)", n) and n not in seconds]
+    if alone:
+        raise UpdateError(f"The factor '{alone[0]}' has no partner. Send the whole adapter.")
+    if not pairs:
+        raise UpdateError(
+            "There are no factors of a LoRA adapter among the tensors (names with lora_A and lora_B). "
+            "Send get_peft_model_state_dict(model)."
+        )
+    return tuple(pairs)
+
+
+def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
+    """Return the factors of a pair as matrices ``A [rank, in]`` and ``B [out, rank]``.
+
+    Kernels of convolutions are flattened.
+
+    Raises:
+        UpdateError: their ranks differ, or the rank is 0.
+    """
+    a, b = (tensors[name].flatten(1) for name in (pair.a, pair.b))
+    if len(a) != b.shape[1] or not len(a):
+        raise UpdateError(
+            f"The factors '{pair.a}' {list(tensors[pair.a].shape)} and '{pair.b}' "
+            f"{list(tensors[pair.b].shape)} have no common rank."
+        )
+    return a, b

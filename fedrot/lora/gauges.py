@@ -1,0 +1,101 @@
+"""Gauges: which of all factors with one product a model is given.
+
+Adam moves the factors, not their product. Two pairs of factors with one product therefore train
+differently, and the choice is a part of the aggregation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedrot.matching.procrustes import polar
+
+#: A worse conditioned mean of ``A`` on the row space of the product is not kept.
+LARGEST_CONDITION = 1e4
+
+Factors = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A product of bounded rank, and the factors that a gauge may follow.
+
+    Attributes:
+        u, s, vt: the terms of the product, ``[out, rank]``, ``[rank]``, ``[rank, in]``.
+        mean: the clients' mean factors ``A [rank, in]``, ``B [out, rank]``, None if their ranks differ.
+        previous: the factors that the clients received, None if unknown or of another rank.
+    """
+
+    u: Tensor
+    s: Tensor
+    vt: Tensor
+    mean: Factors | None
+    previous: Factors | None
+
+
+def balanced(of: Wanted) -> Factors:
+    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal size, in no one's coordinates.
+
+    Where the product has no more terms, ``B`` is 0 and ``A`` is not, as at the start of LoRA: a
+    direction in which both are 0 would never be trained again.
+    """
+    there = of.s > of.s[0] * torch.finfo(of.s.dtype).eps * len(of.s)
+    root = of.s.sqrt()
+    root = torch.where(there, root, root[there].mean() if there.any() else torch.ones_like(root))
+    return root[:, None] * of.vt, of.u * (of.s / root * there)
+
+
+def rotated(factors: Factors, to: Factors, strength: float = 1.0) -> Factors:
+    """Return ``R A`` and ``B R^T``, the factors with this product nearest to others.
+
+    ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together; with one
+    alone, spurious rotations are found (``math.md``, LoRA). A ``strength`` below 1 goes a part of the
+    way: ``polar((1 - strength) I + strength R)``.
+    """
+    a, b = factors
+    r = polar((to[0] @ a.mT + to[1].mT @ b).double())
+    if strength < 1:
+        identity = torch.eye(len(r), dtype=r.dtype, device=r.device)
+        r = polar((1 - strength) * identity + strength * r)
+    r = r.to(a)
+    return r @ a, b @ r.mT
+
+
+def near_mean(of: Wanted) -> Factors:
+    """Return balanced factors, rotated to the clients' mean factors."""
+    return balanced(of) if of.mean is None else rotated(balanced(of), of.mean)
+
+
+def near_previous(of: Wanted) -> Factors:
+    """Return balanced factors, rotated to those that the clients received."""
+    return near_mean(of) if of.previous is None else rotated(balanced(of), of.previous)
+
+
+def keep_a(of: Wanted) -> Factors:
+    """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the product allows.
+
+    ``A = A_mean V V^T``, which is the projection of the mean on the row space of the product, and
+    ``B = U S V^T A^+``. Where the projection is nearly singular, and where ranks differ, the factors
+    are those of ``near_mean``.
+    """
+    if of.mean is None:
+        return near_mean(of)
+    inside = of.mean[0] @ of.vt.mT
+    singular = torch.linalg.svdvals(inside.double())
+    if not singular[-1] * LARGEST_CONDITION > singular[0]:
+        return near_mean(of)
+    b = torch.linalg.solve(inside.mT, (of.u * of.s).mT).mT
+    return inside @ of.vt, b
+
+
+#: The gauges by name.
+GAUGES: Mapping[str, Callable[[Wanted], Factors]] = {
+    "keep-a": keep_a,
+    "mean": near_mean,
+    "previous": near_previous,
+    "none": balanced,
+}

@@ -1,0 +1,312 @@
+"""Averages of adapters, against dense products in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora.gauges import GAUGES, rotated
+from fedrot.lora.products import ProductSum
+
+Adapter = dict[str, Tensor]
+IN, OUT = 9, 7
+MODULES = {"base_model.model.layer.query": (IN, OUT), "base_model.model.classifier": (IN, 2)}
+SETTINGS = LoraSettings(alpha=6.0)
+
+
+def adapter(seed: int, rank: int = 3, start: Adapter | None = None) -> Adapter:
+    """Return an adapter with random factors, near those of a start if there is one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    found = {}
+    for module, (width, outputs) in MODULES.items():
+        found[f"{module}.lora_A.weight"] = drawn(rank, width)
+        found[f"{module}.lora_B.weight"] = drawn(outputs, rank)
+    found["base_model.model.head.bias"] = drawn(4)
+    return found if start is None else {name: start[name] + 0.3 * t for name, t in found.items()}
+
+
+def product(tensors: Adapter, module: str, settings: LoraSettings = SETTINGS) -> Tensor:
+    """Return the dense update of a module: the oracle."""
+    a, b = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
+    return settings.scale(module, len(a)) * b @ a
+
+
+def truncated(dense: Tensor, rank: int) -> Tensor:
+    u, s, vt = torch.linalg.svd(dense, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ vt[:rank]
+
+
+def scrambled(tensors: Adapter, seed: int) -> Adapter:
+    """Return factors with the same products: ``G A`` and ``B G^-1`` for random invertible ``G``."""
+    generator, found = torch.Generator().manual_seed(seed), dict(tensors)
+    for module in MODULES:
+        a, b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+        rank = len(tensors[a])
+        g = torch.randn(rank, rank, generator=generator, dtype=torch.float64) + 3 * torch.eye(rank)
+        found[a], found[b] = g @ tensors[a], tensors[b] @ torch.linalg.inv(g)
+    return found
+
+
+def updates(adapters: Sequence[Adapter], weights: Sequence[float] = (1, 2, 5)) -> list[AdapterUpdate]:
+    return [AdapterUpdate(a, w, SETTINGS) for a, w in zip(adapters, weights, strict=False)]
+
+
+def dense_mean(given: Sequence[AdapterUpdate], module: str) -> Tensor:
+    total = sum(update.weight for update in given)
+    products = [u.weight / total * product(dict(u.tensors), module, u.settings) for u in given]
+    return torch.stack(products).sum(0)
+
+
+@pytest.mark.parametrize("gauge", GAUGES)
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_exact_is_the_truncated_svd_of_the_dense_mean(gauge: str, seed: int) -> None:
+    asked = updates([adapter(seed + i) for i in range(3)])
+    options = AdapterOptions("exact", gauge)
+    found, report = average_adapters(asked, SETTINGS, options, previous=adapter(seed + 7))
+    for module in MODULES:
+        dense = dense_mean(asked, module)
+        ours, best = product(found, module), truncated(dense, 3)
+        assert torch.allclose(ours, best, atol=1e-8)
+        error = torch.linalg.norm(dense - best) / torch.linalg.norm(dense)
+        assert report.error[module] == pytest.approx(float(error), abs=1e-6)
+        assert report.lost[module] == 0
+
+
+@pytest.mark.parametrize("gauge", GAUGES)
+def test_the_exact_product_does_not_depend_on_coordinates(gauge: str) -> None:
+    adapters = [adapter(i) for i in range(3)]
+    options = AdapterOptions("exact", gauge)
+    plain, _ = average_adapters(updates(adapters), SETTINGS, options)
+    turned = updates([scrambled(a, i) for i, a in enumerate(adapters)])
+    other, _ = average_adapters(turned, SETTINGS, options)
+    for module in MODULES:
+        assert torch.allclose(product(plain, module), product(other, module), atol=1e-8)
+
+
+def test_the_mean_is_that_of_the_tensors() -> None:
+    asked = updates([adapter(i) for i in range(3)])
+    found, report = average_adapters(asked, SETTINGS)
+    for name, tensor in found.items():
+        expected = sum(u.weight * u.tensors[name] for u in asked) / 8
+        assert torch.allclose(tensor, expected, atol=1e-12)
+    for module in MODULES:
+        dense = dense_mean(asked, module)
+        error = torch.linalg.norm(dense - product(found, module)) / torch.linalg.norm(dense)
+        assert report.error[module] == report.error_of_factors[module]
+        assert report.error[module] == pytest.approx(float(error), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["mean", "rotate", "exact"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_equal_clients_come_back_as_they_are(method: str, count: int) -> None:
+    # Of two outputs, the product has rank 2, so that only the first module's factors are determined.
+    given = adapter(4)
+    found, report = average_adapters(updates([given] * count), SETTINGS, AdapterOptions(method))
+    assert found.keys() == given.keys()
+    for module in MODULES:
+        assert torch.allclose(product(found, module), product(given, module), atol=1e-10)
+    for name in (name for name in given if "classifier" not in name or method != "exact"):
+        assert torch.allclose(found[name], given[name], atol=1e-9), name
+    assert max(report.error.values()) < 1e-6
+
+
+def test_alphas_of_clients_enter_through_the_products() -> None:
+    settings = [LoraSettings(alpha=a) for a in (2.0, 16.0)]
+    asked = [AdapterUpdate(adapter(i), 1.0, s) for i, s in enumerate(settings)]
+    for options in (AdapterOptions("exact"), AdapterOptions()):
+        found, _ = average_adapters(asked, SETTINGS, options, rank=3)
+        if options.method == "exact":
+            for module in MODULES:
+                expected = truncated(dense_mean(asked, module), 3)
+                assert torch.allclose(product(found, module), expected, atol=1e-8)
+    # Adapters of one A: the mean of factors is exact, whatever the alphas.
+    same = [{**adapter(i), **{n: t for n, t in adapter(0).items() if "_A" in n}} for i in range(2)]
+    asked = [replace(update, tensors=tensors) for update, tensors in zip(asked, same, strict=True)]
+    found, report = average_adapters(asked, SETTINGS)
+    for module in MODULES:
+        assert torch.allclose(product(found, module), dense_mean(asked, module), atol=1e-10)
+    assert max(report.error.values()) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [None, 2, 4, 8])
+def test_ranks_may_differ_in_exact_averages(rank: int | None) -> None:
+    asked = updates([adapter(i, r) for i, r in enumerate((2, 4, 1))])
+    found, report = average_adapters(asked, SETTINGS, AdapterOptions("exact"), rank=rank)
+    for module, (width, outputs) in MODULES.items():
+        assert found[f"{module}.lora_A.weight"].shape == (rank or 4, width)
+        assert found[f"{module}.lora_B.weight"].shape == (outputs, rank or 4)
+        expected = truncated(dense_mean(asked, module), rank or 4)
+        assert torch.allclose(product(found, module), expected, atol=1e-8)
+        assert report.error_of_factors[module] is None
+    assert "ranks differ in 2 modules" in str(report)
+    for method in ("mean", "rotate"):
+        with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\].*method='exact'"):
+            average_adapters(asked, SETTINGS, AdapterOptions(method))
+
+
+def test_a_start_stays_trainable() -> None:
+    """Before training ``B`` is 0. What comes back has an ``A``, or nothing would ever be trained."""
+    start = adapter(0)
+    start = {name: torch.zeros_like(t) if "_B" in name else t for name, t in start.items()}
+    for gauge in GAUGES:
+        found, report = average_adapters(updates([start] * 3), SETTINGS, AdapterOptions("exact", gauge))
+        for module in MODULES:
+            assert not product(found, module).any()
+            assert torch.linalg.matrix_rank(found[f"{module}.lora_A.weight"]) == 3
+            assert report.error[module] == 0
+
+
+def test_rotation_undoes_rotations() -> None:
+    """Clients with one adapter in rotated coordinates average to it; the mean of factors does not."""
+    start = adapter(1)
+    clients = []
+    for seed in range(3):
+        turned = dict(start)
+        for module in MODULES:
+            a, b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+            generator = torch.Generator().manual_seed(seed)
+            r, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
+            turned[a], turned[b] = r @ start[a], start[b] @ r.mT
+        clients.append(turned)
+    found, report = average_adapters(
+        updates(clients), SETTINGS, AdapterOptions("rotate"), previous=start
+    )
+    for name in start:
+        assert torch.allclose(found[name], start[name], atol=1e-10)
+    assert (
+        max(report.error.values()) < 1e-6 < min(e or 0.0 for e in report.error_of_factors.values()) + 1
+    )
+    _, plain = average_adapters(updates(clients), SETTINGS)
+    assert min(plain.error.values()) > 0.05
+    _, still = average_adapters(
+        updates(clients), SETTINGS, AdapterOptions("rotate", strength=0.0), previous=start
+    )
+    assert still.error == pytest.approx(plain.error)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_the_rotation_is_the_best_one(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, b, to_a, to_b = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, IN), (OUT, 3), (3, IN), (OUT, 3))
+    )
+
+    def distance(r: Tensor) -> Tensor:
+        return torch.linalg.norm(r @ a - to_a) ** 2 + torch.linalg.norm(b @ r.mT - to_b) ** 2
+
+    found = rotated((a, b), (to_a, to_b))
+    ours = torch.linalg.norm(found[0] - to_a) ** 2 + torch.linalg.norm(found[1] - to_b) ** 2
+    for _ in range(20):
+        r, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
+        assert ours <= distance(r) + 1e-9
+
+
+def test_keep_a_is_the_nearest_a_of_its_product() -> None:
+    """Every ``A`` with the product lies in its row space; the projection of the mean is the nearest."""
+    asked = updates([adapter(i, start=adapter(9)) for i in range(3)])
+    found, _ = average_adapters(asked, SETTINGS, AdapterOptions("exact"))
+    mean, _ = average_adapters(asked, SETTINGS)
+    name = "base_model.model.layer.query.lora_A.weight"
+    ours = torch.linalg.norm(found[name] - mean[name])
+    for seed in range(20):
+        other = scrambled(found, seed)[name]
+        # The nearest multiple of another A is no nearer.
+        other = other * (other * mean[name]).sum() / (other * other).sum()
+        assert ours <= torch.linalg.norm(other - mean[name])
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), limit=st.integers(1, 6))
+def test_a_bounded_sum_says_what_it_lost(seed: int, limit: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total, dense = ProductSum(limit), torch.zeros(OUT, IN, dtype=torch.float64)
+    for weight in range(1, 9):
+        b, a = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((OUT, 2), (2, IN)))
+        total.add(b, a, weight)
+        dense += weight * b @ a
+    u, s, vt = total.svd(2 * limit)
+    assert torch.linalg.norm((u * s) @ vt - dense) <= total.lost + 1e-9
+    assert (total.lost > 0) == (limit < 7)
+
+
+def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
+    start = adapter(0)
+    clients = [{n: (i + 1) * t if "_B" in n else t for n, t in start.items()} for i in range(40)]
+    asked = [AdapterUpdate(client, 1.0, SETTINGS) for client in clients]
+    found, report = average_adapters(asked, SETTINGS, AdapterOptions("exact", limit=3))
+    for module in MODULES:
+        assert torch.allclose(product(found, module), dense_mean(asked, module), atol=1e-8)
+    assert max(report.lost.values()) < 1e-12
+
+
+def test_dtypes_are_those_of_the_adapters() -> None:
+    halves = [{n: t.bfloat16() for n, t in adapter(i).items()} for i in range(3)]
+    for method in ("mean", "exact", "rotate"):
+        found, _ = average_adapters(updates(halves), SETTINGS, AdapterOptions(method))
+        assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model.model.layer.query.lora_B.weight": None}, "query.lora_A.weight' has no partner"),
+        ({"base_model.model.layer.query.lora_A.weight": None}, "query.lora_B.weight' has no partner"),
+        ({"base_model.model.layer.query.lora_A.weight": torch.ones(2, IN)}, "no common rank"),
+        (
+            {
+                "base_model.model.layer.query.lora_A.weight": torch.ones(3, 5),
+                "base_model.model.layer.query.lora_B.weight": torch.ones(OUT, 3),
+            },
+            "map 5 inputs to 7 outputs, those of the first adapter 9 to 7",
+        ),
+        ({"base_model.model.head.bias": None}, "'base_model.model.head.bias' is missing"),
+        ({"base_model.model.head.bias": torch.full((4,), torch.nan)}, "holds NaN or Inf"),
+        (
+            {"m.lora_A.weight": torch.ones(1, 1), "m.lora_B.weight": torch.ones(1, 1)},
+            "'m' is adapted in some adapters and not in others",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_whole(
+    change: dict[str, Tensor | None], message: str
+) -> None:
+    wrong = {n: t for n, t in {**adapter(1), **change}.items() if t is not None}
+    asked = [*updates([adapter(0)]), AdapterUpdate(wrong, 1.0, SETTINGS)]
+    with pytest.raises(UpdateError, match=message):
+        average_adapters(asked, SETTINGS)
+
+
+def test_what_is_no_adapter_is_refused() -> None:
+    with pytest.raises(UpdateError, match="no factors of a LoRA adapter"):
+        average_adapters([AdapterUpdate({"w": torch.ones(2)}, 1.0, SETTINGS)], SETTINGS)
+    with pytest.raises(FedrotError, match="no adapters to average"):
+        average_adapters([], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "magic"}, "Unknown method 'magic' of adapters; one of mean, rotate, exact"),
+        ({"gauge": "magic"}, "Unknown gauge 'magic' of adapters; one of keep-a, mean"),
+        ({"strength": 1.5}, "strength is 1.5; it is 0 to 1"),
+        ({"limit": 0}, "limit is 0"),
+    ],
+)
+def test_unknown_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(FedrotError, match=message):
+        AdapterOptions(**options)  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""Adapters of real PEFT models: names, scales, and outputs that no gauge changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora.adapters import pairs_of
+from fedrot.lora.gauges import GAUGES
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=20,
+        num_labels=3,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=30,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=12,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+SETTINGS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "linear": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "value", "dense"]}),
+    "rslora": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query"], "use_rslora": True}),
+    "dora": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "key"], "use_dora": True}),
+    "patterns": (
+        bert,
+        {
+            "target_modules": ["query", "key", "value"],
+            "rank_pattern": {"query": 2, "layer.1.attention.self.key": 5},
+            "alpha_pattern": {"layer.0.attention.self.query": 3, "key": 20},
+        },
+    ),
+    "conv1d and embedding": (
+        gpt2,
+        {"target_modules": ["c_attn", "c_fc", "wte"], "fan_in_fan_out": True, "lora_bias": False},
+    ),
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def model(request: pytest.FixtureRequest) -> Any:
+    """A PEFT model in float64 whose factors are random."""
+    build, options = SETTINGS[request.param]
+    torch.manual_seed(0)
+    found = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options)).double().eval()
+    for name, parameter in found.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    return found
+
+
+def outputs(model: nn.Module) -> Tensor:
+    ids = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return model(input_ids=ids).logits
+
+
+def test_scales_are_those_of_peft(model: Any) -> None:
+    settings = LoraSettings.of(model.peft_config["default"])
+    modules = dict(model.named_modules())
+    pairs = pairs_of(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+    assert pairs
+    for pair in pairs:
+        layer = modules[pair.module]
+        assert settings.scale(pair.module, layer.r["default"]) == pytest.approx(layer.scaling["default"])
+
+
+@pytest.mark.parametrize("gauge", GAUGES)
+def test_no_gauge_changes_the_outputs(model: Any, gauge: str) -> None:
+    before = outputs(model)
+    settings = LoraSettings.of(model.peft_config["default"])
+    tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    options = AdapterOptions("exact", gauge)
+    found, report = average_adapters([AdapterUpdate(tensors, 1.0, settings)], settings, options)
+    assert found.keys() == tensors.keys()
+    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in tensors.items()}
+    if gauge == "none":
+        assert max(float((found[name] - tensors[name]).abs().max()) for name in found) > 0.01
+    loaded = peft.set_peft_model_state_dict(model, dict(found))
+    assert not loaded.unexpected_keys
+    assert torch.allclose(outputs(model), before, atol=1e-10)
+    assert max(report.error.values()) < 1e-6
+
+
+def test_settings_are_read_from_files_and_refused_if_they_are_others() -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, alpha_pattern={"query": 3})
+    settings = LoraSettings.of(config)
+    assert settings == LoraSettings(6.0, {"query": 3.0}, True) == LoraSettings.of(settings)
+    assert settings == LoraSettings.of({**config.to_dict(), "peft_type": "LORA"})
+    with pytest.raises(FedrotError, match="kind IA3"):
+        LoraSettings.of({**config.to_dict(), "peft_type": "IA3"})
+    with pytest.raises(FedrotError, match="A dict is no configuration of a LoRA adapter"):
+        LoraSettings.of({"hidden_size": 3})

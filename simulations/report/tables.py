@@ -135,6 +135,7 @@ def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
         (*names, *metrics, f"{metrics[0]} - {BASELINE}"),
         texts=names,
         caption=f"Difference from {BASELINE}: paired by seed, two-sided 95 % t interval.",
+        fold=True,
     )
     for line in lines:
         cells = [*(getattr(line, name) for name in names), *map(format_score, line.scores)]

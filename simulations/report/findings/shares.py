@@ -130,7 +130,8 @@ class ShareTable:
         from rich.text import Text
 
         caption = "Share of the squared distance that the best elements remove, and that chance does."
-        table = terminal_table("What alignment found", self.header, texts=self.names, caption=caption)
+        title = "What alignment found"
+        table = terminal_table(title, self.header, texts=self.names, caption=caption, fold=True)
         for line in self.lines:
             table.add_row(*map(Text, line))
         return table

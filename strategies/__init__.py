@@ -9,6 +9,7 @@ from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
+from fedrot.strategies.lora import FedRotLoRA
 from fedrot.strategies.reporting.json_log import JsonLines
 from fedrot.strategies.reporting.metrics_log import MetricsLog
 from fedrot.strategies.round.guard import Guard
@@ -22,6 +23,7 @@ __all__ = [
     "Checkpointing",
     "Execution",
     "FedRot",
+    "FedRotLoRA",
     "Guard",
     "JsonLines",
     "Matching",

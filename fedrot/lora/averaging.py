@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
+from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, rotated
@@ -172,8 +173,11 @@ class AdapterAverage:
         self._others = Mean()
         self._updates = 0
 
-    def add(self, update: AdapterUpdate) -> None:
+    def add(self, update: AdapterUpdate, statistics: Statistics | None = None) -> None:
         """Add one adapter.
+
+        Args:
+            statistics: ``trained``, the rows of task heads that the client trained, see ``Mean``.
 
         Raises:
             UpdateError: it is none, holds NaN or Inf, or has other modules or sizes than the first.
@@ -185,7 +189,7 @@ class AdapterAverage:
         others = self._other_tensors(tensors, pairs)
         read = {pair.module: _read(tensors, pair, update.settings) for pair in pairs}
         self._check(pairs, read)
-        self._others.check(others, update.weight)
+        self._others.check(others, update.weight, statistics)
         if self._updates == 0:
             self._pairs = pairs
             self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
@@ -193,7 +197,7 @@ class AdapterAverage:
             self._modules = {m: _Module(self.options.limit or KEPT_RANKS * r) for m, r in ranks.items()}
             self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
         if others:
-            self._others.fold(others, update.weight)
+            self._others.fold(others, update.weight, statistics)
         for pair in pairs:
             a, b = self._rotated(pair, *read[pair.module])
             self._modules[pair.module].add(a, b, update.weight)

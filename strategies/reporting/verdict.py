@@ -35,6 +35,9 @@ FOUND, CHANCE = "fedrot-share-found", "fedrot-share-chance"
 MOVED, DROPPED = "fedrot-groups-moved", "fedrot-replies-dropped"
 KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
+#: The verdict on a round without alignment.
+OFF = "alignment is off: averaged as they are"
+
 #: A removed share below this is not worth a word: it would be written as 0.0 %.
 _VISIBLE = 0.0005
 
@@ -69,7 +72,7 @@ def verdict(
     if lost:
         return f"no new model: {lost.removesuffix('.')}"
     if not aligned:
-        return "alignment is off: averaged as they are"
+        return OFF
     reports = list(reports)
     known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
@@ -170,10 +173,11 @@ def run_lines(
         of = counted(len(moved), "round", "rounds")
         did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
         lines.append(f"Alignment moved {did}.")
-        ends = dict.fromkeys((min(verdicts), max(verdicts))) if verdicts else ()
-        lines += [f"Round {number}: {verdicts[number]}." for number in ends]
-    elif rounds:
+    off = not moved and {*verdicts.values()} <= {OFF}
+    if off and rounds:
         lines.append("Alignment was off.")
+    ends = dict.fromkeys((min(verdicts), max(verdicts))) if verdicts and not off else ()
+    lines += [f"Round {number}: {verdicts[number]}." for number in ends]
     kept = [bool(metrics[KEPT_ALIGNED]) for metrics in rounds.values() if KEPT_ALIGNED in metrics]
     if kept:
         of = counted(len(kept), "round", "rounds")

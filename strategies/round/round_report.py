@@ -40,6 +40,9 @@ class Round:
     statistics_bytes: int = 0
     waiting: float = 0.0
     guard: dict[str, float | int] = field(default_factory=dict)
+    #: What the aggregation says and measures, in place of alignment.
+    said: str = ""
+    measured: dict[str, float] = field(default_factory=dict)
 
     def drop(self, client: int, reason: str) -> None:
         """Note a reply that is not averaged, and why."""
@@ -113,12 +116,16 @@ class Round:
         """
         chosen = {name: figure for name, figure in FIGURES.items() if every or figure.default}
         found = {name: figure.of(self) for name, figure in chosen.items()}
-        return {name: value for name, value in found.items() if value is not None} | self.guard
+        return (
+            {name: value for name, value in found.items() if value is not None}
+            | self.guard
+            | self.measured
+        )
 
     def losses(self) -> dict[str, float | int]:
         """Return the figures that are reported without alignment, too, but those that are 0."""
         losses = {name: figure.of(self) for name, figure in FIGURES.items() if figure.loss}
-        return {name: value for name, value in losses.items() if value}
+        return {name: value for name, value in losses.items() if value} | self.measured
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End a run in whose first round every reply was dropped for the same reason.
@@ -150,7 +157,8 @@ class Round:
         self._log(INFO, {"metrics": dict(figures)}, message, self.number, *counts)
         reports = _aligned(self)
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
-        found = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        said = "" if self.lost else self.said
+        found = said or verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
         fields = {"verdict": found, "moved": verdict.groups_moved(reports)}
         self._log(INFO, fields, "Round %d: %s", self.number, found)
         return found

@@ -18,6 +18,7 @@ from fedrot.strategies.reporting.verdict import (
     FOUND,
     KEPT_ALIGNED,
     MOVED,
+    OFF,
     run_lines,
     verdict,
 )
@@ -215,7 +216,8 @@ def test_the_last_lines_of_a_run() -> None:
     ],
 )
 def test_short_runs(rounds: dict[int, dict[str, float]], expected: list[str]) -> None:
-    assert run_lines(rounds, dict.fromkeys(rounds, "verdict")) == expected
+    said = OFF if "Alignment was off." in expected else "verdict"
+    assert run_lines(rounds, dict.fromkeys(rounds, said)) == expected
 
 
 def turned(client: int) -> State:

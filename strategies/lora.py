@@ -1,0 +1,100 @@
+"""The strategy ``FedRotLoRA``: FedAvg for LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from logging import INFO
+from typing import Any
+
+from flwr.common import log
+from torch import Tensor
+
+from fedrot.collect.statistic_kinds import TRAINED, Statistics
+from fedrot.lora.adapters import LoraSettings
+from fedrot.lora.averaging import AdapterAverage, AdapterOptions, AdapterReport, AdapterUpdate
+from fedrot.strategies.fedrot import FedRot
+from fedrot.strategies.round.merge import Merge
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.waiting import Store
+from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.tensors import Tensors
+
+#: Metrics of a round: how far the new adapter, and the mean of the factors, are from the mean product.
+ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
+
+
+class FedRotLoRA(FedRot):
+    """FedAvg for LoRA adapters: clients send ``get_peft_model_state_dict(model)``.
+
+    Clients stay ordinary PEFT clients of one rank and alpha. Each round logs how far the new adapter is
+    from the mean of the clients' products, and how far the mean of the factors is.
+
+    Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
+
+    Args:
+        settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
+            in the tensors.
+        adapters: how adapters become one; None averages the factors.
+        **kwargs: of ``FedRot`` and ``FedAvg``, but for the aggregation and alignment.
+
+    Raises:
+        FedrotError: the settings are not those of a LoRA adapter. In the first round: the clients send
+            no adapter.
+    """
+
+    not_in_checkpoints = (*FedRot.not_in_checkpoints, "settings", "adapters", "_this_round")
+
+    def __init__(
+        self,
+        settings: LoraSettings | Mapping[str, Any] | object,
+        adapters: AdapterOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.settings = LoraSettings.of(settings)
+        self.adapters = adapters or AdapterOptions()
+        self._this_round = Round(0)
+        super().__init__(**kwargs, aggregation=self._aggregator, align=False)
+
+    def summary(self) -> None:
+        """Log how adapters are averaged, then the summary of FedAvg."""
+        gauge = f", gauge '{self.adapters.gauge}'" if self.adapters.method == "exact" else ""
+        log(INFO, "\t├──> Adapters: %s%s", self.adapters.method, gauge)
+        super().summary()
+
+    def merge(self, this_round: Round, store: Store) -> Merge:
+        """Return what takes a round's adapters."""
+        self._this_round = this_round
+        return super().merge(this_round, store)
+
+    def _aggregator(self) -> AdapterMean:
+        previous = from_arrays(self._broadcast) if len(getattr(self, "_broadcast", ())) else None
+        average = AdapterAverage(self.settings, self.adapters, previous)
+        return AdapterMean(average, self._this_round)
+
+
+class AdapterMean:
+    """An ``Aggregator`` of adapters, which tells the round what it found."""
+
+    needs: tuple[str, ...] = ()
+    notes: Mapping[str, str] = {}
+
+    def __init__(self, average: AdapterAverage, this_round: Round) -> None:
+        self._average, self._round = average, this_round
+
+    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+        """Add one adapter; raises ``UpdateError`` as ``AdapterAverage.add``."""
+        trained = {kind: of for kind, of in (statistics or {}).items() if kind == TRAINED}
+        self._average.add(AdapterUpdate(update, weight, self._average.settings), trained)
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the average, and note its errors in the round."""
+        tensors, report = self._average.result()
+        self._round.said = str(report)
+        self._round.measured = _figures(report)
+        return tensors
+
+
+def _figures(report: AdapterReport) -> dict[str, float]:
+    known = [error for error in report.error_of_factors.values() if error is not None]
+    errors = {ERROR: list(report.error.values()), ERROR_OF_FACTORS: known}
+    return {name: sum(values) / len(values) for name, values in errors.items() if values}

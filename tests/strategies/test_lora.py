@@ -1,0 +1,100 @@
+"""``FedRotLoRA``: rounds of adapters, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flwr.serverapp.strategy import FedAvg
+
+from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters
+from fedrot.strategies import FedRotLoRA
+from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS
+from fedrot.strategies.settings import Checkpointing, Execution
+from tests.fedrot.lora.test_averaging import SETTINGS, Adapter, adapter
+from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
+
+CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
+EVERY: dict[str, Any] = {"fraction_evaluate": 0.0}
+
+
+def floats(tensors: Adapter) -> Adapter:
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def client(index: int) -> Callable[[Message], Message]:
+    def train(message: Message) -> Message:
+        (received,) = message.content.array_records.values()
+        start = received.to_torch_state_dict()
+        step = floats(adapter(index))
+        return reply(message, {n: t + 0.3 * step[n] for n, t in start.items()}, 10 + index, index)
+
+    return train
+
+
+def started(strategy: FedAvg, rounds: int = 1) -> Any:
+    grid = FakeGrid({100 + i: client(i) for i in range(3)})
+    return strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
+
+
+@pytest.mark.parametrize("method", ["mean", "rotate", "exact"])
+def test_a_round_is_the_average_of_the_replies(method: str) -> None:
+    options = AdapterOptions(method)
+    result = started(FedRotLoRA(CONFIG, options, **EVERY))
+    start = floats(adapter(9))
+    sent = [{n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)]
+    updates = [AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)]
+    expected, report = average_adapters(updates, SETTINGS, options, previous=start)
+    found = result.arrays.to_torch_state_dict()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], atol=1e-5)
+    metrics = result.train_metrics_clientapp[1]
+    assert metrics[ERROR] == pytest.approx(sum(report.error.values()) / 2, rel=1e-3, abs=1e-6)
+    assert metrics[ERROR_OF_FACTORS] > 0.01
+
+
+def test_the_mean_is_that_of_fedavg() -> None:
+    ours, theirs = (started(s(**EVERY), 3) for s in (lambda **k: FedRotLoRA(CONFIG, **k), FedAvg))
+    tensors = theirs.arrays.to_torch_state_dict()
+    for name, tensor in ours.arrays.to_torch_state_dict().items():
+        assert torch.allclose(tensor, tensors[name], atol=1e-5)
+
+
+def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="flwr"):
+        started(FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY), 2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("Adapters: exact, gauge 'keep-a'" in line for line in lines)
+    said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average differs")]
+    assert len(said) == 2  # At the round's end and at the run's.
+    assert not any("was off" in line or "is off" in line for line in lines)
+
+
+def test_what_is_no_adapter_ends_the_run() -> None:
+    def train(message: Message) -> Message:
+        return reply(message, {"w": torch.ones(2)}, 1, 0)
+
+    strategy = FedRotLoRA(CONFIG, min_train_nodes=1, min_available_nodes=1, **EVERY)
+    with pytest.raises(FedrotError, match="no factors of a LoRA adapter"):
+        strategy.start(FakeGrid({100: train}), ArrayRecord({"w": torch.ones(2)}), 1)
+
+
+def test_settings_are_checked_before_anything_runs() -> None:
+    with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
+        FedRotLoRA({"hidden_size": 3})
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
+    def strategy(**more: Any) -> FedRotLoRA:
+        options, execution = AdapterOptions("exact", "previous"), Execution(deterministic=True)
+        return FedRotLoRA(CONFIG, options, execution=execution, **EVERY, **more)
+
+    whole = started(strategy(), 3).arrays.to_torch_state_dict()
+    started(strategy(checkpointing=Checkpointing(tmp_path)), 2)
+    rest = strategy(checkpointing=Checkpointing(tmp_path, resume=tmp_path))
+    resumed = started(rest, 3).arrays.to_torch_state_dict()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())

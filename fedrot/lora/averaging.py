@@ -13,11 +13,11 @@ from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, rotated
-from fedrot.lora.products import ProductSum
+from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: Without a limit of its own, a sum of products keeps so many times the rank of the first adapter.
-KEPT_RANKS = 8
+KEPT_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class AdapterOptions:
         gauge: of ``exact``, which factors the product is given: ``keep-a``, ``mean``, ``previous`` or
             ``none``, see ``fedrot.lora.gauges``.
         strength: of ``rotate``, 0 to 1: the part of the way to the best rotation.
-        limit: the rank that a sum of products keeps; None: eight times that of the first adapter.
+        limit: the rank that a sum of products keeps; None: four times that of the first adapter.
     """
 
     method: str = "mean"
@@ -116,19 +116,22 @@ class _Module:
             return None
         return self.mean.current["a"], self.mean.current["b"] / scale
 
-    def wanted(self, rank: int, scale: float, previous: Factors | None) -> Wanted:
+    def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
         """Return the mean product in units of a scale, and the factors that a gauge may follow."""
-        u, s, vt = self.products.svd(rank)
-        mean, like = self.factors(scale), len(s)
-        near = (f if f is not None and len(f[0]) == like else None for f in (mean, previous))
-        return Wanted(u, s / (self.weight * scale), vt, *near)
+        first = terms.first(rank)
+        near = (
+            f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)
+        )
+        return Wanted(first.u, first.s / (self.weight * scale), first.vt, *near)
 
-    def error(self, found: Factors, scale: float) -> float:
+    def error(self, terms: Terms, found: Factors, scale: float) -> float:
         """Return ``|D - s B A| / |D|``; 0 if both are 0."""
-        whole = self.products.norm()
         a, b = found
-        difference = self.products.distance(self.weight * scale * b, a)
-        return difference / whole if whole > 0 else float(difference > 0)
+        return _share(terms.distance(self.weight * scale * b, a), terms.norm)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else float(part > 0)
 
 
 Merge = Callable[[_Module, Wanted, str, Pair], Factors]
@@ -223,13 +226,13 @@ class AdapterAverage:
             module = self._modules[pair.module]
             own = rank or max(module.ranks)
             scale = self.settings.scale(pair.module, own)
-            wanted = module.wanted(own, scale, self._received(pair))
+            terms = module.products.terms()
+            wanted = module.wanted(terms, own, scale, self._received(pair))
             a, b = METHODS[self.options.method](module, wanted, self.options.gauge, pair)
             mean = module.factors(scale)
-            naive[pair.module] = None if mean is None else module.error(mean, scale)
-            error[pair.module] = module.error((a, b), scale)
-            whole = module.products.norm()
-            lost[pair.module] = module.products.lost / whole if whole > 0 else 0.0
+            naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
+            error[pair.module] = module.error(terms, (a, b), scale)
+            lost[pair.module] = _share(module.products.lost, terms.norm)
             for name, tensor, axis in ((pair.a, a, 0), (pair.b, b, 1)):
                 shape = list(self._shapes[name])
                 shape[axis] = own

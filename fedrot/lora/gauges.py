@@ -15,7 +15,7 @@ from torch import Tensor
 from fedrot.matching.procrustes import polar
 
 #: A worse conditioned mean of ``A`` on the row space of the product is not kept.
-LARGEST_CONDITION = 1e4
+LARGEST_CONDITION = 1e3
 
 Factors = tuple[Tensor, Tensor]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
 from fedrot.lora.gauges import GAUGES, rotated
-from fedrot.lora.products import ProductSum
+from fedrot.lora.products import ProductSum, decomposed
 
 Adapter = dict[str, Tensor]
 IN, OUT = 9, 7
@@ -239,9 +239,28 @@ def test_a_bounded_sum_says_what_it_lost(seed: int, limit: int) -> None:
         b, a = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((OUT, 2), (2, IN)))
         total.add(b, a, weight)
         dense += weight * b @ a
-    u, s, vt = total.svd(2 * limit)
-    assert torch.linalg.norm((u * s) @ vt - dense) <= total.lost + 1e-9
-    assert (total.lost > 0) == (limit < 7)
+    terms = total.terms()
+    assert torch.linalg.norm((terms.u * terms.s) @ terms.vt - dense) <= total.lost + 1e-9
+    assert total.lost > 0
+    assert terms.norm == pytest.approx(float(torch.linalg.norm((terms.u * terms.s) @ terms.vt)))
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), rank=st.integers(1, 6), lost=st.integers(0, 3))
+def test_float32_is_decomposed_as_well_as_by_qr(seed: int, rank: int, lost: int) -> None:
+    """Gram matrices in float64 lose nothing that float32 holds, of stacks without full rank either."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(*s, generator=generator) for s in ((40, rank), (rank, 30)))
+    left = torch.cat([left, left[:, :lost] * 3], 1)
+    right = torch.cat([right, right[:lost] - 0.5], 0)
+    terms = decomposed(left, right)
+    dense = left.double() @ right.double()
+    assert torch.allclose((terms.u * terms.s).double() @ terms.vt.double(), dense, atol=1e-4)
+    expected = torch.linalg.svdvals(dense)[: len(terms.s)]
+    assert torch.allclose(terms.s.double(), expected, rtol=1e-5)
+    for basis in (terms.u, terms.vt.mT):
+        inner = basis.mT @ basis
+        assert torch.allclose(inner, torch.eye(len(inner)), atol=1e-4)
 
 
 def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:

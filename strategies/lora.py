@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from logging import INFO
 from typing import Any
 
@@ -10,14 +11,15 @@ from flwr.common import log
 from torch import Tensor
 
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
-from fedrot.lora.adapters import LoraSettings
+from fedrot.lora.adapters import LoraSettings, pairs_of
 from fedrot.lora.averaging import AdapterAverage, AdapterOptions, AdapterReport, AdapterUpdate
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.round.merge import Merge
 from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.update import Schema
 from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.tensors import Tensors
+from fedrot.tensors import Shaped, Tensors, check_update
 
 #: Metrics of a round: how far the new adapter, and the mean of the factors, are from the mean product.
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
@@ -26,8 +28,10 @@ ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-facto
 class FedRotLoRA(FedRot):
     """FedAvg for LoRA adapters: clients send ``get_peft_model_state_dict(model)``.
 
-    Clients stay ordinary PEFT clients of one rank and alpha. Each round logs how far the new adapter is
-    from the mean of the clients' products, and how far the mean of the factors is.
+    Clients stay ordinary PEFT clients of one alpha. Each round logs how far the new adapter is from the
+    mean of the clients' products, and how far the mean of the factors is. With ``method="exact"`` a
+    client may have a smaller rank than the adapter that it receives, which it cuts by
+    ``fedrot.lora.fitted``.
 
     Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
 
@@ -61,6 +65,10 @@ class FedRotLoRA(FedRot):
         log(INFO, "\t├──> Adapters: %s%s", self.adapters.method, gauge)
         super().summary()
 
+    def schema(self, broadcast: Tensors) -> Schema:
+        """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""
+        return AdapterSchema(broadcast) if self.adapters.method == "exact" else Schema(broadcast)
+
     def merge(self, this_round: Round, store: Store) -> Merge:
         """Return what takes a round's adapters."""
         self._this_round = this_round
@@ -70,6 +78,23 @@ class FedRotLoRA(FedRot):
         previous = from_arrays(self._broadcast) if len(getattr(self, "_broadcast", ())) else None
         average = AdapterAverage(self.settings, self.adapters, previous)
         return AdapterMean(average, self._this_round)
+
+
+@dataclass(frozen=True)
+class AdapterSchema(Schema):
+    """Adapters of the broadcast modules, whose ranks are at most those of the broadcast factors."""
+
+    def check(self, given: Mapping[str, Shaped]) -> None:
+        """Raise ``UpdateError`` unless names and shapes, but for ranks, are those of the broadcast."""
+        shapes = self.shapes
+        for pair in pairs_of(self.like):
+            for name, axis in ((pair.a, 0), (pair.b, 1)):
+                own = tuple(given[name].shape) if name in given else ()
+                if len(own) == len(shapes[name]) and 0 < own[axis] <= shapes[name][axis]:
+                    shapes[name] = tuple(
+                        own[axis] if place == axis else size for place, size in enumerate(shapes[name])
+                    )
+        check_update(given, shapes)
 
 
 class AdapterMean:

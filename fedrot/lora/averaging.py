@@ -12,8 +12,8 @@ from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of
-from fedrot.lora.gauges import GAUGES, Factors, Wanted, rotated
-from fedrot.lora.products import ProductSum, Terms
+from fedrot.lora.gauges import GAUGES, Factors, Wanted, balanced, rotated
+from fedrot.lora.products import ProductSum, Terms, decomposed
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: Without a limit of its own, a sum of products keeps so many times the rank of the first adapter.
@@ -210,8 +210,8 @@ class AdapterAverage:
         """Return the average in the dtypes of the first adapter, and what it did.
 
         Args:
-            rank: of the result; None: in each module the largest of the clients'. A mean of factors has
-                the clients' rank.
+            rank: of the result; None: in each module that of ``previous``, else the largest of the
+                clients'. A mean of factors has the clients' rank.
 
         Raises:
             FedrotError: there are no adapters.
@@ -224,10 +224,11 @@ class AdapterAverage:
         error, lost = dict[str, float](), dict[str, float]()
         for pair in self._pairs:
             module = self._modules[pair.module]
-            own = rank or max(module.ranks)
+            received = self._received(pair)
+            own = rank or (len(received[0]) if received else max(module.ranks))
             scale = self.settings.scale(pair.module, own)
             terms = module.products.terms()
-            wanted = module.wanted(terms, own, scale, self._received(pair))
+            wanted = module.wanted(terms, own, scale, received)
             a, b = METHODS[self.options.method](module, wanted, self.options.gauge, pair)
             mean = module.factors(scale)
             naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
@@ -287,6 +288,33 @@ def _read(tensors: Tensors, pair: Pair, settings: LoraSettings) -> Factors:
     return a.to(compute_dtype(a)), b.to(compute_dtype(b)) * settings.scale(pair.module, len(a))
 
 
+def fitted(tensors: Tensors, settings: LoraSettings, rank: int) -> dict[str, Tensor]:
+    """Return an adapter of a smaller rank, the best approximation of the products.
+
+    A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
+    first ``rank`` directions of the adapter's own. At the start, where products are 0, they are these.
+
+    Args:
+        settings: of both adapters; the scale depends on the rank.
+        rank: of the result; modules of smaller ranks stay as they are.
+    """
+    found = dict(tensors)
+    for pair in pairs_of(tensors):
+        a, b = factors(tensors, pair)
+        if rank >= len(a):
+            continue
+        own = settings.scale(pair.module, len(a)) / settings.scale(pair.module, rank)
+        a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
+        first, cut = decomposed(b, a).first(rank), (a[:rank], b[:, :rank])
+        if first.norm > 0:
+            cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, None)), cut)
+        for name, tensor, axis in ((pair.a, cut[0], 0), (pair.b, cut[1], 1)):
+            shape = list(tensors[name].shape)
+            shape[axis] = rank
+            found[name] = tensor.reshape(shape).to(tensors[name])
+    return found
+
+
 def average_adapters(
     updates: Iterable[AdapterUpdate],
     settings: LoraSettings,
@@ -305,7 +333,7 @@ def average_adapters(
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
-        rank: of the result; None: in each module the largest of the clients'.
+        rank: of the result; None: in each module that of ``previous``, else the largest of the clients'.
 
     Raises:
         FedrotError: there are no updates.

@@ -66,25 +66,28 @@ def rotated(factors: Factors, to: Factors, strength: float = 1.0) -> Factors:
 
 
 def near_mean(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to the clients' mean factors."""
-    return balanced(of) if of.mean is None else rotated(balanced(of), of.mean)
+    """Return balanced factors, rotated to the mean of the clients', else to those that they received."""
+    to = of.mean or of.previous
+    return balanced(of) if to is None else rotated(balanced(of), to)
 
 
 def near_previous(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to those that the clients received."""
-    return near_mean(of) if of.previous is None else rotated(balanced(of), of.previous)
+    """Return balanced factors, rotated to those that the clients received, else to their mean."""
+    to = of.previous or of.mean
+    return balanced(of) if to is None else rotated(balanced(of), to)
 
 
 def keep_a(of: Wanted) -> Factors:
     """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the product allows.
 
     ``A = A_mean V V^T``, which is the projection of the mean on the row space of the product, and
-    ``B = U S V^T A^+``. Where the projection is nearly singular, and where ranks differ, the factors
-    are those of ``near_mean``.
+    ``B = U S V^T A^+``. Where the clients' ranks differ, ``A`` is kept near to the one that they
+    received. Where the projection is nearly singular, the factors are those of ``near_mean``.
     """
-    if of.mean is None:
-        return near_mean(of)
-    inside = of.mean[0] @ of.vt.mT
+    kept = of.mean or of.previous
+    if kept is None:
+        return balanced(of)
+    inside = kept[0] @ of.vt.mT
     singular = torch.linalg.svdvals(inside.double())
     if not singular[-1] * LARGEST_CONDITION > singular[0]:
         return near_mean(of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from fedrot.aggregation import Statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.tensors import Tensors, check_finite, check_update
+from fedrot.tensors import Shaped, Tensors, check_finite, check_update
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Schema:
         """Shape of every tensor, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
 
+    def check(self, given: Mapping[str, Shaped]) -> None:
+        """Raise ``UpdateError`` unless names and shapes are those of an update."""
+        check_update(given, self.shapes)
+
     def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
@@ -78,11 +83,10 @@ class Schema:
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
         """
-        shapes = self.shapes
-        check_update(arrays, shapes)
+        self.check(arrays)
         tensors = from_arrays(arrays, since=self.like, writable=copy)
         # Legacy arrays claim no shape: theirs is known only now.
-        check_update(tensors, shapes)
+        self.check(tensors)
         for name, tensor in tensors.items():
             if tensor.is_floating_point() != self.like[name].is_floating_point():
                 raise UpdateError(

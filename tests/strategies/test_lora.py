@@ -10,11 +10,18 @@ import torch
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.errors import FedrotError
-from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters
+from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS
 from fedrot.strategies.settings import Checkpointing, Execution
-from tests.fedrot.lora.test_averaging import SETTINGS, Adapter, adapter
+from tests.fedrot.lora.test_averaging import (
+    MODULES,
+    SETTINGS,
+    Adapter,
+    adapter,
+    product,
+    truncated,
+)
 from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
@@ -72,6 +79,43 @@ def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture)
     said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average differs")]
     assert len(said) == 2  # At the round's end and at the run's.
     assert not any("was off" in line or "is off" in line for line in lines)
+
+
+def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
+    sent: dict[int, Adapter] = {}
+
+    def of_rank(rank: int) -> Callable[[Message], Message]:
+        def train(message: Message) -> Message:
+            (received,) = message.content.array_records.values()
+            start = fitted(received.to_torch_state_dict(), SETTINGS, rank)
+            step = floats(adapter(rank, rank))
+            sent[rank] = {name: start[name] + 0.3 * step[name] for name in start}
+            return reply(message, sent[rank], 10, rank)
+
+        return train
+
+    strategy = FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY)
+    grid = FakeGrid({100 + rank: of_rank(rank) for rank in (1, 2, 4)})
+    start = floats(adapter(9, 4))
+    result = strategy.start(grid, ArrayRecord(start), 2)
+    found = result.arrays.to_torch_state_dict()
+    assert {name: t.shape for name, t in found.items()} == {n: t.shape for n, t in start.items()}
+    for module in MODULES:
+        dense = torch.stack([product(sent[rank], module) for rank in (1, 2, 4)]).mean(0)
+        assert torch.allclose(product(found, module), truncated(dense, 4), atol=1e-3)
+    assert ERROR_OF_FACTORS not in result.train_metrics_clientapp[2]
+
+
+@pytest.mark.parametrize(("method", "rank"), [("exact", 5), ("mean", 2)])
+def test_other_ranks_are_refused(method: str, rank: int) -> None:
+    def train(message: Message) -> Message:
+        return reply(message, floats(adapter(0, rank)), 1, 0)
+
+    strategy = FedRotLoRA(
+        CONFIG, AdapterOptions(method), min_train_nodes=1, min_available_nodes=1, **EVERY
+    )
+    with pytest.raises(FedrotError, match=rf"query.lora_A.weight' has shape \[{rank}, 9\]"):
+        strategy.start(FakeGrid({100: train}), ArrayRecord(floats(adapter(9))), 1)
 
 
 def test_what_is_no_adapter_ends_the_run() -> None:

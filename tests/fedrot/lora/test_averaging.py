@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters, fitted
 from fedrot.lora.gauges import GAUGES, rotated
 from fedrot.lora.products import ProductSum, decomposed
 
@@ -271,6 +271,23 @@ def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
     for module in MODULES:
         assert torch.allclose(product(found, module), dense_mean(asked, module), atol=1e-8)
     assert max(report.lost.values()) < 1e-12
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -> None:
+    given = adapter(3)
+    found = fitted(given, SETTINGS, rank)
+    for module in MODULES:
+        assert len(found[f"{module}.lora_A.weight"]) == min(rank, 3)
+        expected = truncated(product(given, module), rank)
+        assert torch.allclose(product(found, module), expected, atol=1e-10)
+    assert found["base_model.model.head.bias"] is given["base_model.model.head.bias"]
+    start = {name: torch.zeros_like(t) if "_B" in name else t for name, t in given.items()}
+    cut = fitted(start, SETTINGS, rank)
+    for module in MODULES:
+        a = f"{module}.lora_A.weight"
+        assert torch.equal(cut[a], start[a][:rank])
+        assert not product(cut, module).any()
 
 
 def test_dtypes_are_those_of_the_adapters() -> None:

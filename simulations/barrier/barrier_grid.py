@@ -27,7 +27,7 @@ from fedrot.simulations.barrier.barrier_lines import (
 )
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import read_rows, versions
+from fedrot.simulations.federation.run_folder import read_rows, rows_file, versions
 from fedrot.simulations.grids import read_grid
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
 
@@ -158,6 +158,8 @@ def run_grid(
 ) -> list[BarrierLine]:
     """Measure the lines that ``out`` does not contain yet, and write the summary; return all lines.
 
+    A compact copy, the form of published runs, becomes such a folder: what it holds is finished.
+
     ``out`` contains ``config.json``, ``versions.json``, ``models/``, ``lines/`` (a file per pair and
     method) and ``rows.jsonl`` (of all lines, written anew after every pair). ``models.jsonl``,
     ``summary.md`` and ``plots/`` are written at the end, or when the run is stopped.
@@ -174,6 +176,7 @@ def run_grid(
     _record(grid, out, command)
     for name in ("models", "lines", "plots"):
         (out / name).mkdir(exist_ok=True)
+    _unpack(out)
     jobs = [
         Job(f"{cell.name}, seeds {_pair_name(seeds)}", run_pair, (cell, seeds, missing, out))
         for cell in grid.cells
@@ -248,7 +251,11 @@ def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, fol
 
 
 def _line_path(out: Path, cell: Cell, seeds: tuple[int, int], method: str) -> Path:
-    return out / "lines" / f"{cell.name}.{_pair_name(seeds)}.{method}.jsonl"
+    return _file_of(out, cell.name, _pair_name(seeds), method)
+
+
+def _file_of(out: Path, cell: str, pair: str, method: str) -> Path:
+    return out / "lines" / f"{cell}.{pair}.{method}.jsonl"
 
 
 def _pair_name(seeds: tuple[int, int]) -> str:
@@ -276,6 +283,15 @@ def _record(grid: Grid, out: Path, command: str) -> None:
     write_json(out / "versions.json", versions())
 
 
+def _unpack(out: Path) -> None:
+    """Write the lines of a compact copy as files, if the folder holds one."""
+    file = rows_file(out)
+    if file is not None and file.suffix == ".parquet":
+        for line in lines_of(read_rows(out)):
+            write_rows(_file_of(out, line.cell, line.pair, line.method), [line])
+        file.unlink()
+
+
 def _collect(out: Path) -> list[BarrierLine]:
     """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
@@ -287,6 +303,11 @@ def _collect(out: Path) -> list[BarrierLine]:
     return lines
 
 
+def _model_of(training: str) -> tuple[Any, ...]:
+    about = json.loads(training)
+    return about["cell"], about["pair"], about["seed"]
+
+
 def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
     """Write ``models.jsonl``, ``summary.md`` and a plot per cell."""
     from fedrot.simulations.barrier.barrier_report import by_cell, markdown, plot, summarise
@@ -294,6 +315,9 @@ def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
     for cell in by_cell(lines):
         plot(out / "plots" / f"{cell}.png", [line for line in lines if line.cell == cell])
     models = sorted((out / "models").glob("[!.]*.safetensors"))
-    trainings = [safe_open(file, "pt").metadata()["training"] for file in models]
-    write_text(out / "models.jsonl", "".join(f"{training}\n" for training in trainings))
+    trained_here = [safe_open(file, "pt").metadata()["training"] for file in models]
+    known = out / "models.jsonl"  # Of a compact copy, which has no models.
+    before = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
+    trainings = {_model_of(training): training for training in (*before, *trained_here)}
+    write_text(known, "".join(f"{training}\n" for training in trainings.values()))
     write_text(out / "summary.md", markdown(summarise(lines)))

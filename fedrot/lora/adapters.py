@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
@@ -123,3 +124,11 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
             f"{list(tensors[pair.b].shape)} have no common rank."
         )
     return a, b
+
+
+def shaped(matrix: Tensor, like: torch.Size) -> Tensor:
+    """Return a factor of any rank in the shape of a tensor; the inverse of ``factors``."""
+    if len(like) == 2:
+        return matrix
+    inner = like[1:] if matrix.shape[1] == like[1:].numel() else (matrix.shape[1], *like[2:])
+    return matrix.reshape(len(matrix), *inner)

@@ -11,9 +11,9 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of
-from fedrot.lora.gauges import GAUGES, Factors, Wanted, balanced, rotated
-from fedrot.lora.products import ProductSum, Terms, decomposed
+from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, shaped
+from fedrot.lora.gauges import GAUGES, Factors, Wanted, rotated
+from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: Without a limit of its own, a sum of products keeps so many times the rank of the first adapter.
@@ -234,10 +234,8 @@ class AdapterAverage:
             naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
             error[pair.module] = module.error(terms, (a, b), scale)
             lost[pair.module] = _share(module.products.lost, terms.norm)
-            for name, tensor, axis in ((pair.a, a, 0), (pair.b, b, 1)):
-                shape = list(self._shapes[name])
-                shape[axis] = own
-                tensors[name] = tensor.reshape(shape).to(self._like[name])
+            for name, matrix in ((pair.a, a), (pair.b, b)):
+                tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
         return tensors, AdapterReport(self._updates, naive, error, lost)
 
     def _other_tensors(self, tensors: Tensors, pairs: tuple[Pair, ...]) -> dict[str, Tensor]:
@@ -272,8 +270,9 @@ class AdapterAverage:
         to = received or (module.factors(scale) if module.weight else None)
         if to is None or to[0].shape != a.shape:
             return a, b
-        near = (to[0].to(a), scale * to[1].to(b))
-        return rotated((a, b), near, self.options.strength)
+        near = (to[0].to(a), to[1].to(b))
+        a, b = rotated((a, b / scale), near, self.options.strength)
+        return a, scale * b
 
     def _received(self, pair: Pair) -> Factors | None:
         if self.previous is None:
@@ -286,33 +285,6 @@ def _read(tensors: Tensors, pair: Pair, settings: LoraSettings) -> Factors:
     """Return a client's factors in the dtype to compute in; ``B`` contains the scale."""
     a, b = factors(tensors, pair)
     return a.to(compute_dtype(a)), b.to(compute_dtype(b)) * settings.scale(pair.module, len(a))
-
-
-def fitted(tensors: Tensors, settings: LoraSettings, rank: int) -> dict[str, Tensor]:
-    """Return an adapter of a smaller rank, the best approximation of the products.
-
-    A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
-    first ``rank`` directions of the adapter's own. At the start, where products are 0, they are these.
-
-    Args:
-        settings: of both adapters; the scale depends on the rank.
-        rank: of the result; modules of smaller ranks stay as they are.
-    """
-    found = dict(tensors)
-    for pair in pairs_of(tensors):
-        a, b = factors(tensors, pair)
-        if rank >= len(a):
-            continue
-        own = settings.scale(pair.module, len(a)) / settings.scale(pair.module, rank)
-        a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
-        first, cut = decomposed(b, a).first(rank), (a[:rank], b[:, :rank])
-        if first.norm > 0:
-            cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, None)), cut)
-        for name, tensor, axis in ((pair.a, cut[0], 0), (pair.b, cut[1], 1)):
-            shape = list(tensors[name].shape)
-            shape[axis] = rank
-            found[name] = tensor.reshape(shape).to(tensors[name])
-    return found
 
 
 def average_adapters(

@@ -290,6 +290,28 @@ def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -
         assert not product(cut, module).any()
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_kernels_of_convolutions_keep_their_shape(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = "c.lora_A.weight", "c.lora_B.weight"
+    shapes = {a: (2, 3, 5, 5), b: (4, 2, 1, 1)}
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def dense(tensors: Adapter) -> Tensor:
+        matrix = tensors[b].flatten(1)
+        return SETTINGS.scale("c", matrix.shape[1]) * matrix @ tensors[a].flatten(1)
+
+    given = [{name: drawn(shape) for name, shape in shapes.items()} for _ in range(2)]
+    found, _ = average_adapters(updates(given), SETTINGS, AdapterOptions("exact"), rank=rank)
+    assert (found[a].shape, found[b].shape) == ((rank, 3, 5, 5), (4, rank, 1, 1))
+    mean = (dense(given[0]) + 2 * dense(given[1])) / 3
+    assert torch.allclose(dense(found), truncated(mean, rank), atol=1e-8)
+    cut = fitted(found, SETTINGS, 1)
+    assert (cut[a].shape, cut[b].shape) == ((1, 3, 5, 5), (4, 1, 1, 1))
+
+
 def test_dtypes_are_those_of_the_adapters() -> None:
     halves = [{n: t.bfloat16() for n, t in adapter(i).items()} for i in range(3)]
     for method in ("mean", "exact", "rotate"):

@@ -1,0 +1,35 @@
+"""``fitted``: an adapter for a client of a smaller rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedrot.lora.adapters import LoraSettings, factors, pairs_of, shaped
+from fedrot.lora.gauges import Wanted, balanced, rotated
+from fedrot.lora.products import decomposed
+from fedrot.tensors import Tensors, compute_dtype
+
+
+def fitted(tensors: Tensors, settings: LoraSettings, rank: int) -> dict[str, Tensor]:
+    """Return an adapter of a smaller rank, the best approximation of the products.
+
+    A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
+    first ``rank`` directions of the adapter's own. At the start, where products are 0, they are these.
+
+    Args:
+        settings: of both adapters; the scale depends on the rank.
+        rank: of the result; modules of smaller ranks stay as they are.
+    """
+    found = dict(tensors)
+    for pair in pairs_of(tensors):
+        a, b = factors(tensors, pair)
+        if rank >= len(a):
+            continue
+        own = settings.scale(pair.module, len(a)) / settings.scale(pair.module, rank)
+        a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
+        first, cut = decomposed(b, a).first(rank), (a[:rank], b[:, :rank])
+        if first.norm > 0:
+            cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, None)), cut)
+        for name, matrix in zip((pair.a, pair.b), cut, strict=True):
+            found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
+    return found

@@ -227,8 +227,8 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         if _ADAPTERS.search(name):
             raise SymmetryError(
                 f"The tensor '{name}' belongs to an adapter, which has to move with what it adapts. "
-                "Merge adapters into the model first where that can be done (peft: merge_and_unload), "
-                "or pass the base model's tensors alone."
+                "Average LoRA adapters with fedrot.strategies.FedRotLoRA, or merge adapters into the "
+                "model first (peft: merge_and_unload), or pass the base model's tensors alone."
             )
         clean = ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
         if clean in names:

@@ -87,7 +87,7 @@ class Aligned(Strategy):
     uses_statistics = False
 
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
-    not_in_checkpoints = (
+    not_in_checkpoints: tuple[str, ...] = (
         *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting", "metrics_log"),
         *("other_bases", "comparison", "_checkpoints", "_device", "_broadcast", "_config"),
         *("_grid", "_timeout", "_sent", "_sent_to_evaluate", "_clients"),

@@ -21,6 +21,7 @@ from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.simulations.barrier.invalid_controls import ignore_heads
+from fedrot.simulations.config import TaskName
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.tensors import Tensors
@@ -302,7 +303,7 @@ class BarrierSettings(BaseModel):
     data: str | None = Field(
         default=None, description="Data set, as for simulate; default: that of the task."
     )
-    task: str | None = Field(
+    task: TaskName | None = Field(
         default=None,
         description="classification, mlm, clm, ner or image; default: that of the models' class.",
     )

@@ -69,8 +69,8 @@ class Evidence:
 
     @property
     def ratio(self) -> float | None:
-        """``found`` in units of ``chance``, None if there is none."""
-        return self.found / self.chance if self.chance else None
+        """``found`` in units of ``chance``, None unless both are above 0."""
+        return self.found / self.chance if self.chance and self.chance > 0 and self.found > 0 else None
 
 
 @dataclass(frozen=True)

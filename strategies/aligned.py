@@ -149,6 +149,8 @@ class Aligned(Strategy):
         spilled = self.execution.spill is not None and not streams
         where = f", in {self.execution.spill}" if spilled else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
+        if self.comparison is not None:
+            log(INFO, "\t├──> Guard: the better mean by '%s'", self.comparison.guard.metric)
         super().summary()  # type: ignore[safe-super]
 
     def start(

@@ -11,6 +11,7 @@ from flwr.common import log
 from torch import Tensor
 
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, pairs_of
 from fedrot.lora.averaging import AdapterAverage, AdapterOptions, AdapterReport, AdapterUpdate
 from fedrot.strategies.fedrot import FedRot
@@ -23,6 +24,11 @@ from fedrot.tensors import Shaped, Tensors, check_update
 
 #: Metrics of a round: how far the new adapter, and the mean of the factors, are from the mean product.
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
+
+#: Arguments of ``FedRot`` about the alignment of whole models.
+_OF_ALIGNMENT = frozenset(
+    ("symmetry", "aggregation", "anchor", "options", "align", "other_basis", "guard")
+)
 
 
 class FedRotLoRA(FedRot):
@@ -54,6 +60,14 @@ class FedRotLoRA(FedRot):
         adapters: AdapterOptions | None = None,
         **kwargs: Any,
     ) -> None:
+        refused = sorted(
+            {"guard", "anchor", "options", "other_basis", "align", "aggregation"} & {*kwargs}
+        )
+        if refused:
+            raise FedrotError(
+                f"FedRotLoRA has no argument '{refused[0]}'. How adapters are averaged is said by "
+                "AdapterOptions(method=..., gauge=...)."
+            )
         self.settings = LoraSettings.of(settings)
         self.adapters = adapters or AdapterOptions()
         self._this_round = Round(0)
@@ -63,11 +77,11 @@ class FedRotLoRA(FedRot):
         """Log how adapters are averaged, then the summary of FedAvg."""
         gauge = f", gauge '{self.adapters.gauge}'" if self.adapters.method == "exact" else ""
         log(INFO, "\t├──> Adapters: %s%s", self.adapters.method, gauge)
-        super().summary()
+        super(FedRot, self).summary()
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""
-        return AdapterSchema(broadcast) if self.adapters.method == "exact" else Schema(broadcast)
+        return AdapterSchema(broadcast, self.adapters.method == "exact")
 
     def merge(self, this_round: Round, store: Store) -> Merge:
         """Return what takes a round's adapters."""
@@ -82,7 +96,13 @@ class FedRotLoRA(FedRot):
 
 @dataclass(frozen=True)
 class AdapterSchema(Schema):
-    """Adapters of the broadcast modules, whose ranks are at most those of the broadcast factors."""
+    """Adapters of the broadcast modules, whose ranks are at most those of the broadcast factors.
+
+    Attributes:
+        smaller: whether smaller ranks are allowed.
+    """
+
+    smaller: bool = True
 
     def check(self, given: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, but for ranks, are those of the broadcast."""
@@ -90,11 +110,20 @@ class AdapterSchema(Schema):
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
                 own = tuple(given[name].shape) if name in given else ()
+                if len(own) == len(shapes[name]) and own[axis] != shapes[name][axis]:
+                    self._check_rank(name, own[axis], shapes[name][axis])
                 if len(own) == len(shapes[name]) and 0 < own[axis] <= shapes[name][axis]:
                     shapes[name] = tuple(
                         own[axis] if place == axis else size for place, size in enumerate(shapes[name])
                     )
         check_update(given, shapes)
+
+    def _check_rank(self, name: str, own: int, most: int) -> None:
+        if own > most or not self.smaller:
+            raise UpdateError(
+                f"The factor '{name}' has rank {own}, the broadcast one {most}. Clients of different ranks "
+                "need AdapterOptions('exact'), and an initial adapter of the largest rank."
+            )
 
 
 class AdapterMean:

@@ -84,10 +84,11 @@ class AdapterReport:
     def __str__(self) -> str:
         naive = [value for value in self.error_of_factors.values() if value is not None]
         differ = len(self.error_of_factors) - len(naive)
-        said = f"{self.updates} adapters: this average differs from that of the products by "
+        whose = "client's adapter" if self.updates == 1 else "clients' adapters"
+        said = f"{self.updates} {whose}: this average differs from that of the products by "
         said += f"{_percent(self.error.values())}"
         said += f", the mean of the factors by {_percent(naive)}" if naive else ""
-        return said + (f"; ranks differ in {differ} modules" if differ else "")
+        return said + (f"; factors of {differ} modules have no mean, as ranks differ" if differ else "")
 
 
 def _percent(shares: Iterable[float]) -> str:

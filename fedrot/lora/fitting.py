@@ -10,22 +10,22 @@ from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors, compute_dtype
 
 
-def fitted(tensors: Tensors, settings: LoraSettings, rank: int) -> dict[str, Tensor]:
+def fitted(tensors: Tensors, settings: object, rank: int) -> dict[str, Tensor]:
     """Return an adapter of a smaller rank, the best approximation of the products.
 
     A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
     first ``rank`` directions of the adapter's own. At the start, where products are 0, they are these.
 
     Args:
-        settings: of both adapters; the scale depends on the rank.
+        settings: the ``LoraConfig`` of either: they have one alpha, and the ranks are those of tensors.
         rank: of the result; modules of smaller ranks stay as they are.
     """
-    found = dict(tensors)
+    found, scales = dict(tensors), LoraSettings.of(settings)
     for pair in pairs_of(tensors):
         a, b = factors(tensors, pair)
         if rank >= len(a):
             continue
-        own = settings.scale(pair.module, len(a)) / settings.scale(pair.module, rank)
+        own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, rank)
         a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
         first, cut = decomposed(b, a).first(rank), (a[:rank], b[:, :rank])
         if first.norm > 0:

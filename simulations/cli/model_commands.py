@@ -181,5 +181,7 @@ def diagnose(
             console.print(table)
     for each in found:
         say(": ".join(filter(None, [each.title, each.diagnosis.sentence])))
-    if len(what) > 2:
+    if len(what) == 2:
+        say(f"'{what[0]}' was taken as the base.")
+    if not one:
         say(f"To merge these saved models so: {merge_command(found[0], what)}")

@@ -83,8 +83,12 @@ def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
 
 
 def merge_command(found: Found, names: Sequence[str]) -> str:
-    """Return the command that merges saved models as advised; ``names`` as in ``diagnose_models``."""
-    return shlex.join(["fedrot", "merge", *names[1:]]) + f"{_PARTS[found.diagnosis.choice]} --out merged"
+    """Return the command that merges saved models as advised; ``names`` as in ``diagnose_models``.
+
+    Of two models both are merged: the first has only taken the base's place.
+    """
+    merged = names[1:] if len(names) > 2 else names
+    return shlex.join(["fedrot", "merge", *merged]) + f"{_PARTS[found.diagnosis.choice]} --out merged"
 
 
 def diagnose_run(path: Path) -> list[Found]:

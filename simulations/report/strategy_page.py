@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.plots import rounds_plot
 from fedrot.simulations.report.summaries import Row
 from fedrot.simulations.report.tables import number_style
-from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 
 #: The stages of a round that score its model, in words.
 SCORING = {"server": "at the server", "evaluate": "at the clients"}
@@ -86,16 +85,28 @@ def verdict(of: StrategyResults) -> Values:
     if all({"found", "moved"} <= row.keys() for rows in aligned.values() for row in rows):
         ends = dict.fromkeys((min(aligned), max(aligned))) if aligned else ()
         said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends]
+    told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
+    said += [f"Round {n}: {told[n]}." for n in dict.fromkeys((min(told), max(told)))] if told else []
     rounds = len({row["round"] for row in of.rows})
     about, title = f"{rounds} rounds reported.", "What happened"
     return {"about": about, "title": title, "sentences": [*said, *_changes(of.stages)], "words": _WORDS}
 
 
+def _guarded(aligned: Mapping[int, float], plain: Mapping[int, float]) -> list[str]:
+    """Return what the guard measured of both means, in the first and the last round that it compared."""
+    ends = dict.fromkeys((min(aligned), max(aligned))) if aligned else ()
+    return [
+        f"Round {n}: the guard measured {aligned[n]:{style}} of the aligned mean and "
+        f"{plain[n]:{style}} of the plain one."
+        for n in ends
+        for style in [number_style(aligned[n], plain[n])]
+    ]
+
+
 def _changes(stages: Iterable[Row]) -> list[str]:
-    """Return how each score changed over the run, and how often the guard kept the aligned mean."""
+    """Return how each score changed over the run, and what the guard measured."""
     series = _series(stages)
-    kept = next((list(s.values()) for name, s in series.items() if name.endswith(KEPT_ALIGNED)), [])
-    said = [f"The guard kept the aligned mean in {sum(kept):g} of {len(kept)} rounds."] if kept else []
+    said = _guarded(*(series.get(f"train/fedrot-guard-{name}", {}) for name in ("aligned", "plain")))
     for name, values in series.items():
         stage, _, metric = name.partition("/")
         if stage in SCORING and not metric.startswith("fedrot-") and len(values) > 1:
@@ -146,7 +157,11 @@ def failed(of: StrategyResults) -> Values | None:
 def metrics(of: StrategyResults) -> Values | None:
     """Curves of the metrics that change, values of those that never do."""
     series = _series(of.stages)
-    same = {name: next(iter(s.values())) for name, s in series.items() if len(set(s.values())) == 1}
+    rounds = {int(row["round"]) for row in of.stages}
+    alike = {
+        name: s for name, s in series.items() if len(set(s.values())) == 1 and len(s) == len(rounds)
+    }
+    same = {name: next(iter(s.values())) for name, s in alike.items()}
     changing = {name: s for name, s in series.items() if name not in same}
     constant = [f"{name} = {value:g}" for name, value in same.items()]
     return {"metrics": _drawn(rounds_plot, changing), "constant": constant} if changing else None

@@ -33,7 +33,7 @@ MOVEMENTS = {
 #: Names of metrics.
 FOUND, CHANCE = "fedrot-share-found", "fedrot-share-chance"
 MOVED, DROPPED = "fedrot-groups-moved", "fedrot-replies-dropped"
-KEPT_ALIGNED = "fedrot-guard-kept-aligned"
+KEPT_ALIGNED, COMPARED = "fedrot-guard-kept-aligned", "fedrot-guard-aligned"
 
 #: The verdict on a round without alignment.
 OFF = "alignment is off: averaged as they are"
@@ -178,10 +178,11 @@ def run_lines(
         lines.append("Alignment was off.")
     ends = dict.fromkeys((min(verdicts), max(verdicts))) if verdicts and not off else ()
     lines += [f"Round {number}: {verdicts[number]}." for number in ends]
-    kept = [bool(metrics[KEPT_ALIGNED]) for metrics in rounds.values() if KEPT_ALIGNED in metrics]
-    if kept:
-        of = counted(len(kept), "round", "rounds")
-        lines.append(f"The guard kept the aligned mean in {sum(kept)} of {of}, else the plain one.")
+    guarded = [metrics for metrics in rounds.values() if KEPT_ALIGNED in metrics]
+    if guarded:
+        compared, kept = sum(COMPARED in m for m in guarded), sum(m[KEPT_ALIGNED] for m in guarded)
+        of = counted(compared, "round", "rounds")
+        lines.append(f"The guard compared both means in {of} and kept the aligned one in {kept}.")
     dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
     if dropped:
         replies = counted(sum(dropped.values()), "reply was", "replies were")

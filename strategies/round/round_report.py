@@ -175,7 +175,8 @@ class Round:
         failed = [{"client": client, "failed": reason} for client, reason in self.failed]
         notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
         lost = [{"lost": self.lost}] if self.lost else []
-        rows = [*aligned, *dropped, *failed, *notes, *lost, *([self.guard] if self.guard else [])]
+        said = [{"said": self.said, **self.measured}] if self.said else []
+        rows = [*aligned, *dropped, *failed, *notes, *lost, *said, *([self.guard] if self.guard else [])]
         return [{"round": self.number, **row} for row in rows]
 
 

@@ -11,9 +11,10 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
+from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS
-from fedrot.strategies.settings import Checkpointing, Execution
+from fedrot.strategies.settings import Checkpointing, Execution, Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -76,7 +77,9 @@ def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture)
         started(FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY), 2)
     lines = [record.getMessage() for record in caplog.records]
     assert any("Adapters: exact, gauge 'keep-a'" in line for line in lines)
-    said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average differs")]
+    said = [
+        line for line in lines if line.startswith("Round 2: 3 clients' adapters: this average differs")
+    ]
     assert len(said) == 2  # At the round's end and at the run's.
     assert not any("was off" in line or "is off" in line for line in lines)
 
@@ -114,7 +117,7 @@ def test_other_ranks_are_refused(method: str, rank: int) -> None:
     strategy = FedRotLoRA(
         CONFIG, AdapterOptions(method), min_train_nodes=1, min_available_nodes=1, **EVERY
     )
-    with pytest.raises(FedrotError, match=rf"query.lora_A.weight' has shape \[{rank}, 9\]"):
+    with pytest.raises(FedrotError, match=rf"query.lora_A.weight' has rank {rank}, the broadcast one 3"):
         strategy.start(FakeGrid({100: train}), ArrayRecord(floats(adapter(9))), 1)
 
 
@@ -125,6 +128,19 @@ def test_what_is_no_adapter_ends_the_run() -> None:
     strategy = FedRotLoRA(CONFIG, min_train_nodes=1, min_available_nodes=1, **EVERY)
     with pytest.raises(FedrotError, match="no factors of a LoRA adapter"):
         strategy.start(FakeGrid({100: train}), ArrayRecord({"w": torch.ones(2)}), 1)
+
+
+def test_arguments_of_alignment_are_refused() -> None:
+    with pytest.raises(FedrotError, match=r"FedRotLoRA has no argument 'guard'.*AdapterOptions"):
+        FedRotLoRA(CONFIG, guard="accuracy")
+
+
+def test_a_run_has_rows_for_a_page(tmp_path: Any) -> None:
+    rows = Reporting(tmp_path / "rows.jsonl", tmp_path / "metrics.jsonl")
+    started(FedRotLoRA(CONFIG, AdapterOptions("exact"), reporting=rows, **EVERY), 2)
+    page = write_strategy_report(tmp_path / "rows.jsonl").read_text()
+    assert "Round 2: 3 clients&#39; adapters: this average differs" in page
+    assert "Metrics by round" in page
 
 
 def test_settings_are_checked_before_anything_runs() -> None:

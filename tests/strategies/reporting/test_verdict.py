@@ -14,6 +14,7 @@ from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import (
     CHANCE,
+    COMPARED,
     DROPPED,
     FOUND,
     KEPT_ALIGNED,
@@ -201,11 +202,11 @@ def test_the_last_lines_of_a_run() -> None:
             ],
         ),
         (
-            {1: {**figures(5), KEPT_ALIGNED: 0}, 2: {**figures(1), KEPT_ALIGNED: 1}},
+            {1: {**figures(5), KEPT_ALIGNED: 0}, 2: {**figures(1), KEPT_ALIGNED: 1, COMPARED: 0.5}},
             [
                 "Alignment moved groups in 2 of 2 rounds.",
                 *("Round 1: verdict.", "Round 2: verdict."),
-                "The guard kept the aligned mean in 1 of 2 rounds, else the plain one.",
+                "The guard compared both means in 1 round and kept the aligned one in 1.",
                 "No reply was dropped.",
             ],
         ),

@@ -121,8 +121,8 @@ class AdapterSchema(Schema):
     def _check_rank(self, name: str, own: int, most: int) -> None:
         if own > most or not self.smaller:
             raise UpdateError(
-                f"The factor '{name}' has rank {own}, the broadcast one {most}. Clients of different ranks "
-                "need AdapterOptions('exact'), and an initial adapter of the largest rank."
+                f"The factor '{name}' has rank {own}, the broadcast one {most}. Clients of different "
+                "ranks need AdapterOptions('exact'), and an initial adapter of the largest rank."
             )
 
 

@@ -136,7 +136,10 @@ def report(
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
     ] = None,
     metrics: Annotated[
-        Path | None, typer.Option(help="Of a file: its metrics_path; default: metrics.jsonl beside it.")
+        Path | None,
+        typer.Option(
+            help="Of a file: that of Reporting(metrics=...); default: metrics.jsonl beside it."
+        ),
     ] = None,
     markdown: Annotated[
         Path | None,

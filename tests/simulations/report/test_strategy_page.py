@@ -98,14 +98,14 @@ def test_the_report_of_an_earlier_run_has_that_run_s_metrics(report: Path) -> No
 
 
 def test_scores_and_the_guard_stand_in_the_verdict(report: Path) -> None:
-    kept = [
-        {"round": r, "stage": "train", "metrics": {"fedrot-guard-kept-aligned": r % 2}} for r in (1, 2)
-    ]
+    guard = [{"fedrot-guard-aligned": 0.7, "fedrot-guard-plain": 0.65}, {"fedrot-guard-kept-aligned": 0}]
+    kept = [{"round": r, "stage": "train", "metrics": m} for r, m in enumerate(guard, start=1)]
     write_lines(report.with_name("metrics.jsonl"), [*METRICS, *kept])
     page = write_strategy_report(report).read_text(encoding="utf-8")
-    assert page.index("What happened") < page.index("What alignment removed")
+    assert page.index("What happened") < page.index("What alignment found, by layer")
     assert "accuracy (at the server): 0.100 in round 1 → 0.300 in round 3." in page
-    assert "The guard kept the aligned mean in 1 of 2 rounds." in page
+    assert "Round 1: the guard measured 0.700 of the aligned mean and 0.650 of the plain one." in page
+    assert "fedrot-guard-plain = " not in page  # It is not known of all rounds.
 
 
 def test_the_other_file_is_told_apart(report: Path) -> None:

@@ -28,7 +28,7 @@ LAYERS = (
     ("check", "matching"),
     ("alignment",),
     ("aggregation",),
-    ("anchors", "research"),
+    ("anchors", "lora", "research"),
     ("diagnosis",),
 )
 

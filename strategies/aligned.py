@@ -118,8 +118,7 @@ class Aligned(Strategy):
         self.options = checked_options(options)
         self.align = align
         self.other_bases = OtherBases(other_basis)
-        possible = self.other_bases.possible_options
-        self.comparison = comparison_of(guard, align, self.options, possible)
+        self.comparison = comparison_of(guard, align, self.options, self.other_bases.possible_options)
         self.robustness = robustness or Robustness()
         self.execution = execution or Execution()
         self.checkpointing = checkpointing or Checkpointing()
@@ -182,8 +181,7 @@ class Aligned(Strategy):
                 result = super().start(lazy, initial_arrays, *given)
             else:
                 result = run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
-        said = run_lines(result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path)
-        for line in said:
+        for line in run_lines(result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path):
             log(INFO, line)
         return result
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, pairs_of
-from fedrot.lora.averaging import AdapterAverage, AdapterOptions, AdapterReport, AdapterUpdate
+from fedrot.lora.averaging import AdapterAverage, AdapterOptions, AdapterUpdate
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.round.merge import Merge
 from fedrot.strategies.round.round_report import Round
@@ -26,9 +26,7 @@ from fedrot.tensors import Shaped, Tensors, check_update
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
 
 #: Arguments of ``FedRot`` about the alignment of whole models.
-_OF_ALIGNMENT = frozenset(
-    ("symmetry", "aggregation", "anchor", "options", "align", "other_basis", "guard")
-)
+_OF_ALIGNMENT = frozenset(("aggregation", "anchor", "options", "align", "other_basis", "guard"))
 
 
 class FedRotLoRA(FedRot):
@@ -60,9 +58,7 @@ class FedRotLoRA(FedRot):
         adapters: AdapterOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        refused = sorted(
-            {"guard", "anchor", "options", "other_basis", "align", "aggregation"} & {*kwargs}
-        )
+        refused = sorted(_OF_ALIGNMENT & kwargs.keys())
         if refused:
             raise FedrotError(
                 f"FedRotLoRA has no argument '{refused[0]}'. How adapters are averaged is said by "
@@ -109,13 +105,11 @@ class AdapterSchema(Schema):
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
-                own = tuple(given[name].shape) if name in given else ()
-                if len(own) == len(shapes[name]) and own[axis] != shapes[name][axis]:
-                    self._check_rank(name, own[axis], shapes[name][axis])
-                if len(own) == len(shapes[name]) and 0 < own[axis] <= shapes[name][axis]:
-                    shapes[name] = tuple(
-                        own[axis] if place == axis else size for place, size in enumerate(shapes[name])
-                    )
+                wanted, own = shapes[name], tuple(given[name].shape) if name in given else ()
+                if len(own) == len(wanted) and own[axis] != wanted[axis]:
+                    self._check_rank(name, own[axis], wanted[axis])
+                    # No adapter has rank 0: its shape is refused below.
+                    shapes[name] = (*wanted[:axis], own[axis] or wanted[axis], *wanted[axis + 1 :])
         check_update(given, shapes)
 
     def _check_rank(self, name: str, own: int, most: int) -> None:
@@ -144,11 +138,6 @@ class AdapterMean:
         """Return the average, and note its errors in the round."""
         tensors, report = self._average.result()
         self._round.said = str(report)
-        self._round.measured = _figures(report)
+        errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}
+        self._round.measured = {name: error for name, error in errors.items() if error is not None}
         return tensors
-
-
-def _figures(report: AdapterReport) -> dict[str, float]:
-    known = [error for error in report.error_of_factors.values() if error is not None]
-    errors = {ERROR: list(report.error.values()), ERROR_OF_FACTORS: known}
-    return {name: sum(values) / len(values) for name, values in errors.items() if values}

@@ -81,19 +81,25 @@ class AdapterReport:
     error: Mapping[str, float]
     lost: Mapping[str, float]
 
+    @property
+    def mean_error(self) -> float:
+        """The mean of ``error`` over the modules."""
+        return sum(self.error.values()) / len(self.error)
+
+    @property
+    def mean_error_of_factors(self) -> float | None:
+        """The mean of ``error_of_factors`` over the modules in which it is known, None if in none."""
+        known = [error for error in self.error_of_factors.values() if error is not None]
+        return sum(known) / len(known) if known else None
+
     def __str__(self) -> str:
-        naive = [value for value in self.error_of_factors.values() if value is not None]
-        differ = len(self.error_of_factors) - len(naive)
+        differ = sum(error is None for error in self.error_of_factors.values())
+        naive = self.mean_error_of_factors
         whose = "client's adapter" if self.updates == 1 else "clients' adapters"
         said = f"{self.updates} {whose}: this average differs from that of the products by "
-        said += f"{_percent(self.error.values())}"
-        said += f", the mean of the factors by {_percent(naive)}" if naive else ""
+        said += f"{100 * self.mean_error:.1f} %"
+        said += f", the mean of the factors by {100 * naive:.1f} %" if naive is not None else ""
         return said + (f"; factors of {differ} modules have no mean, as ranks differ" if differ else "")
-
-
-def _percent(shares: Iterable[float]) -> str:
-    values = list(shares)
-    return f"{100 * sum(values) / len(values):.1f} %"
 
 
 class _Module:

@@ -17,6 +17,7 @@ from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.plots import rounds_plot
 from fedrot.simulations.report.summaries import Row
 from fedrot.simulations.report.tables import number_style
+from fedrot.strategies.reporting.verdict import ends
 
 #: The stages of a round that score its model, in words.
 SCORING = {"server": "at the server", "evaluate": "at the clients"}
@@ -83,10 +84,9 @@ def verdict(of: StrategyResults) -> Values:
         said.append(f"Alignment moved groups in {moved} of {len(aligned)} rounds.")
     # Older files lack what was found.
     if all({"found", "moved"} <= row.keys() for rows in aligned.values() for row in rows):
-        ends = dict.fromkeys((min(aligned), max(aligned))) if aligned else ()
-        said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends]
+        said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
     told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
-    said += [f"Round {n}: {told[n]}." for n in dict.fromkeys((min(told), max(told)))] if told else []
+    said += [f"Round {n}: {told[n]}." for n in ends(told)]
     rounds = len({row["round"] for row in of.rows})
     about, title = f"{rounds} rounds reported.", "What happened"
     return {"about": about, "title": title, "sentences": [*said, *_changes(of.stages)], "words": _WORDS}
@@ -94,11 +94,10 @@ def verdict(of: StrategyResults) -> Values:
 
 def _guarded(aligned: Mapping[int, float], plain: Mapping[int, float]) -> list[str]:
     """Return what the guard measured of both means, in the first and the last round that it compared."""
-    ends = dict.fromkeys((min(aligned), max(aligned))) if aligned else ()
     return [
         f"Round {n}: the guard measured {aligned[n]:{style}} of the aligned mean and "
         f"{plain[n]:{style}} of the plain one."
-        for n in ends
+        for n in ends(aligned)
         for style in [number_style(aligned[n], plain[n])]
     ]
 

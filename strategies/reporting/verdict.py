@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,7 @@ def run_lines(
     off = not moved and {*verdicts.values()} <= {OFF}
     if off and rounds:
         lines.append("Alignment was off.")
-    ends = dict.fromkeys((min(verdicts), max(verdicts))) if verdicts and not off else ()
-    lines += [f"Round {number}: {verdicts[number]}." for number in ends]
+    lines += [f"Round {number}: {verdicts[number]}." for number in ([] if off else ends(verdicts))]
     guarded = [metrics for metrics in rounds.values() if KEPT_ALIGNED in metrics]
     if guarded:
         compared, kept = sum(COMPARED in m for m in guarded), sum(m[KEPT_ALIGNED] for m in guarded)
@@ -192,6 +191,11 @@ def run_lines(
     if rows is not None:
         lines.append(f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'")
     return lines
+
+
+def ends(rounds: Collection[int]) -> list[int]:
+    """Return the first and the last of some rounds, one if they are the same, none without rounds."""
+    return sorted({min(rounds), max(rounds)}) if rounds else []
 
 
 def counted(number: int, one: str, several: str) -> str:

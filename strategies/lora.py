@@ -1,21 +1,28 @@
-"""The strategy ``FedRotLoRA``: FedAvg for LoRA adapters."""
+"""The strategies ``AlignedLoRA`` and ``FedRotLoRA``: averages of LoRA adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO
 from typing import Any
 
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
+from fedrot.aggregation import Aggregator
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import LoraSettings, pairs_of
-from fedrot.lora.averaging import AdapterAverage, AdapterOptions, AdapterUpdate
-from fedrot.strategies.fedrot import FedRot
-from fedrot.strategies.round.merge import Merge
+from fedrot.lora.adapters import LoraSettings, pairs_of, without_residuals
+from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
+from fedrot.lora.options import AdapterOptions
+from fedrot.lora.peft_model import TRAIN
+from fedrot.strategies.aligned import Aligned
+from fedrot.strategies.arguments import check_not_behind
+from fedrot.strategies.round.merge import OF_THE_MEAN, Merge
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.round.waiting import Store
@@ -25,69 +32,114 @@ from fedrot.tensors import Shaped, Tensors, check_update
 #: Metrics of a round: how far the new adapter, and the mean of the factors, are from the mean product.
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
 
-#: Arguments of ``FedRot`` about the alignment of whole models.
+#: Arguments of ``Aligned`` and ``FedRot`` about the alignment of whole models.
 _OF_ALIGNMENT = frozenset(("aggregation", "anchor", "options", "align", "other_basis", "guard"))
 
 
-class FedRotLoRA(FedRot):
-    """FedAvg for LoRA adapters: clients send ``get_peft_model_state_dict(model)``.
+class AlignedLoRA(Aligned):
+    """Mixin that averages LoRA adapters in front of a strategy with a server optimiser.
+
+    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The
+    strategy behind sees the average alone: FedAdam, FedYogi, FedAdagrad and FedAvgM.
 
     Clients stay ordinary PEFT clients of one alpha. Each round logs how far the new adapter is from the
-    mean of the clients' products, and how far the mean of the factors is. With ``method="exact"`` a
-    client may have a smaller rank than the adapter that it receives, which it cuts by
-    ``fedrot.lora.fitted``.
-
-    Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
+    mean of the clients' products, and how far the mean of the factors is. With ``method="exact"`` or
+    ``"stack"`` a client may have a smaller rank than the adapter that it receives
+    (``fedrot.lora.load_adapter`` cuts it). The training configuration says which factors to train, see
+    ``fedrot.lora.train_only``.
 
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
             in the tensors.
         adapters: how adapters become one; None averages the factors.
-        **kwargs: of ``FedRot`` and ``FedAvg``, but for the aggregation and alignment.
+        *args: of the strategy behind, like ``**kwargs``.
+        **kwargs: also of ``Aligned``, but for alignment.
 
     Raises:
-        FedrotError: the settings are not those of a LoRA adapter. In the first round: the clients send
-            no adapter.
+        FedrotError: the settings are not those of a LoRA adapter; a residual, or a strategy that looks
+            at every update, stands behind. In the first round: the clients send no adapter.
     """
 
-    not_in_checkpoints = (*FedRot.not_in_checkpoints, "settings", "adapters", "_this_round")
+    uses_statistics = True
+
+    not_in_checkpoints = (*Aligned.not_in_checkpoints, "settings", "adapters", "_this_round")
 
     def __init__(
         self,
         settings: LoraSettings | Mapping[str, Any] | object,
         adapters: AdapterOptions | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> None:
+        name = type(self).__name__
         refused = sorted(_OF_ALIGNMENT & kwargs.keys())
         if refused:
             raise FedrotError(
-                f"FedRotLoRA has no argument '{refused[0]}'. How adapters are averaged is said by "
+                f"{name} has no argument '{refused[0]}'. How adapters are averaged is said by "
                 "AdapterOptions(method=..., gauge=...)."
             )
         self.settings = LoraSettings.of(settings)
         self.adapters = adapters or AdapterOptions()
         self._this_round = Round(0)
-        super().__init__(**kwargs, aggregation=self._aggregator, align=False)
+        super().__init__(None, *args, align=False, **kwargs)
+        behind = self.wrapped_class
+        if behind not in OF_THE_MEAN:
+            able = ", ".join(strategy.__name__ for strategy in OF_THE_MEAN)
+            raise FedrotError(
+                f"{name} averages adapters itself, and {behind.__name__} looks at every update. Behind "
+                f"it can stand {able}."
+            )
+        if self.adapters.folds and behind is not FedAvg:
+            raise FedrotError(
+                f"residual='fold' changes the base weights, for which {behind.__name__} has no step. "
+                "Take FedRotLoRA, or residual='drop'."
+            )
 
     def summary(self) -> None:
-        """Log how adapters are averaged, then the summary of FedAvg."""
-        gauge = f", gauge '{self.adapters.gauge}'" if self.adapters.method == "exact" else ""
-        log(INFO, "\t├──> Adapters: %s%s", self.adapters.method, gauge)
-        super(FedRot, self).summary()
+        """Log how adapters are averaged, then the summary of the strategy behind."""
+        own = self.adapters
+        gauge = f", gauge '{own.gauge}'" if own.method == "exact" else ""
+        others = {"residual": own.residual != "drop", "schedule": own.schedule != "both"}
+        said = "".join(f", {name} '{getattr(own, name)}'" for name, differs in others.items() if differs)
+        log(INFO, "\t├──> Adapters: %s%s%s", own.method, gauge, said)
+        super(Aligned, self).summary()  # type: ignore[safe-super]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Tell the clients which factors they train."""
+        check_not_behind(self)
+        config[TRAIN] = {None: "both", "A": "B", "B": "A"}[self.adapters.frozen(server_round)]
+        return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""
-        return AdapterSchema(broadcast, self.adapters.method == "exact")
+        smaller = self.adapters.method in ("exact", "stack")
+        return AdapterSchema(without_residuals(broadcast), smaller)
+
+    def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
+        """Return the function that builds a round's average of adapters."""
+        return self._average
 
     def merge(self, this_round: Round, store: Store) -> Merge:
         """Return what takes a round's adapters."""
         self._this_round = this_round
         return super().merge(this_round, store)
 
-    def _aggregator(self) -> AdapterMean:
-        previous = from_arrays(self._broadcast) if len(getattr(self, "_broadcast", ())) else None
-        average = AdapterAverage(self.settings, self.adapters, previous)
+    def _average(self) -> AdapterMean:
+        previous = from_arrays(self._broadcast)
+        number = self._this_round.number
+        average = AdapterAverage(self.settings, self.adapters, previous, number)
         return AdapterMean(average, self._this_round)
+
+
+class FedRotLoRA(AlignedLoRA, FedAvg):
+    """FedAvg for LoRA adapters: clients send ``get_peft_model_state_dict(model)``.
+
+    Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
+
+    Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,20 @@
-"""LoRA adapters: averages of factors and of their products, and gauges."""
+"""LoRA adapters: averages of factors and of their products, gauges, and PEFT models."""
 
 from fedrot.lora.adapters import LoraSettings
-from fedrot.lora.averaging import AdapterOptions, AdapterReport, AdapterUpdate, average_adapters
+from fedrot.lora.averaging import AdapterUpdate, average_adapters
 from fedrot.lora.fitting import fitted
+from fedrot.lora.options import AdapterOptions, AdapterReport
+from fedrot.lora.peft_model import TRAIN, adapter_tensors, load_adapter, train_only
 
 __all__ = [
+    "TRAIN",
     "AdapterOptions",
     "AdapterReport",
     "AdapterUpdate",
     "LoraSettings",
+    "adapter_tensors",
     "average_adapters",
     "fitted",
+    "load_adapter",
+    "train_only",
 ]

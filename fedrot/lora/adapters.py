@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fedrot.tensors import Tensors
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
 #: What PEFT puts in front of the names of a model's modules.
 _WRAPPER = "base_model.model."
+_RESIDUAL = ".residual"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,16 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
             "Send get_peft_model_state_dict(model)."
         )
     return tuple(pairs)
+
+
+def residual_name(pair: Pair) -> str:
+    """Return the name of what a module's base weights receive: a dense ``[out, in]`` matrix."""
+    return f"{pair.module}{_RESIDUAL}"
+
+
+def without_residuals(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return an adapter without what is for the base weights."""
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_RESIDUAL)}
 
 
 def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:

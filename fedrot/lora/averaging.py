@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, shaped
-from fedrot.lora.gauges import GAUGES, Factors, Wanted, rotated
+from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, residual_name, shaped
+from fedrot.lora.gauges import Factors, Wanted, rotated
+from fedrot.lora.methods import METHODS
+from fedrot.lora.options import AdapterOptions, AdapterReport
 from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: Without a limit of its own, a sum of products keeps so many times the rank of the first adapter.
 KEPT_RANKS = 4
+#: A factor that differs by this share from the one that was sent has been trained.
+FROZEN = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,73 +38,6 @@ class AdapterUpdate:
     tensors: Tensors
     weight: float
     settings: LoraSettings
-
-
-@dataclass(frozen=True)
-class AdapterOptions:
-    """How adapters become one.
-
-    Attributes:
-        method: ``mean`` averages the factors (FedIT). ``rotate`` rotates each client's factors to those
-            that it received, or to the mean so far, and averages them. ``exact`` averages the products
-            and keeps the best approximation of the result's rank.
-        gauge: of ``exact``, which factors the product is given: ``keep-a``, ``mean``, ``previous`` or
-            ``none``, see ``fedrot.lora.gauges``.
-        strength: of ``rotate``, 0 to 1: the part of the way to the best rotation.
-        limit: the rank that a sum of products keeps; None: four times that of the first adapter.
-    """
-
-    method: str = "mean"
-    gauge: str = "keep-a"
-    strength: float = 1.0
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, known in (("method", self.method, METHODS), ("gauge", self.gauge, GAUGES)):
-            if value not in known:
-                raise FedrotError(f"Unknown {name} '{value}' of adapters; one of {', '.join(known)}.")
-        if not 0 <= self.strength <= 1:
-            raise FedrotError(f"strength is {self.strength}; it is 0 to 1.")
-        if self.limit is not None and self.limit < 1:
-            raise FedrotError(f"limit is {self.limit}; a sum keeps at least rank 1.")
-
-
-@dataclass(frozen=True)
-class AdapterReport:
-    """What an average of adapters did; ``print(report)`` shows it in one sentence.
-
-    Attributes:
-        updates: number of adapters.
-        error_of_factors: by module, ``|D - s B A| / |D|`` for the weighted mean ``D`` of the clients'
-            products and the means of their factors; None where ranks differ.
-        error: by module, the same for the factors of the result.
-        lost: by module, upper bound of the share of ``|D|`` that the bounded rank left out of ``D``.
-    """
-
-    updates: int
-    error_of_factors: Mapping[str, float | None]
-    error: Mapping[str, float]
-    lost: Mapping[str, float]
-
-    @property
-    def mean_error(self) -> float:
-        """The mean of ``error`` over the modules."""
-        return sum(self.error.values()) / len(self.error)
-
-    @property
-    def mean_error_of_factors(self) -> float | None:
-        """The mean of ``error_of_factors`` over the modules in which it is known, None if in none."""
-        known = [error for error in self.error_of_factors.values() if error is not None]
-        return sum(known) / len(known) if known else None
-
-    def __str__(self) -> str:
-        differ = sum(error is None for error in self.error_of_factors.values())
-        naive = self.mean_error_of_factors
-        whose = "client's adapter" if self.updates == 1 else "clients' adapters"
-        said = f"{self.updates} {whose}: this average differs from that of the products by "
-        said += f"{100 * self.mean_error:.1f} %"
-        said += f", the mean of the factors by {100 * naive:.1f} %" if naive is not None else ""
-        return said + (f"; factors of {differ} modules have no mean, as ranks differ" if differ else "")
 
 
 class _Module:
@@ -136,29 +74,14 @@ class _Module:
         a, b = found
         return _share(terms.distance(self.weight * scale * b, a), terms.norm)
 
+    def rest(self, terms: Terms, found: Factors, scale: float) -> Tensor:
+        """Return the dense ``D - s B A``, ``[out, in]``."""
+        a, b = found
+        return (terms.u * (terms.s / self.weight)) @ terms.vt - scale * b @ a
+
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else float(part > 0)
-
-
-Merge = Callable[[_Module, Wanted, str, Pair], Factors]
-
-
-def _factors(module: _Module, wanted: Wanted, gauge: str, pair: Pair) -> Factors:
-    if wanted.mean is None:
-        raise UpdateError(
-            f"The clients' ranks of '{pair.module}' are {sorted(module.ranks)}: factors of different "
-            "ranks have no mean, or not the one of the result. Take method='exact'."
-        )
-    return wanted.mean
-
-
-def _exact(module: _Module, wanted: Wanted, gauge: str, pair: Pair) -> Factors:
-    return GAUGES[gauge](wanted)
-
-
-#: The methods by name.
-METHODS: Mapping[str, Merge] = {"mean": _factors, "rotate": _factors, "exact": _exact}
 
 
 @dataclass
@@ -168,12 +91,15 @@ class AdapterAverage:
     Attributes:
         settings: of the result.
         options: see ``AdapterOptions``.
-        previous: the adapter that the clients received, with the result's settings, None if unknown.
+        previous: the adapter that the clients received, with the result's settings, None if unknown. It
+            may have residuals.
+        server_round: decides which factor is frozen, or decides rotations, and what is drawn at random.
     """
 
     settings: LoraSettings
     options: AdapterOptions = field(default_factory=AdapterOptions)
     previous: Tensors | None = None
+    server_round: int = 1
 
     def __post_init__(self) -> None:
         self._pairs: tuple[Pair, ...] = ()
@@ -199,6 +125,8 @@ class AdapterAverage:
         others = self._other_tensors(tensors, pairs)
         read = {pair.module: _read(tensors, pair, update.settings) for pair in pairs}
         self._check(pairs, read)
+        for pair in pairs:
+            self._check_frozen(pair, *read[pair.module])
         self._others.check(others, update.weight, statistics)
         if self._updates == 0:
             self._pairs = pairs
@@ -235,15 +163,35 @@ class AdapterAverage:
             own = rank or (len(received[0]) if received else max(module.ranks))
             scale = self.settings.scale(pair.module, own)
             terms = module.products.terms()
-            wanted = module.wanted(terms, own, scale, received)
-            a, b = METHODS[self.options.method](module, wanted, self.options.gauge, pair)
+            found = self._merged(pair, module.wanted(terms, own, scale, received))
             mean = module.factors(scale)
             naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
-            error[pair.module] = module.error(terms, (a, b), scale)
+            error[pair.module] = module.error(terms, found, scale)
             lost[pair.module] = _share(module.products.lost, terms.norm)
-            for name, matrix in ((pair.a, a), (pair.b, b)):
+            for name, matrix in zip((pair.a, pair.b), found, strict=True):
                 tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
+            if self.options.folds:
+                name, error[pair.module] = residual_name(pair), 0.0
+                before = (self.previous or {}).get(name)
+                rest = module.rest(terms, found, scale)
+                tensors[name] = rest if before is None else rest + before.to(rest)
         return tensors, AdapterReport(self._updates, naive, error, lost)
+
+    def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
+        """Return the new factors of a module."""
+        seed = zlib.crc32(f"{pair.module} {self.server_round}".encode())
+        found = METHODS[self.options.method](wanted, self.options.gauge, seed)
+        if found is None:
+            raise UpdateError(
+                f"The clients' ranks of '{pair.module}' are {sorted(self._modules[pair.module].ranks)}: "
+                "factors of different ranks have no mean, or not the one of the result. Take "
+                "method='exact'."
+            )
+        frozen = self.options.frozen(self.server_round)
+        if frozen is None or wanted.previous is None:
+            return found
+        a, b = wanted.previous
+        return (a, found[1]) if frozen == "A" else (found[0], b)
 
     def _other_tensors(self, tensors: Tensors, pairs: tuple[Pair, ...]) -> dict[str, Tensor]:
         """Return what is no factor: task heads, biases, magnitudes."""
@@ -268,6 +216,20 @@ class AdapterAverage:
                     f"of the first adapter {wanted[0]} to {wanted[1]}. Clients need the same base model."
                 )
 
+    def _check_frozen(self, pair: Pair, a: Tensor, b: Tensor) -> None:
+        frozen, received = self.options.frozen(self.server_round), self._received(pair)
+        if frozen is None or received is None or received[0].shape != a.shape:
+            return
+        name, own, sent = (pair.a, a, received[0])
+        if frozen == "B":
+            name, own, sent = (pair.b, b, received[1] * self.settings.scale(pair.module, len(a)))
+        # Rounding on the wire is no training.
+        if torch.linalg.vector_norm(own - sent) > FROZEN * torch.linalg.vector_norm(sent):
+            raise UpdateError(
+                f"The factor '{name}' is not the one that the client received, but {frozen} is frozen "
+                "in this round. Call fedrot.lora.train_only(model, config) before the client trains."
+            )
+
     def _rotated(self, pair: Pair, a: Tensor, b: Tensor) -> Factors:
         """Return a client's factors, rotated to what it received or to the mean so far if asked for."""
         if self.options.method != "rotate":
@@ -278,7 +240,8 @@ class AdapterAverage:
         if to is None or to[0].shape != a.shape:
             return a, b
         near = (to[0].to(a), to[1].to(b))
-        a, b = rotated((a, b / scale), near, self.options.strength)
+        by = self.options.rotates_by(self.server_round)
+        a, b = rotated((a, b / scale), near, self.options.strength, by)
         return a, scale * b
 
     def _received(self, pair: Pair) -> Factors | None:

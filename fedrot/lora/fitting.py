@@ -10,7 +10,7 @@ from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors, compute_dtype
 
 
-def fitted(tensors: Tensors, settings: object, rank: int) -> dict[str, Tensor]:
+def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
     """Return an adapter of a smaller rank, the best approximation of the products.
 
     A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
@@ -18,16 +18,18 @@ def fitted(tensors: Tensors, settings: object, rank: int) -> dict[str, Tensor]:
 
     Args:
         settings: the ``LoraConfig`` of either: they have one alpha, and the ranks are those of tensors.
-        rank: of the result; modules of smaller ranks stay as they are.
+        rank: of the result, or an adapter with the same names that has its ranks. Modules of smaller
+            ranks stay as they are.
     """
     found, scales = dict(tensors), LoraSettings.of(settings)
     for pair in pairs_of(tensors):
         a, b = factors(tensors, pair)
-        if rank >= len(a):
+        wanted = rank if isinstance(rank, int) else len(rank[pair.a])
+        if wanted >= len(a):
             continue
-        own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, rank)
+        own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
         a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
-        first, cut = decomposed(b, a).first(rank), (a[:rank], b[:, :rank])
+        first, cut = decomposed(b, a).first(wanted), (a[:wanted], b[:, :wanted])
         if first.norm > 0:
             cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, None)), cut)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):

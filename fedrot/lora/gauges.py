@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from fedrot.matching.procrustes import polar
 LARGEST_CONDITION = 1e3
 
 Factors = tuple[Tensor, Tensor]
+#: Name of one of the two.
+Factor = Literal["A", "B"]
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,17 @@ def balanced(of: Wanted) -> Factors:
     return root[:, None] * of.vt, of.u * (of.s / root * there)
 
 
-def rotated(factors: Factors, to: Factors, strength: float = 1.0) -> Factors:
+def rotated(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Factors:
     """Return ``R A`` and ``B R^T``, the factors with this product nearest to others.
 
-    ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together; with one
-    alone, spurious rotations are found (``math.md``, LoRA). A ``strength`` below 1 goes a part of the
-    way: ``polar((1 - strength) I + strength R)``.
+    ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together. One factor
+    alone, ``by``, may find a rotation that is not there: ``B`` of a short training is nearly 0, and
+    ``A`` nearly what it was. A ``strength`` below 1 goes a part of the way:
+    ``polar((1 - strength) I + strength R)``.
     """
     a, b = factors
-    r = polar((to[0] @ a.mT + to[1].mT @ b).double())
+    near_a, near_b = to[0] @ a.mT, to[1].mT @ b
+    r = polar({"A": near_a, "B": near_b, None: near_a + near_b}[by].double())
     if strength < 1:
         identity = torch.eye(len(r), dtype=r.dtype, device=r.device)
         r = polar((1 - strength) * identity + strength * r)

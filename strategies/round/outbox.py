@@ -43,8 +43,8 @@ def to_send(
 def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     """Return tensors encoded as the broadcast model was: in its precision, with its ties.
 
-    Integer and boolean buffers are the broadcast ones. ``tensors`` is emptied: the memory of a tensor
-    that is encoded serves the next one's bytes.
+    Integer and boolean buffers are the broadcast ones; tensors that were not broadcast come last.
+    ``tensors`` is emptied: the memory of a tensor that is encoded serves the next one's bytes.
     """
     tied = {
         name
@@ -58,6 +58,8 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
             tensors.pop(name, None)
         else:
             arrays[name] = encode(name, tensors.pop(name).to(getattr(torch, array.dtype)))
+    for name in tuple(tensors):
+        arrays[name] = encode(name, tensors.pop(name))
     return arrays
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 
 from fedrot.errors import FedrotError
-from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
+from fedrot.lora import TRAIN, AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
-from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS
+from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, AlignedLoRA
 from fedrot.strategies.settings import Checkpointing, Execution, Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
@@ -158,3 +158,87 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
     rest = strategy(checkpointing=Checkpointing(tmp_path, resume=tmp_path))
     resumed = started(rest, 3).arrays.to_torch_state_dict()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+
+def of_the_schedule(index: int, seen: list[str]) -> Callable[[Message], Message]:
+    """Return a client that trains the factors that the configuration names."""
+
+    def train(message: Message) -> Message:
+        (config,) = message.content.config_records.values()
+        seen.append(str(config[TRAIN]))
+        (received,) = message.content.array_records.values()
+        start, step = received.to_torch_state_dict(), floats(adapter(index))
+        own = {n: t for n, t in start.items() if "residual" not in n}
+        for name in own:
+            if "lora_" not in name or seen[-1] in (name[name.index("lora_") + 5], "both"):
+                own[name] = own[name] + 0.3 * step[name]
+        return reply(message, own, 10, index)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"), [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)]
+)
+def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) -> None:
+    seen: list[str] = []
+    options = AdapterOptions(schedule=schedule)
+    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
+    result = FedRotLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(floats(adapter(9))), 3)
+    assert seen[::2] == list(said)
+    errors = [result.train_metrics_clientapp[n][ERROR] for n in (1, 2, 3)]
+    assert max(errors) < 1e-6 if schedule != "both" else min(errors) > 0.01
+
+
+def test_residuals_travel_to_the_clients_and_not_back() -> None:
+    seen: list[str] = []
+    options = AdapterOptions(residual="fold")
+    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
+    start = floats(adapter(9))
+    found = FedRotLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(start), 2)
+    tensors = found.arrays.to_torch_state_dict()
+    assert tensors.keys() - start.keys() == {f"{module}.residual" for module in MODULES}
+    assert found.train_metrics_clientapp[2][ERROR] == 0
+    # Both clients add the same in every round, so that the mean product is known.
+    steps = [floats(adapter(i)) for i in range(2)]
+    rest = {module: torch.zeros(()) for module in MODULES}
+    for _ in range(2):
+        sent = [{n: t + 0.3 * step[n] for n, t in start.items()} for step in steps]
+        mean = {n: (sent[0][n] + sent[1][n]) / 2 for n in start}
+        for module in MODULES:
+            dense = (product(sent[0], module) + product(sent[1], module)) / 2
+            rest[module] = rest[module] + dense - product(mean, module)
+        start = mean
+    for module in MODULES:
+        assert torch.allclose(tensors[f"{module}.residual"], rest[module], atol=1e-4)
+
+
+class AdamLoRA(AlignedLoRA, FedAdam):
+    """FedAdam behind an average of adapters."""
+
+
+@pytest.mark.parametrize("options", [AdapterOptions(), AdapterOptions("exact", "previous")], ids=str)
+def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
+    eta, tau, beta = 0.1, 1e-3, 0.9
+    strategy = AdamLoRA(CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
+    found = started(strategy).arrays.to_torch_state_dict()
+    average = started(FedRotLoRA(CONFIG, options, **EVERY)).arrays.to_torch_state_dict()
+    start = floats(adapter(9))
+    for name, tensor in start.items():
+        delta = average[name] - tensor
+        # Adam with Flower's correction of the bias, which counts rounds from 2.
+        rate = eta * (1 - 0.99**2) ** 0.5 / (1 - beta**2)
+        step = rate * (1 - beta) * delta / (0.1 * delta.abs() + tau)
+        assert torch.allclose(found[name], tensor + step, atol=1e-4), name
+    if options.method == "mean":
+        plain = FedAdam(eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
+        theirs = floats(started(plain).arrays.to_torch_state_dict())
+        assert all(torch.allclose(found[name], theirs[name], atol=1e-4) for name in start)
+
+
+def test_what_cannot_stand_behind_is_refused() -> None:
+    median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
+    with pytest.raises(FedrotError, match=r"MedianLoRA averages adapters itself, and FedMedian looks"):
+        median(CONFIG)
+    with pytest.raises(FedrotError, match=r"changes the base weights, for which FedAdam has no step"):
+        AdamLoRA(CONFIG, AdapterOptions(residual="fold"))

@@ -1,0 +1,127 @@
+"""How adapters become one, and the report of what that did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedrot.errors import FedrotError
+from fedrot.lora.gauges import GAUGES, Factor
+from fedrot.lora.methods import METHODS
+
+#: Which factors clients train.
+SCHEDULES = ("both", "freeze-a", "alternate")
+#: Factors that decide a rotation.
+ROTATED_BY = ("both", "alternate")
+#: Where goes what the factors cannot hold.
+RESIDUALS = ("drop", "fold")
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """How adapters become one.
+
+    Attributes:
+        method: ``mean`` averages the factors (FedIT). ``rotate`` rotates each client's factors to those
+            that it received, or to the mean so far, and averages them. ``exact`` averages the products
+            and keeps the best approximation of the result's rank (FlexLoRA, but for the gauge).
+            ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
+            ``B = 0`` (FLoRA); it needs ``residual="fold"``.
+        gauge: of ``exact``, which factors the product is given: ``keep-a``, ``mean``, ``previous`` or
+            ``none``, see ``fedrot.lora.gauges``.
+        strength: of ``rotate``, 0 to 1: the part of the way to the best rotation.
+        by: of ``rotate``: ``both`` factors decide the rotation, or in turns ``A`` (odd rounds) and ``B``
+            alone (FedRot-LoRA).
+        limit: the rank that a sum of products keeps; None: four times that of the first adapter.
+        residual: ``drop`` what the new factors cannot hold of the mean product, or ``fold`` it into the
+            base weights (with ``mean``: FedEx-LoRA). Clients receive its sum over the rounds as a dense
+            matrix for each module, and add it to their weights (``fedrot.lora.load_adapter``).
+        schedule: of ``mean``, which factors clients train: ``both``; ``B`` alone (``freeze-a``,
+            FFA-LoRA); or ``B`` in odd and ``A`` in even rounds (``alternate``, RoLoRA). The mean is
+            exact where one factor is the same at all clients.
+    """
+
+    method: str = "mean"
+    gauge: str = "keep-a"
+    strength: float = 1.0
+    by: str = "both"
+    limit: int | None = None
+    residual: str = "drop"
+    schedule: str = "both"
+
+    def __post_init__(self) -> None:
+        known = {"method": METHODS, "gauge": GAUGES, "by": ROTATED_BY, "residual": RESIDUALS}
+        for name, values in {**known, "schedule": SCHEDULES}.items():
+            if getattr(self, name) not in values:
+                raise FedrotError(
+                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
+                )
+        if not 0 <= self.strength <= 1:
+            raise FedrotError(f"strength is {self.strength}; it is 0 to 1.")
+        if self.limit is not None and self.limit < 1:
+            raise FedrotError(f"limit is {self.limit}; a sum keeps at least rank 1.")
+        if self.schedule != "both" and self.method != "mean":
+            raise FedrotError(
+                f"schedule is '{self.schedule}', but method '{self.method}' changes both factors. Take "
+                "method='mean': it is exact where one factor is frozen."
+            )
+        if self.method == "stack" and not self.folds:
+            raise FedrotError(
+                "Method 'stack' begins anew with a product of 0 in every round, and what clients have "
+                "learned would be lost. Give residual='fold', which adds it to the base weights."
+            )
+
+    @property
+    def folds(self) -> bool:
+        """Whether clients receive a residual for their base weights."""
+        return self.residual == "fold"
+
+    def frozen(self, server_round: int) -> Factor | None:
+        """Return the factor that clients do not train in a round; rounds count from 1."""
+        if self.schedule == "both":
+            return None
+        return "A" if self.schedule == "freeze-a" or server_round % 2 else "B"
+
+    def rotates_by(self, server_round: int) -> Factor | None:
+        """Return the factor that alone decides the rotations of a round, None for both."""
+        if self.by == "both":
+            return None
+        return "A" if server_round % 2 else "B"
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """What an average of adapters did; ``print(report)`` shows it in one sentence.
+
+    Attributes:
+        updates: number of adapters.
+        error_of_factors: by module, ``|D - s B A| / |D|`` for the weighted mean ``D`` of the clients'
+            products and the means of their factors; None where ranks differ.
+        error: by module, the same for the factors of the result.
+        lost: by module, upper bound of the share of ``|D|`` that the bounded rank left out of ``D``.
+    """
+
+    updates: int
+    error_of_factors: Mapping[str, float | None]
+    error: Mapping[str, float]
+    lost: Mapping[str, float]
+
+    @property
+    def mean_error(self) -> float:
+        """The mean of ``error`` over the modules."""
+        return sum(self.error.values()) / len(self.error)
+
+    @property
+    def mean_error_of_factors(self) -> float | None:
+        """The mean of ``error_of_factors`` over the modules in which it is known, None if in none."""
+        known = [error for error in self.error_of_factors.values() if error is not None]
+        return sum(known) / len(known) if known else None
+
+    def __str__(self) -> str:
+        differ = sum(error is None for error in self.error_of_factors.values())
+        naive = self.mean_error_of_factors
+        whose = "client's adapter" if self.updates == 1 else "clients' adapters"
+        said = f"{self.updates} {whose}: this average differs from that of the products by "
+        said += f"{100 * self.mean_error:.1f} %"
+        said += f", the mean of the factors by {100 * naive:.1f} %" if naive is not None else ""
+        return said + (f"; factors of {differ} modules have no mean, as ranks differ" if differ else "")

@@ -1,0 +1,129 @@
+"""What a client does with a PEFT model: send its adapter, load one, train one factor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora.adapters import LoraSettings, pairs_of, residual_name, without_residuals
+from fedrot.lora.fitting import fitted
+from fedrot.tensors import Tensors
+
+#: Key of the training configuration that says which factors a client trains: A, B or both.
+TRAIN = "fedrot-train"
+#: Name of a module's base weight before a residual was added.
+_BASE = "fedrot_base_weight"
+
+
+def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
+    """Return copies of an adapter's tensors, to be sent to ``FedRotLoRA``.
+
+    They are those of ``peft.get_peft_model_state_dict``, without the base model's embeddings.
+
+    Args:
+        model: a ``peft.PeftModel``.
+        adapter: its name.
+    """
+    from peft import get_peft_model_state_dict
+
+    _check_adapter(model, adapter)
+    found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
+    """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
+
+    An adapter of larger ranks is cut to the model's own (``fitted``). Residuals are added to the base
+    weights as these were before the first residual; a model that is saved then is no longer its
+    pretrained one with an adapter.
+
+    Args:
+        model: a ``peft.PeftModel``.
+        tensors: the broadcast adapter.
+        adapter: name of the model's adapter.
+
+    Raises:
+        UpdateError: the tensors are not those of this adapter.
+        FedrotError: there is a residual for quantised weights. Nothing has been loaded then.
+    """
+    from peft import set_peft_model_state_dict
+
+    own = adapter_tensors(model, adapter)
+    cut = fitted(without_residuals(tensors), model.peft_config[adapter], own)
+    different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
+    if different:
+        raise UpdateError(
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and that of the received "
+            "one differ, or one of them is missing. Client and server need the same LoraConfig; a "
+            "client's rank may be smaller, not larger."
+        )
+    _fold(model, tensors)
+    set_peft_model_state_dict(model, cut, adapter_name=adapter)
+
+
+def train_only(model: Any, factors: str | Mapping[str, Any], adapter: str = "default") -> None:
+    """Choose which factors of an adapter are trained; everything else stays as it is.
+
+    Example: ``train_only(model, config)`` with the ``ConfigRecord`` that the client received.
+
+    Args:
+        model: a ``peft.PeftModel``.
+        factors: ``A``, ``B`` or ``both``; or the training configuration, which says so under
+            ``fedrot-train``.
+        adapter: name of the model's adapter.
+
+    Raises:
+        FedrotError: it says something else.
+    """
+    chosen = factors if isinstance(factors, str) else str(factors.get(TRAIN, "both"))
+    if chosen not in ("A", "B", "both"):
+        raise FedrotError(f"Factors to train are '{chosen}'; they are A, B or both.")
+    _check_adapter(model, adapter)
+    for name, parameter in model.named_parameters():
+        for factor in ("A", "B"):
+            if f".lora_{factor}.{adapter}" in name or f".lora_embedding_{factor}.{adapter}" in name:
+                parameter.requires_grad_(chosen in (factor, "both"))
+
+
+def _check_adapter(model: Any, adapter: str) -> None:
+    configs = getattr(model, "peft_config", {})
+    if adapter not in configs:
+        known = f"its adapters are {', '.join(configs)}" if configs else "it has no adapters"
+        raise FedrotError(
+            f"A {type(model).__name__} has no adapter '{adapter}'; {known}. Give the model of "
+            "peft.get_peft_model."
+        )
+    LoraSettings.of(configs[adapter])
+
+
+def _fold(model: Any, tensors: Tensors) -> None:
+    """Set each base weight to what it was at first, plus its residual if there is one."""
+    found = {}
+    for pair in pairs_of(tensors):
+        layer, residual = model.get_submodule(pair.module), tensors.get(residual_name(pair))
+        weight = layer.get_base_layer().weight if hasattr(layer, "get_base_layer") else None
+        if residual is not None and (weight is None or not weight.is_floating_point()):
+            raise FedrotError(
+                f"The base weights of '{pair.module}' are quantised, and cannot take a residual. Give "
+                "AdapterOptions(residual='drop') at the server."
+            )
+        if residual is not None or hasattr(layer, _BASE):
+            found[pair.module] = (layer, weight, residual)
+    for layer, weight, residual in found.values():
+        if not hasattr(layer, _BASE):
+            layer.register_buffer(_BASE, weight.detach().clone(), persistent=False)
+        base = getattr(layer, _BASE)
+        with torch.no_grad():
+            weight.copy_(base if residual is None else base + _laid_out(layer, residual, base))
+
+
+def _laid_out(layer: Any, residual: Tensor, base: Tensor) -> Tensor:
+    """Return a residual ``[out, in]`` in the layout of the layer's weight."""
+    is_table = isinstance(layer.get_base_layer(), torch.nn.Embedding)
+    turned = residual.mT if is_table or getattr(layer, "fan_in_fan_out", False) else residual
+    return turned.reshape(base.shape).to(base)

@@ -1,0 +1,136 @@
+"""Rivals' averages against their dense formulas: residuals, stacks, frozen and alternating factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora import AdapterOptions, average_adapters
+from fedrot.lora.averaging import AdapterAverage
+from fedrot.matching.procrustes import polar
+from tests.fedrot.lora.test_averaging import (
+    MODULES,
+    SETTINGS,
+    Adapter,
+    adapter,
+    dense_mean,
+    product,
+    updates,
+)
+
+A, B = "lora_A.weight", "lora_B.weight"
+FOLDED = [
+    AdapterOptions("mean", residual="fold"),
+    AdapterOptions("rotate", strength=0.4, residual="fold"),
+    AdapterOptions("exact", "keep-a", residual="fold"),
+    AdapterOptions("exact", "none", residual="fold"),
+    AdapterOptions("stack", residual="fold"),
+]
+
+
+def averaged(
+    adapters: list[Adapter], options: AdapterOptions, previous: Adapter, server_round: int = 1
+) -> Adapter:
+    average = AdapterAverage(SETTINGS, options, previous, server_round)
+    for update in updates(adapters):
+        average.add(update)
+    return average.result()[0]
+
+
+@pytest.mark.parametrize("options", FOLDED, ids=str)
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10_000))
+def test_factors_and_residual_are_the_mean_product(options: AdapterOptions, seed: int) -> None:
+    """FedEx-LoRA, FLoRA: nothing of the mean product is lost, over two rounds."""
+    start = adapter(seed)
+    total = {module: product(start, module) for module in MODULES}
+    for server_round in (1, 2):
+        sent = [adapter(seed + 10 * server_round + i, start=start) for i in range(3)]
+        sent = [{n: t for n, t in a.items() if "residual" not in n} for a in sent]
+        found = averaged(sent, options, start, server_round)
+        for module in MODULES:
+            # Clients have the base weights that they received, and their own products.
+            base = total[module] - product(start, module)
+            total[module] = base + dense_mean(updates(sent), module)
+            now = found[f"{module}.residual"] + product(found, module)
+            assert torch.allclose(now, total[module], atol=1e-10)
+        start = found
+
+
+def test_a_stack_begins_anew() -> None:
+    options = AdapterOptions("stack", residual="fold")
+    start, sent = adapter(0), [adapter(i) for i in range(3)]
+    first, again, later = (averaged(sent, options, start, n) for n in (1, 1, 2))
+    for module, (width, _) in MODULES.items():
+        a = first[f"{module}.{A}"]
+        assert not first[f"{module}.{B}"].any()
+        assert a.abs().max() <= width**-0.5
+        assert a.std() > 0.4 * width**-0.5
+        assert torch.equal(a, again[f"{module}.{A}"])
+        assert not torch.equal(a, later[f"{module}.{A}"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "server_round", "frozen"),
+    [("freeze-a", 1, A), ("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)],
+)
+def test_a_frozen_factor_stays_and_the_mean_is_exact(
+    schedule: str, server_round: int, frozen: str
+) -> None:
+    start = adapter(0)
+    sent = [{n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()} for i in (1, 2)]
+    options = AdapterOptions(schedule=schedule)
+    found = averaged(sent, options, start, server_round)
+    for module in MODULES:
+        assert torch.equal(found[f"{module}.{frozen}"], start[f"{module}.{frozen}"])
+        assert torch.allclose(product(found, module), dense_mean(updates(sent), module), atol=1e-12)
+    with pytest.raises(UpdateError, match=r"is not the one that the client received.*train_only"):
+        averaged([adapter(3)], options, start, server_round)
+
+
+@pytest.mark.parametrize(("server_round", "kept"), [(1, A), (2, B)])
+def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
+    """FedRot-LoRA: odd rounds rotate by A, even rounds by B, softly."""
+    start, given = adapter(0), adapter(1)
+    options = AdapterOptions("rotate", strength=0.4, by="alternate")
+    found = averaged([given], options, start, server_round)
+    for module in MODULES:
+        to, own = start[f"{module}.{kept}"], given[f"{module}.{kept}"]
+        m = to @ own.mT if kept == A else to.mT @ own
+        r = polar(0.6 * torch.eye(3, dtype=torch.float64) + 0.4 * polar(m))
+        assert torch.allclose(found[f"{module}.{A}"], r @ given[f"{module}.{A}"], atol=1e-10)
+        assert torch.allclose(found[f"{module}.{B}"], given[f"{module}.{B}"] @ r.mT, atol=1e-10)
+
+
+def test_ranks_may_differ_in_stacks() -> None:
+    asked = updates([adapter(i, r) for i, r in enumerate((2, 4, 1))])
+    options = AdapterOptions("stack", residual="fold")
+    found, report = average_adapters(asked, SETTINGS, options)
+    for module, (width, _) in MODULES.items():
+        assert found[f"{module}.{A}"].shape == (4, width)
+        assert torch.allclose(found[f"{module}.residual"], dense_mean(asked, module), atol=1e-10)
+        assert report.error[module] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, rotate, exact, stack"),
+        ({"gauge": "best"}, "Unknown gauge 'best'"),
+        ({"residual": "keep"}, "Unknown residual 'keep' of adapters; one of drop, fold"),
+        ({"schedule": "never"}, "Unknown schedule 'never'"),
+        ({"by": "C"}, "Unknown by 'C'"),
+        ({"method": "exact", "schedule": "freeze-a"}, "method 'exact' changes both factors"),
+        ({"method": "stack"}, "Give residual='fold'"),
+        ({"strength": 1.5}, "strength is 1.5; it is 0 to 1"),
+        ({"limit": 0}, "at least rank 1"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(FedrotError, match=said):
+        AdapterOptions(**options)

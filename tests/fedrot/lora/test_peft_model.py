@@ -1,0 +1,140 @@
+"""What clients do with PEFT models: loading, cutting, residuals in base weights, frozen factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora import TRAIN, adapter_tensors, load_adapter, train_only
+from fedrot.lora.adapters import LoraSettings, factors, pairs_of, residual_name
+from tests.fedrot.lora.test_peft import bert, outputs
+
+
+class Layers(nn.Module):
+    """One layer of each kind that PEFT adapts."""
+
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.wte, self.conv1d, self.linear = nn.Embedding(30, 6), Conv1D(6, 6), nn.Linear(6, 6)
+        self.conv = nn.Conv1d(6, 5, 3)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        found = self.conv(self.linear(self.conv1d(self.wte(input_ids))).mT)
+        return type("Output", (), {"logits": found})
+
+
+def adapted(net: nn.Module, rank: int = 4, seed: int = 0, **options: Any) -> Any:
+    """Return a model in float64 whose factors are random."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=rank, lora_alpha=6, **options)
+    found = peft.get_peft_model(net, config).double().eval()
+    for name, parameter in found.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return found
+
+
+def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
+    torch.manual_seed(9)
+    return adapted(Layers(), rank, seed, target_modules=[target], fan_in_fan_out=target == "conv1d")
+
+
+@pytest.mark.parametrize("target", ["wte", "conv1d", "linear", "conv"])
+def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
+    """The product goes into the base weights, and factors of product 0 take its place."""
+    model = layers(target=target)
+    before, own = outputs(model), adapter_tensors(model)
+    settings = LoraSettings.of(model.peft_config["default"])
+    (pair,) = pairs_of(own)
+    a, b = factors(own, pair)
+    residual = settings.scale(pair.module, len(a)) * b @ a
+    empty = {**own, pair.b: torch.zeros_like(own[pair.b])}
+    load_adapter(model, {**empty, residual_name(pair): residual})
+    assert torch.allclose(outputs(model), before, atol=1e-10)
+    # Residuals are sums over the rounds: they do not add up at the client.
+    load_adapter(model, {**empty, residual_name(pair): residual})
+    assert torch.allclose(outputs(model), before, atol=1e-10)
+    load_adapter(model, own)
+    assert torch.allclose(outputs(model), before, atol=1e-12)
+    load_adapter(model, empty)
+    assert not torch.allclose(outputs(model), before, atol=1e-3)
+
+
+def test_quantised_weights_take_no_residual() -> None:
+    model = layers()
+    own = adapter_tensors(model)
+    (pair,) = pairs_of(own)
+    layer = model.get_submodule(pair.module).get_base_layer()
+    layer.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.int8), requires_grad=False)
+    changed = {name: tensor + 1 for name, tensor in own.items()}
+    with pytest.raises(FedrotError, match=r"'base_model.model.linear' are quantised.*residual='drop'"):
+        load_adapter(model, {**changed, residual_name(pair): torch.ones(6, 6)})
+    assert all(torch.equal(tensor, own[name]) for name, tensor in adapter_tensors(model).items())
+
+
+def test_larger_ranks_are_cut_to_the_models_own() -> None:
+    options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}
+    small = adapted(bert(), 4, rank_pattern={"query": 2}, **options)
+    torch.manual_seed(1)
+    large = adapted(bert(), 6, seed=3, **options)
+    received = adapter_tensors(large)
+    load_adapter(small, received)
+    found = adapter_tensors(small)
+    assert {len(t) for n, t in found.items() if "lora_A" in n} == {2, 4}
+    for pair in pairs_of(found):
+        dense = torch.linalg.multi_dot(factors(received, pair)[::-1]) * 6 / 6
+        u, s, vt = torch.linalg.svd(dense, full_matrices=False)
+        a, b = factors(found, pair)
+        best = (u[:, : len(a)] * s[: len(a)]) @ vt[: len(a)]
+        assert torch.allclose(6 / len(a) * b @ a, best, atol=1e-10)
+    head = next(name for name in found if "classifier" in name)
+    assert torch.equal(found[head], received[head])
+    with pytest.raises(UpdateError, match=r"a client's rank may be smaller, not larger"):
+        load_adapter(large, found)
+    with pytest.raises(UpdateError, match=rf"'{head}'.*one of them is missing"):
+        load_adapter(small, {n: t for n, t in received.items() if n != head})
+
+
+def test_what_is_sent_does_not_change_with_the_model() -> None:
+    model = layers()
+    sent = adapter_tensors(model)
+    before = {name: tensor.clone() for name, tensor in sent.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(sent[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
+def test_only_the_named_factors_train(said: str, trained: str) -> None:
+    options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
+    model = adapted(bert(), **options)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    for chosen in ({TRAIN: said}, said):
+        train_only(model, chosen)
+        for name, parameter in model.named_parameters():
+            for factor in ("A", "B"):
+                if f"lora_{factor}" in name:
+                    assert parameter.requires_grad == (factor in trained)
+            if "lora_" not in name:
+                assert parameter.requires_grad == (name not in frozen)
+    train_only(model, {})
+    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
+    with pytest.raises(FedrotError, match="Factors to train are 'C'"):
+        train_only(model, "C")
+
+
+def test_models_without_this_adapter_are_refused() -> None:
+    with pytest.raises(FedrotError, match=r"A Linear has no adapter 'default'; it has no adapters"):
+        adapter_tensors(nn.Linear(2, 2))
+    with pytest.raises(FedrotError, match=r"no adapter 'other'; its adapters are default"):
+        load_adapter(layers(), {}, "other")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fedrot.aggregation import aggregations
 from fedrot.anchors import ANCHORS
+from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
 from fedrot.research import regmean_plus_plus
 from fedrot.strategies import DEFAULT_ANCHOR, Guard
@@ -31,6 +32,16 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "ridge": float,
     "threshold": float,
 }
+#: Begins the name of an arm that averages LoRA adapters; its options, see ``AdapterOptions``.
+OF_ADAPTERS = "lora-"
+ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    "gauge": str,
+    "strength": float,
+    "by": str,
+    "limit": int,
+    "residual": str,
+    "schedule": str,
+}
 
 #: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
 #: their probabilities.
@@ -47,8 +58,9 @@ AGGREGATIONS = (*_REGISTERED, *ENSEMBLES, LAYERWISE)
 #: The whole model, whose residual stream is rotated, not permuted.
 STREAM = "stream"
 
-#: The arm of one model trained on all clients' data, an upper bound.
-JOINED = "joined"
+#: Arms of one model trained on all clients' data, an upper bound: for as many epochs as the clients, or
+#: for as many steps as one of them takes.
+JOINED, JOINED_STEPS = "joined", "joined-steps"
 
 
 #: Everything that a name may say; what it says is checked later.
@@ -84,8 +96,12 @@ class Arm(BaseModel):
     Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments
     are those of the aggregation, and ``batches`` limits what clients compute statistics from.
     ``regmean++`` is for one round, because its model stays at the server. ``ensemble`` is short for
-    ``plain/ensemble``. ``joined`` trains one model on all clients' data. ``#0+2`` at the end merges the
-    replies of these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
+    ``plain/ensemble``. ``joined`` trains one model on all clients' data, ``joined-steps`` for as many
+    steps as one client takes. ``#0+2`` at the end merges the replies of these clients alone; ``#pairs``
+    and ``#subsets`` stand for an arm each.
+
+    In settings with ``lora`` an arm is ``plain`` (the mean of factors), ``aligned`` (``FedRotLoRA`` with
+    its defaults), or ``lora-METHOD(OPTIONS)`` of ``AdapterOptions``: ``lora-exact(gauge=previous)``.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -104,11 +120,12 @@ class Arm(BaseModel):
     clients: tuple[int, ...] = ()
     other_basis: bool = False
     canonical: bool | None = None
+    adapters: AdapterOptions | None = None
 
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Read an arm from its name; raises ``ValueError`` with the known names."""
-        if text == JOINED:
+        if text in (JOINED, JOINED_STEPS):
             return cls(name=text, align=False)
         merges_alone = re.split("[(#]", text)[0] in AGGREGATIONS
         match = _GRAMMAR.fullmatch(f"plain/{text}" if merges_alone else text)
@@ -123,6 +140,11 @@ class Arm(BaseModel):
             return cls.model_validate({"name": text, **_meaning(said)})
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error}") from error
+
+    @property
+    def joined(self) -> bool:
+        """Whether the arm trains one model on all clients' data."""
+        return self.name in (JOINED, JOINED_STEPS)
 
     @property
     def options(self) -> AlignmentOptions:
@@ -171,6 +193,8 @@ def expanded(arms: Sequence[str], clients: int) -> tuple[str, ...]:
 
 def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of an arm from the pieces of its name; raises ``ValueError``."""
+    if said["what"].startswith(OF_ADAPTERS):
+        return _of_adapters(said)
     aggregation = said.get("aggregation", AGGREGATIONS[0])
     chosen = {
         "anchor": said.get("anchor") or DEFAULT_ANCHOR,
@@ -206,11 +230,7 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
         raise ValueError(f"evidence '{evidence}' goes with 'aligned'")
     if evidence in AT_CLIENTS and "options" in said:
         raise ValueError(f"with evidence '{evidence}' clients match themselves; leave out the options")
-    options = _pairs(said.get("options", ""))
-    unknown = [key for key in options if key not in OPTIONS]
-    if unknown:
-        raise ValueError(f"unknown option '{unknown[0]}'; one of {', '.join(OPTIONS)}")
-    changes = {key: OPTIONS[key](value) for key, value in options.items()}
+    changes = _read(said.get("options", ""), OPTIONS)
     try:
         chance = float(said["chance"]) if "chance" in said else AlignmentOptions.chance
         AlignmentOptions(**{"parts": parts, "chance": chance, **changes})
@@ -230,10 +250,28 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
     }
 
 
-def _pairs(text: str) -> dict[str, str]:
+def _of_adapters(said: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of an arm that averages LoRA adapters."""
+    if said.keys() - {"what", "options"}:
+        raise ValueError(f"it averages adapters; write {OF_ADAPTERS}METHOD(OPTIONS) and no more")
+    options = _read(said.get("options", ""), ADAPTER_OPTIONS)
+    method = said["what"].removeprefix(OF_ADAPTERS)
+    return {"align": False, "adapters": AdapterOptions(method, **options)}
+
+
+def _read(text: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Return the options in a text, read by the functions of those that are known."""
+    options = pairs(text)
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise ValueError(f"unknown option '{unknown[0]}'; one of {', '.join(known)}")
+    return {key: known[key](value) for key, value in options.items()}
+
+
+def pairs(text: str, separator: str = ";") -> dict[str, str]:
     """Read ``key=value;key=value``."""
     found: dict[str, str] = {}
-    for part in filter(None, text.split(";")):
+    for part in filter(None, text.split(separator)):
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"'{part}' is not of the form KEY=VALUE")
@@ -245,7 +283,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _arguments(aggregation: str, text: str) -> dict[str, Any]:
     """Return ``arguments`` and ``batches`` of an aggregation."""
-    found = {key: float(value) for key, value in _pairs(text).items()}
+    found = {key: float(value) for key, value in pairs(text).items()}
     batches = found.pop("batches", None)
     if batches is not None and (batches < 1 or batches % 1):
         raise ValueError(f"batches is {batches:g}; give a whole number, at least 1")

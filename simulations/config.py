@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedrot.simulations.adapter import Adapter, check_adapter
 from fedrot.simulations.arm import LAYERWISE, Arm, expanded
 from fedrot.simulations.data.partition import parse_partition
 from fedrot.simulations.data.sources import BUNDLED, DIGITS
@@ -18,6 +19,7 @@ from fedrot.simulations.data.sources import BUNDLED, DIGITS
 TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
 Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
 Start = Literal["same", "different", "scrambled", "pretrained"]
+Server = Literal["mean", "adam", "yogi"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,16 @@ class SimulationConfig(BaseModel):
     max_length: int = Field(64, gt=3, description="Tokens per text.")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
 
+    lora: str = Field(
+        "",
+        description="Clients train a LoRA adapter of the model: r=8,targets=query+value; also alpha, "
+        "dropout, rslora=1, dora=1, and r=2+4+16 for ranks of the clients in turns.",
+    )
+    server: Server = Field(
+        "mean", description="What the server does with the average of adapters: mean, adam or yogi."
+    )
+    server_lr: float = Field(0.01, gt=0, description="Learning rate of the server's adam or yogi.")
+
     clients: int = Field(4, gt=0, description="Number of clients.")
     partition: str = Field(
         "iid", description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME."
@@ -122,7 +134,7 @@ class SimulationConfig(BaseModel):
         ("plain", "aligned"),
         description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
         ":METRIC of a guard such as aligned:loss, or /AGGREGATION such as aligned/regmean; ensemble, "
-        "joined; separated by commas.",
+        "joined; of adapters lora-METHOD(OPTIONS) such as lora-exact(gauge=mean); separated by commas.",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
     rounds: int = Field(3, gt=0, description="Rounds of federated training.")
@@ -191,6 +203,7 @@ class SimulationConfig(BaseModel):
             raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")
         if "pretrained" in self.starts:
             self._check_pretraining()
+        check_adapter(self)
         arms = [Arm.parse(arm) for arm in self.arms]
         for arm in arms:
             if arm.clients and max(arm.clients) >= self.clients:
@@ -293,6 +306,11 @@ class SimulationConfig(BaseModel):
             flat["seeds"] = tuple(range(first, first + flat["seeds"]))
         return cls.model_validate(flat)
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that clients train, None if they train the whole model."""
+        return Adapter.parse(self.lora) if self.lora else None
+
     def epochs(self, server_round: int) -> float:
         """Return the epochs of a client in a round; rounds count from 1."""
         return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
@@ -305,6 +323,8 @@ class SimulationConfig(BaseModel):
     @property
     def moves(self) -> bool:
         """Whether weights are moved, which needs a model of a supported family."""
+        if self.lora:
+            return False
         arms = map(Arm.parse, self.arms)
         return "scrambled" in self.starts or any(arm.align or arm.takes("symmetry") for arm in arms)
 

@@ -9,7 +9,7 @@ from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
-from fedrot.strategies.lora import FedRotLoRA
+from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.reporting.json_log import JsonLines
 from fedrot.strategies.reporting.metrics_log import MetricsLog
 from fedrot.strategies.round.guard import Guard
@@ -20,6 +20,7 @@ from fedrot.strategies.wire.records import statistics_record, token_counts_recor
 __all__ = [
     "DEFAULT_ANCHOR",
     "Aligned",
+    "AlignedLoRA",
     "Checkpointing",
     "Execution",
     "FedRot",

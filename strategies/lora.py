@@ -18,7 +18,8 @@ from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, pairs_of, without_residuals
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
-from fedrot.lora.options import AdapterOptions
+from fedrot.lora.methods import OF_ANY_RANK
+from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.peft_model import TRAIN
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.arguments import check_not_behind
@@ -43,8 +44,8 @@ class AlignedLoRA(Aligned):
     strategy behind sees the average alone: FedAdam, FedYogi, FedAdagrad and FedAvgM.
 
     Clients stay ordinary PEFT clients of one alpha. Each round logs how far the new adapter is from the
-    mean of the clients' products, and how far the mean of the factors is. With ``method="exact"`` or
-    ``"stack"`` a client may have a smaller rank than the adapter that it receives
+    mean of the clients' products, and how far the mean of the factors is. With the methods ``exact``,
+    ``stack`` and ``pad`` a client may have a smaller rank than the adapter that it receives
     (``fedrot.lora.load_adapter`` cuts it). The training configuration says which factors to train, see
     ``fedrot.lora.train_only``.
 
@@ -114,8 +115,7 @@ class AlignedLoRA(Aligned):
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""
-        smaller = self.adapters.method in ("exact", "stack")
-        return AdapterSchema(without_residuals(broadcast), smaller)
+        return AdapterSchema(without_residuals(broadcast), self.adapters.method in OF_ANY_RANK)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""

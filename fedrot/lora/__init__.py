@@ -3,7 +3,7 @@
 from fedrot.lora.adapters import LoraSettings
 from fedrot.lora.averaging import AdapterUpdate, average_adapters
 from fedrot.lora.fitting import fitted
-from fedrot.lora.options import AdapterOptions, AdapterReport
+from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
 from fedrot.lora.peft_model import TRAIN, adapter_tensors, load_adapter, train_only
 
 __all__ = [

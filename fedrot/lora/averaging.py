@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
@@ -15,7 +16,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, residual_name, shaped
 from fedrot.lora.gauges import Factors, Wanted, rotated
 from fedrot.lora.methods import METHODS
-from fedrot.lora.options import AdapterOptions, AdapterReport
+from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
 from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
@@ -47,13 +48,13 @@ class _Module:
         self.products, self.mean, self.weight = ProductSum(limit), Mean(), 0.0
         self.ranks: set[int] = set()
 
-    def add(self, a: Tensor, b: Tensor, weight: float) -> None:
-        """Add the factors of one client."""
+    def add(self, a: Tensor, b: Tensor, weight: float, padding: int = 0) -> None:
+        """Add the factors of one client, padded with zeros in the mean of factors."""
         self.products.add(b, a, weight)
-        self.ranks.add(len(a))
+        self.ranks.add(len(a) + padding)
         self.weight += weight
         if len(self.ranks) == 1:
-            self.mean.add({"a": a, "b": b}, weight)
+            self.mean.add({"a": pad(a, (0, 0, 0, padding)), "b": pad(b, (0, padding))}, weight)
 
     def factors(self, scale: float) -> Factors | None:
         """Return the means of the factors in units of a scale, None if ranks differ."""
@@ -138,7 +139,7 @@ class AdapterAverage:
             self._others.fold(others, update.weight, statistics)
         for pair in pairs:
             a, b = self._rotated(pair, *read[pair.module])
-            self._modules[pair.module].add(a, b, update.weight)
+            self._modules[pair.module].add(a, b, update.weight, self._padding(pair, a))
         self._updates += 1
 
     def result(self, rank: int | None = None) -> tuple[dict[str, Tensor], AdapterReport]:
@@ -243,6 +244,17 @@ class AdapterAverage:
         by = self.options.rotates_by(self.server_round)
         a, b = rotated((a, b / scale), near, self.options.strength, by)
         return a, scale * b
+
+    def _padding(self, pair: Pair, a: Tensor) -> int:
+        """Return by how much the rank of a client's factors is smaller than the result's."""
+        if self.options.method != "pad":
+            return 0
+        if self.previous is None:
+            raise UpdateError(
+                "Method 'pad' pads factors to the rank of the adapter that the clients received. Give it "
+                "as previous."
+            )
+        return max(len(factors(self.previous, pair)[0]) - len(a), 0)
 
     def _received(self, pair: Pair) -> Factors | None:
         if self.previous is None:

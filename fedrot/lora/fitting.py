@@ -10,8 +10,10 @@ from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors, compute_dtype
 
 
-def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
-    """Return an adapter of a smaller rank, the best approximation of the products.
+def fitted(
+    tensors: Tensors, settings: object, rank: int | Tensors, best: bool = True
+) -> dict[str, Tensor]:
+    """Return an adapter of a smaller rank: the best approximation of the products.
 
     A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
     first ``rank`` directions of the adapter's own. At the start, where products are 0, they are these.
@@ -20,6 +22,7 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
         settings: the ``LoraConfig`` of either: they have one alpha, and the ranks are those of tensors.
         rank: of the result, or an adapter with the same names that has its ranks. Modules of smaller
             ranks stay as they are.
+        best: False keeps the first ``rank`` directions of the factors, as clients of method ``pad`` do.
     """
     found, scales = dict(tensors), LoraSettings.of(settings)
     for pair in pairs_of(tensors):
@@ -29,8 +32,9 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
             continue
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
         a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
-        first, cut = decomposed(b, a).first(wanted), (a[:wanted], b[:, :wanted])
-        if first.norm > 0:
+        cut = (a[:wanted], b[:, :wanted])
+        first = decomposed(b, a).first(wanted) if best else None
+        if first is not None and first.norm > 0:
             cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, None)), cut)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):
             found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])

@@ -29,4 +29,12 @@ def _anew(of: Wanted, gauge: str, seed: int) -> Factors | None:
 
 
 #: The methods by name.
-METHODS: Mapping[str, Method] = {"mean": _mean, "rotate": _mean, "exact": _exact, "stack": _anew}
+METHODS: Mapping[str, Method] = {
+    "mean": _mean,
+    "pad": _mean,
+    "rotate": _mean,
+    "exact": _exact,
+    "stack": _anew,
+}
+#: Methods for which clients may have different ranks.
+OF_ANY_RANK = ("pad", "exact", "stack")

@@ -35,7 +35,7 @@ def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
+def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: bool = True) -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
     An adapter of larger ranks is cut to the model's own (``fitted``). Residuals are added to the base
@@ -46,6 +46,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
         model: a ``peft.PeftModel``.
         tensors: the broadcast adapter.
         adapter: name of the model's adapter.
+        best: how larger ranks are cut, see ``fitted``.
 
     Raises:
         UpdateError: the tensors are not those of this adapter.
@@ -54,7 +55,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     from peft import set_peft_model_state_dict
 
     own = adapter_tensors(model, adapter)
-    cut = fitted(without_residuals(tensors), model.peft_config[adapter], own)
+    cut = fitted(without_residuals(tensors), model.peft_config[adapter], own, best)
     different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
     if different:
         raise UpdateError(
@@ -106,8 +107,8 @@ def _fold(model: Any, tensors: Tensors) -> None:
     found = {}
     for pair in pairs_of(tensors):
         layer, residual = model.get_submodule(pair.module), tensors.get(residual_name(pair))
-        weight = layer.get_base_layer().weight if hasattr(layer, "get_base_layer") else None
-        if residual is not None and (weight is None or not weight.is_floating_point()):
+        weight: Tensor = layer.get_base_layer().weight
+        if residual is not None and not weight.is_floating_point():
             raise FedrotError(
                 f"The base weights of '{pair.module}' are quantised, and cannot take a residual. Give "
                 "AdapterOptions(residual='drop') at the server."

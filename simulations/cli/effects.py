@@ -50,6 +50,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: v["model"] is None,
         ),
         _TEXTS,
+        Effect(("server_lr",), "with --server adam or yogi", lambda v: v["server"] != "mean"),
     ),
     # The command itself complains of a path that does not exist.
     "report": (

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fedrot.aggregation import Aggregator, aggregation_named
 from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.research import Candidate, regmean_plus_plus
-from fedrot.simulations.arm import Arm
+from fedrot.simulations.arm import JOINED_STEPS, Arm
+from fedrot.simulations.models.federated import load_tensors
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task
 from fedrot.strategies.round.update import Update
@@ -93,7 +94,7 @@ def evaluate_at_clients(task: Task, seed: int, model: nn.Module) -> dict[str, fl
 def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
     """Return a copy of a model with other tensors."""
     model = copy.deepcopy(shell)
-    model.load_state_dict(dict(state))
+    load_tensors(model, state)
     return model
 
 
@@ -120,8 +121,9 @@ def _rows_of_all(task: Task, seed: int, held_out: bool) -> np.ndarray:
     return np.concatenate([task.client_rows(seed, c)[held_out] for c in range(task.config.clients)])
 
 
-def train_joined(task: Task, seed: int, model: nn.Module, server_round: int) -> None:
-    """Train one model for a round's epochs on the training rows of all clients."""
+def train_joined(task: Task, arm: Arm, seed: int, model: nn.Module, server_round: int) -> None:
+    """Train one model on the training rows of all clients for a round's epochs, or a client's steps."""
     rows = _rows_of_all(task, seed, held_out=False)
     stream = seed * 1_000 + server_round
-    training.train(model, task, np.sort(rows), stream, task.config.epochs(server_round))
+    share = 1 / task.config.clients if arm.name == JOINED_STEPS else 1.0
+    training.train(model, task, np.sort(rows), stream, share * task.config.epochs(server_round))

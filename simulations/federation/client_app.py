@@ -24,9 +24,11 @@ import fedrot
 from fedrot._io import replacing
 from fedrot.collect.statistic_kinds import Statistics, kind_named
 from fedrot.collect.token_counts import token_counts
+from fedrot.lora import TRAIN, train_only
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.arms import STATISTICS_BATCH, evaluate_held_out
 from fedrot.simulations.models.build import build_model, model_config
+from fedrot.simulations.models.federated import load_tensors, tensors_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies.client_matching import Matching, match_at_client
@@ -68,6 +70,8 @@ class ClientJob:
     align: tuple[str, ...]  # Parts that the client itself aligns.
     chance: float  # See AlignmentOptions.
     statistics_batches: int  # Batches that statistics come from; 0: the limit of their kind.
+    factors: str  # Of an adapter, which the client trains.
+    cut_best: bool  # How an adapter of larger ranks is cut to the client's own.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -86,6 +90,8 @@ class ClientJob:
             align=tuple(part for part in str(config["align"]).split("+") if part),
             chance=cast(float, config["chance"]),
             statistics_batches=int(config["batches"]),
+            factors=str(config.get(TRAIN, "both")),
+            cut_best=bool(config["cut-best"]),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -114,9 +120,14 @@ class ClientJob:
         """The number of the model's tokens, None if it reads none."""
         return getattr(model_config(self.task.config, self.task.data), "vocab_size", None)
 
+    def model(self) -> nn.Module:
+        """Return the client's model, to load weights into."""
+        adapter = self.task.config.adapter
+        return _empty_model(self.config_json, adapter and adapter.rank_of(self.client))
+
     def batches(self, limit: int, size: int) -> Any:
         """Return batches of at most ``limit`` random training rows."""
-        model = _empty_model(self.config_json)
+        model = self.model()
         return training.step_batches(self.task, model, self.rows, limit, size, self.stream)
 
     @property
@@ -130,13 +141,13 @@ class ClientJob:
         return symmetry_of(model_config(self.task.config, self.task.data), state)
 
 
-@lru_cache(maxsize=1)
-def _empty_model(config_json: str) -> nn.Module:
-    """Return the model to load weights into, which costs less than to build one."""
+@lru_cache(maxsize=4)
+def _empty_model(config_json: str, rank: int | None) -> nn.Module:
+    """Return a model to load weights into, which costs less than to build one; of adapters by rank."""
     # Clients share the machine's cores; more threads than cores are slower.
     torch.set_num_threads(1)
     task = task_of(config_json)
-    return build_model(task.config, task.data, seed=0)
+    return build_model(task.config, task.data, seed=0, rank=rank)
 
 
 @app.query()
@@ -151,7 +162,8 @@ def train(message: Message, context: Context) -> Message:
     job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     # Everything that decides a training; scrambling comes after the cache.
-    key = _hashed([job.task.config.training, job.stream, job.last_round, job.own_start], arrays)
+    how = [job.task.config.training, job.stream, job.last_round, job.own_start]
+    key = _hashed([*how, job.factors, job.cut_best], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
     statistics: Statistics = {}
     if job.known_labels is not None:
@@ -186,8 +198,8 @@ def evaluate(message: Message, context: Context) -> Message:
     job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     _, held_out = job.task.client_rows(job.seed, job.client)
-    model = _empty_model(job.config_json)
-    model.load_state_dict(arrays.to_torch_state_dict())
+    model = job.model()
+    load_tensors(model, arrays.to_torch_state_dict(), job.cut_best)
     metrics = training.evaluate(model, job.task, job.task.train, held_out)
     content = _content(context, {"num-examples": len(held_out), **metrics})
     return Message(content, reply_to=message)
@@ -214,12 +226,14 @@ def _content(context: Context, metrics: Mapping[str, float] | None = None) -> Re
 
 
 def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
-    task, model = job.task, _empty_model(job.config_json)
+    task, model = job.task, job.model()
     if job.own_start:
         own = build_model(task.config, task.data, seed=job.stream)
         model.load_state_dict(own.state_dict())
     else:
-        model.load_state_dict(arrays.to_torch_state_dict())
+        load_tensors(model, arrays.to_torch_state_dict(), job.cut_best)
+    if task.config.lora:
+        train_only(model, job.factors)
     if task.config.task_head == "different" and job.round == 1:
         _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
     start = perf_counter()
@@ -228,7 +242,7 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
     metrics = {"num-examples": len(job.rows), "train-loss": loss, **seconds}
     if job.round == job.last_round:
         metrics |= {f"{ALONE}{k}": v for k, v in evaluate_held_out(task, model).items()}
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, metrics
+    return tensors_of(model), metrics
 
 
 def _copy_task_head(source: Any, target: nn.Module) -> None:
@@ -240,7 +254,7 @@ def _copy_task_head(source: Any, target: nn.Module) -> None:
 
 def _task_head(job: ClientJob) -> list[str]:
     """Return the parameters of a classifier with a row for each label."""
-    model: Any = _empty_model(job.config_json)
+    model: Any = job.model()
     encoder, labels = f"{model.base_model_prefix}.", model.config.num_labels
     named = model.named_parameters()
     return [name for name, p in named if not name.startswith(encoder) and len(p) == labels]
@@ -255,8 +269,8 @@ def _statistics(
 
     def compute() -> Result:
         start = perf_counter()
-        model = _empty_model(job.config_json)
-        model.load_state_dict(state)
+        model = job.model()
+        load_tensors(model, state)
         found: dict[str, Tensors] = {}
         for kind in kinds:
             limit = job.statistics_batches * STATISTICS_BATCH or len(job.rows)

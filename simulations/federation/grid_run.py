@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedrot.simulations.arm import JOINED, Arm
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
 from fedrot.simulations.federation.local_grid import local_clients
@@ -116,7 +116,7 @@ def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], scratch: Pat
     for cell in cells:
         cache, leader = _cache(scratch, cell), cell.name
         cache.mkdir(exist_ok=True)
-        if cell.arm.name != JOINED:
+        if not cell.arm.joined:
             leader = first.setdefault(cell.trains_first, cell.name)
         arguments = (cell.config.to_json(), cell.seed, cell.start, cell.arm.name, str(cache))
         sizes = partitions[cell.config.setting]["seeds"][str(cell.seed)]["sizes"]
@@ -140,7 +140,8 @@ def _epochs(cell: GridCell, *, first: bool) -> float:
 def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -> tuple[CellRows, str]:
     """Run one cell with all of its clients in this process; return its rows and Flower's log."""
     from fedrot.simulations.federation.client_app import app
-    from fedrot.simulations.federation.experiment import ArmRun, run_cell
+    from fedrot.simulations.federation.arm_run import ArmRun
+    from fedrot.simulations.federation.experiment import run_cell
     from fedrot.simulations.federation.ordered_grid import OrderedGrid
 
     torch.set_num_threads(1)

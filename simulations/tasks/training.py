@@ -95,9 +95,8 @@ def _train(
     torch.manual_seed(seed)
     rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     config, objective = task.config, task.objective
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
     rows = objective.usable(task.train, rows)
     model.train()
     losses: list[float] = []

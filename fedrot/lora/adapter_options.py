@@ -22,7 +22,8 @@ class AdapterOptions:
     """How adapters become one.
 
     Attributes:
-        method: ``mean`` averages the factors (FedIT). ``rotate`` rotates each client's factors to those
+        method: ``mean`` averages the factors (FedIT). ``pad`` does so for clients of different ranks:
+            smaller factors are padded with zeros (HetLoRA, without its pruning). ``rotate`` rotates each client's factors to those
             that it received, or to the mean so far, and averages them. ``exact`` averages the products
             and keeps the best approximation of the result's rank (FlexLoRA, but for the gauge).
             ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and

@@ -1,0 +1,126 @@
+"""``lora`` of a configuration: ranks, targets and scale of the clients' adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from fedrot.lora import AdapterOptions
+from fedrot.lora.methods import METHODS, OF_ANY_RANK
+from fedrot.simulations.arm import OF_ADAPTERS, Arm, pairs
+
+if TYPE_CHECKING:
+    from fedrot.simulations.config import SimulationConfig
+
+#: All linear layers but the task head, as PEFT names them.
+ALL_LINEAR = "all-linear"
+#: The kind of task for PEFT, which decides what is trained beside the adapter: the task head.
+PEFT_TASKS = {"classification": "SEQ_CLS", "ner": "TOKEN_CLS", "clm": "CAUSAL_LM"}
+
+
+class Adapter(BaseModel):
+    """The LoRA adapter of a configuration, written as ``r=8,targets=query+value``.
+
+    Attributes:
+        ranks: of the clients in turns; the global adapter has the largest.
+        targets: ends of the names of adapted modules, or ``all-linear``.
+        alpha: the update of a module is ``alpha / rank`` times the product, of all ranks.
+        dropout: of the adapter's inputs.
+        rslora: ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
+        dora: a magnitude for each output.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Adapter:
+        """Read ``KEY=VALUE`` pairs, separated by commas; raises ``ValueError``.
+
+        ``r`` is one rank or several, ``r=2+4+16``; ``targets`` are separated by ``+``, too.
+        """
+        found = pairs(text, ",")
+        unknown = [key for key in found if key not in _READ]
+        if unknown:
+            raise ValueError(f"lora has no '{unknown[0]}'; it has {', '.join(_READ)}")
+        missing = [key for key in ("r", "targets") if not found.get(key)]
+        if missing:
+            raise ValueError(f"lora needs {missing[0]}; write lora as r=8,targets=query+value")
+        given = {"ranks" if key == "r" else key: _READ[key](value) for key, value in found.items()}
+        adapter = cls.model_validate(given)
+        if min(adapter.ranks) < 1 or not adapter.alpha > 0 or not 0 <= adapter.dropout < 1:
+            raise ValueError("lora: ranks are 1 or more, alpha is above 0, dropout from 0 to below 1")
+        return adapter
+
+    @property
+    def rank(self) -> int:
+        """The rank of the global adapter."""
+        return max(self.ranks)
+
+    def rank_of(self, client: int) -> int:
+        """Return the rank of a client's adapter."""
+        return self.ranks[client % len(self.ranks)]
+
+
+def _ranks(value: str) -> tuple[int, ...]:
+    return tuple(map(int, value.split("+")))
+
+
+def _switch(value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ValueError(f"lora: '{value}' is neither 0 nor 1")
+    return value == "1"
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "r": _ranks,
+    "targets": lambda value: tuple(value.split("+")),
+    "alpha": float,
+    "dropout": float,
+    "rslora": _switch,
+    "dora": _switch,
+}
+
+
+def check_adapter(config: SimulationConfig) -> None:
+    """Raise ``ValueError`` if ``lora`` and the other settings of a configuration do not go together."""
+    arms = [Arm.parse(arm) for arm in config.arms]
+    if not config.lora:
+        of_adapters = [arm.name for arm in arms if arm.adapters]
+        if of_adapters or config.server != "mean":
+            what = f"arm '{of_adapters[0]}'" if of_adapters else f"server '{config.server}'"
+            raise ValueError(f"{what} is for adapters; give lora, such as r=8,targets=query+value")
+        return
+    adapter = Adapter.parse(config.lora)
+    needs = {
+        "a pretrained model; give model": config.model is None,
+        f"task {', '.join(PEFT_TASKS)}": config.task not in PEFT_TASKS,
+        "one data set": "," in config.data,
+        "start 'same'": config.starts != ("same",),
+        "task_head 'same'": config.task_head != "same",
+    }
+    for what, lacking in needs.items():
+        if lacking:
+            raise ValueError(f"lora needs {what}")
+    for arm in arms:
+        if not (arm.adapters or arm.joined or arm.name in ("plain", "aligned")):
+            raise ValueError(
+                f"arm '{arm.name}' is not for adapters; write plain, aligned, joined, or "
+                f"{OF_ADAPTERS}METHOD(OPTIONS) with a method of {', '.join(METHODS)}"
+            )
+        own = arm.adapters or AdapterOptions()
+        if len(set(adapter.ranks)) > 1 and not arm.joined and own.method not in OF_ANY_RANK:
+            raise ValueError(
+                f"arm '{arm.name}': factors of different ranks have no mean; methods for them are "
+                f"{', '.join(OF_ANY_RANK)}"
+            )
+        if own.folds and config.server != "mean":
+            raise ValueError(f"arm '{arm.name}': server '{config.server}' has no step for base weights")

@@ -1,0 +1,187 @@
+"""The strategies of cells: ``FedRot``, or an average of adapters, with the cell's rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdam, FedYogi
+from torch import nn
+
+from fedrot.lora import AdapterOptions
+from fedrot.simulations.federation.arm_run import ArmRun
+from fedrot.simulations.federation.arms import (
+    aggregation_of,
+    evaluate_at_clients,
+    evaluate_together,
+)
+from fedrot.simulations.federation.client_app import ALONE
+from fedrot.simulations.models.build import model_config
+from fedrot.simulations.models.federated import load_tensors, number_of_bytes
+from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard
+from fedrot.strategies.aligned import Aligned
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
+from fedrot.strategies.round.inbox import own_id
+from fedrot.strategies.round.update import Update
+from fedrot.strategies.settings import Execution, OtherBasis, Reporting
+
+#: Passes in which the clients of an arm that learns find a common basis.
+LEARNING_PASSES = 3
+
+
+class CellStrategy(Aligned):
+    """Mixin for a cell: samples the same clients in every arm, and writes the cell's rows.
+
+    ``trained_rounds`` are those in which at least one update was accepted; ``updates`` are those of the
+    last round, in the round's coordinates, if the arm needs them.
+    """
+
+    def __init__(self, cell: ArmRun, model: nn.Module, report: Path, *args: Any, **kwargs: Any) -> None:
+        config = cell.task.config
+        super().__init__(
+            *args,
+            execution=Execution(deterministic=True),
+            reporting=Reporting(report, all_metrics=True),
+            fraction_train=config.fraction_train,
+            fraction_evaluate=1.0 if config.holdout else 0.0,
+            min_train_nodes=1,
+            min_evaluate_nodes=1 if config.holdout else 0,
+            min_available_nodes=len(cell.arm.clients) or config.clients,
+            train_metrics_aggr_fn=self._after_training,
+            evaluate_metrics_aggr_fn=self._after_evaluation,
+            **kwargs,
+        )
+        self.cell, self.network = cell, model
+        self.current_round = 0
+        self.trained_rounds: set[int] = set()
+        self.updates: list[Update] = []
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.current_round, self.updates = server_round, []
+        # Flower samples clients from the global generator.
+        random.seed(f"{self.cell.seed}:{server_round}")
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def on_update(self, update: Update) -> None:
+        """Keep the updates of an arm that needs them."""
+        super().on_update(update)
+        if self.cell.arm.needs_updates:
+            self.updates.append(update)
+
+    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate the global model, or what the arm makes of the last round's updates."""
+        cell, model = self.cell, self.network
+        if server_round > 0 and self.updates:
+            metrics = evaluate_together(cell.task, cell.arm, cell.seed, model, self.updates)
+        else:
+            load_tensors(model, arrays.to_torch_state_dict())
+            metrics = cell.evaluate(model, server_round)
+        return cell.finish_round(server_round, metrics)
+
+    def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
+        self.trained_rounds.add(self.current_round)
+        for client, metrics in _client_metrics(contents):
+            alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
+            self.cell.record(f"alone:{client}", self.current_round, alone)
+            own = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
+            self.cell.record(f"client:{client}", self.current_round, own)
+        return MetricRecord()
+
+    def _after_evaluation(self, contents: list[RecordDict], key: str) -> MetricRecord:
+        for client, metrics in _client_metrics(contents):
+            if metrics.pop(key) > 0:
+                self.cell.record(f"client:{client}", self.current_round, metrics)
+        return MetricRecord()
+
+
+class ArmStrategy(CellStrategy, FedRot):
+    """``FedRot`` for one cell."""
+
+    def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
+        task, arm = cell.task, cell.arm
+        at_server = arm.align and not arm.aligns_at_clients
+        other_basis = OtherBasis(
+            model=cell.model if arm.evidence == "probe" else None,
+            options=replace(OTHER_BASIS_OPTIONS, **arm.changes) if arm.other_basis else arm.options,
+            at_clients=arm.evidence == "clients",
+            learning_passes=LEARNING_PASSES if arm.evidence == "learned" else 0,
+        )
+        super().__init__(
+            cell,
+            model,
+            report,
+            model_config(task.config, task.data).to_dict(),
+            anchor=arm.anchor,
+            aggregation=aggregation_of(arm, task, cell.seed, model),
+            options=arm.options if at_server else None,
+            other_basis=other_basis if at_server else None,
+            align=at_server,
+            guard=Guard(arm.guard, evaluate=self.evaluate_mean) if arm.guard else None,
+        )
+
+    def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate a mean that the guard compares, on the clients' own held-out rows."""
+        load_tensors(self.network, arrays.to_torch_state_dict())
+        return MetricRecord(dict(evaluate_at_clients(self.cell.task, self.cell.seed, self.network)))
+
+
+class AdapterCell(CellStrategy):
+    """Mixin for a cell of adapters, which writes what travels."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        sent = number_of_bytes(arrays.to_torch_state_dict())
+        self.cell.record("bytes", server_round, {"broadcast": sent})
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def on_update(self, update: Update) -> None:
+        """Write the size of a reply."""
+        super().on_update(update)
+        size = number_of_bytes(update.tensors)
+        self.cell.record(f"client:{update.client}", self.current_round, {"bytes": size})
+
+
+class AdapterStrategy(AdapterCell, FedRotLoRA):
+    """``FedRotLoRA`` for one cell."""
+
+
+class AdamStrategy(AdapterCell, AlignedLoRA, FedAdam):
+    """``FedAdam`` of averaged adapters for one cell."""
+
+
+class YogiStrategy(AdapterCell, AlignedLoRA, FedYogi):
+    """``FedYogi`` of averaged adapters for one cell."""
+
+
+#: The strategy of adapters by ``SimulationConfig.server``.
+OF_ADAPTERS = {"mean": AdapterStrategy, "adam": AdamStrategy, "yogi": YogiStrategy}
+
+
+def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
+    """Return the strategy of a cell, which writes its alignment report to a file."""
+    config = cell.task.config
+    if config.adapter is None:
+        return ArmStrategy(cell, model, report)
+    network: Any = model
+    settings, options = network.peft_config["default"], cell.arm.adapters or AdapterOptions()
+    rate = {} if config.server == "mean" else {"eta": config.server_lr}
+    return OF_ADAPTERS[config.server](cell, model, report, settings, options, **rate)
+
+
+def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:
+    """Return every client's id and metrics in the order of the ids; replies arrive in any order."""
+    found = []
+    for content in contents:
+        (metrics,) = content.metric_records.values()
+        client = own_id(content)
+        assert client is not None, "our ClientApp always names itself"
+        found.append((client, dict(metrics)))
+    return sorted(found, key=lambda pair: pair[0])

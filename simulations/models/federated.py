@@ -1,0 +1,66 @@
+"""What of a model is federated: all of its tensors, or those of its LoRA adapter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError
+from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.simulations.adapter import ALL_LINEAR, PEFT_TASKS, Adapter
+
+
+def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Module:
+    """Return a transformers model with a LoRA adapter, whose parameters alone are trained.
+
+    Raises:
+        FedrotError: PEFT is not installed, or the model has no module of these names.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError:
+        raise FedrotError(
+            "lora needs PEFT. Install fedrot's extra 'lora': in a checkout, pip install -c "
+            "constraints.txt -e '.[lora]'."
+        ) from None
+    targets = ALL_LINEAR if adapter.targets == (ALL_LINEAR,) else list(adapter.targets)
+    alpha: Any = adapter.alpha  # PEFT takes fractions, too.
+    config = peft.LoraConfig(
+        task_type=PEFT_TASKS[task],
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=adapter.dropout,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+        target_modules=targets,
+    )
+    try:
+        with warnings.catch_warnings():
+            # PEFT asks for an attribute that transformers has renamed.
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {error}") from error
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the tensors that travel."""
+    if hasattr(model, "peft_config"):
+        return adapter_tensors(model)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], best: bool = True) -> None:
+    """Load what ``tensors_of`` gives; adapters may have larger ranks, see ``load_adapter``."""
+    if hasattr(model, "peft_config"):
+        load_adapter(model, tensors, best=best)
+    else:
+        model.load_state_dict(dict(tensors))
+
+
+def number_of_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the size of tensors as they travel."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,195 @@
+"""Cells in which clients train LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.federation import arms
+from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import task_of
+from tests.simulations.in_process import simulated
+
+LORA = "r=3,targets=query+value,alpha=6"
+SMALL: dict[str, Any] = {
+    "train_limit": 64,
+    "test_limit": 20,
+    "max_length": 16,
+    "clients": 2,
+    "holdout": 0.0,
+    "rounds": 2,
+    "seeds": 1,
+    "lr": 0.01,
+    "local_epochs": 2,
+}
+ARMS = (
+    "plain",
+    "lora-exact(gauge=previous)",
+    "lora-mean(residual=fold)",
+    "lora-mean(schedule=freeze-a)",
+    "lora-stack(residual=fold)",
+    "joined",
+)
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved encoder with its tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    config = SimulationConfig(layers=1, width=16, heads=2, max_length=16)
+    build_model(config, task_of(config.to_json()).data, 0).save_pretrained(folder)  # type: ignore[operator]
+    PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    def simulate(*names: str, **changes: Any) -> Path:
+        settings = {**SMALL, "model": pretrained, "lora": LORA, "arms": ",".join(names), **changes}
+        options = [o for k, v in settings.items() for o in (f"--{k.replace('_', '-')}", v)]
+        out = tmp_path_factory.mktemp("runs") / "run"
+        simulated(out, "simulate", *options)
+        return out
+
+    return simulate
+
+
+@pytest.fixture(scope="session")
+def all_arms(run: Callable[..., Path]) -> Path:
+    return run(*ARMS)
+
+
+def values(path: Path, metric: str, scope: str) -> dict[tuple[str, int], float]:
+    found = (r for r in read_rows(path) if r["metric"] == metric and r["scope"] == scope)
+    return {(row["arm"], row["round"]): row["value"] for row in found}
+
+
+def config_of(path: Path, pretrained: Path, **changes: Any) -> SimulationConfig:
+    return SimulationConfig.from_flat({**SMALL, "model": str(pretrained), "lora": LORA, **changes})
+
+
+def test_plain_is_the_mean_of_the_factors(all_arms: Path, pretrained: Path) -> None:
+    """The first round again, by hand."""
+    config = config_of(all_arms, pretrained)
+    task = task_of(config.to_json())
+    start = adapter_tensors(build_model(config, task.data, 0))
+    sent = []
+    for client in range(2):
+        model = build_model(config, task.data, seed=99)
+        load_adapter(model, start)
+        rows, _ = task.client_rows(0, client)
+        training.train(model, task, rows, (0 * 1_000 + 1) * 1_000 + client)
+        sent.append((len(rows), adapter_tensors(model)))
+    total = sum(weight for weight, _ in sent)
+    mean = {n: sum((w / total * tensors[n] for w, tensors in sent), torch.zeros(())) for n in start}
+    model = build_model(config, task.data, seed=99)
+    load_adapter(model, mean)
+    expected = training.evaluate(model, task, task.test, np.arange(20))["loss"]
+    assert values(all_arms, "loss", "central")["plain", 1] == pytest.approx(expected, abs=1e-5)
+    first = values(all_arms, "loss", "central")
+    assert len({first[arm, 0] for arm in ARMS}) == 1
+    assert first["plain", 2] < first["plain", 0]
+
+
+def test_errors_of_the_averages_are_recorded(all_arms: Path) -> None:
+    error = values(all_arms, "fedrot-adapter-error", "alignment")
+    assert {arm for arm, _ in error} == {*ARMS} - {"joined"}
+    for server_round in (1, 2):
+        assert error["plain", server_round] > 0.001
+        for arm in (ARMS[2], ARMS[4]):
+            assert error[arm, server_round] == 0
+        assert error["lora-mean(schedule=freeze-a)", server_round] < 1e-5
+    # Of the same updates no factors have a smaller one; later rounds start from different adapters.
+    assert error["lora-exact(gauge=previous)", 1] < error["plain", 1]
+
+
+def test_bytes_are_those_of_what_travels(all_arms: Path, pretrained: Path) -> None:
+    config = config_of(all_arms, pretrained)
+    tensors = adapter_tensors(build_model(config, task_of(config.to_json()).data, 0))
+    size = 4 * sum(tensor.numel() for tensor in tensors.values())
+    sent, received = values(all_arms, "broadcast", "bytes"), values(all_arms, "bytes", "client:1")
+    for arm in ARMS[:5]:
+        assert received[arm, 2] == size == sent[arm, 1]
+        # Residuals of two modules of 16 x 16.
+        assert sent[arm, 2] == size + (2 * 16 * 16 * 4 if "fold" in arm else 0)
+
+
+def test_the_same_run_twice_has_the_same_rows(run: Callable[..., Path], all_arms: Path) -> None:
+    def rows(path: Path) -> list[dict[str, Any]]:
+        return [row for row in read_rows(path) if not row["metric"].startswith("seconds")]
+
+    assert rows(run(*ARMS)) == rows(all_arms)
+
+
+def test_clients_of_several_ranks(run: Callable[..., Path]) -> None:
+    path = run("lora-exact", "lora-pad", lora="r=2+4,targets=query,alpha=6", holdout=0.2)
+    sizes = [values(path, "bytes", f"client:{client}") for client in range(2)]
+    for arm in ("lora-exact", "lora-pad"):
+        # Two factors of 16 x rank in float32.
+        assert sizes[1][arm, 1] - sizes[0][arm, 1] == 2 * 16 * 2 * 4
+    loss = values(path, "loss", "central")
+    assert loss["lora-exact", 2] != loss["lora-pad", 2]
+    assert max(loss.values()) < 3
+
+
+@pytest.mark.parametrize("server", ["adam", "yogi"])
+def test_server_optimisers_move_the_average(run: Callable[..., Path], server: str) -> None:
+    path = run("plain", "lora-exact", server=server, server_lr=0.02)
+    loss = values(path, "loss", "central")
+    plain = values(run("plain"), "loss", "central")
+    assert loss["plain", 0] == plain["plain", 0]
+    assert len({loss["plain", 1], loss["lora-exact", 1], plain["plain", 1]}) == 3
+
+
+def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs: list[float] = []
+    monkeypatch.setattr(arms.training, "train", lambda *given: epochs.append(given[4]))
+    config = config_of(pretrained, pretrained, arms=("joined", "joined-steps"))
+    task = task_of(config.to_json())
+    model = build_model(config, task.data, 0)
+    for _, _, arm in config.cells():
+        arms.train_joined(task, arm, 0, model, 1)
+    assert epochs == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": "r=3"}, "lora needs targets; write lora as r=8,targets=query"),
+        ({"lora": "r=3,targets=q,rank=2"}, "lora has no 'rank'; it has r, targets, alpha"),
+        ({"lora": "r=0,targets=q"}, "ranks are 1 or more"),
+        ({"lora": "r=3,targets=q,dora=yes"}, "'yes' is neither 0 nor 1"),
+        ({"model": None}, "lora needs a pretrained model; give model"),
+        ({"starts": "different"}, "lora needs start 'same'"),
+        ({"data": "goemotions_ekman,digits"}, "lora needs one data set"),
+        ({"arms": "whole"}, "arm 'whole' is not for adapters; write plain"),
+        ({"arms": "lora-mean@global"}, "it averages adapters; write lora-METHOD"),
+        ({"arms": "lora-best"}, "Unknown method 'best' of adapters"),
+        ({"arms": "lora-exact(ridge=1)"}, "unknown option 'ridge'; one of gauge"),
+        ({"lora": "r=2+4,targets=q"}, "arm 'plain': factors of different ranks have no mean"),
+        ({"arms": "lora-mean(residual=fold)", "server": "adam"}, "has no step for base weights"),
+        ({"lora": "", "arms": "lora-exact"}, "arm 'lora-exact' is for adapters; give lora"),
+        ({"lora": "", "server": "adam"}, "server 'adam' is for adapters; give lora"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_refused(changes: dict[str, Any], said: str) -> None:
+    settings = {**SMALL, "model": "some/model", "lora": LORA, **changes}
+    with pytest.raises(ValueError, match=said.replace("(", r"\(").replace("+", r"\+")):
+        SimulationConfig.from_flat(settings)
+
+
+def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:
+    config = config_of(pretrained, pretrained, lora="r=2,targets=c_attn")
+    with pytest.raises(ValueError, match="PEFT cannot adapt this BertForSequenceClassification"):
+        build_model(config, task_of(config.to_json()).data, 0)

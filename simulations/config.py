@@ -86,8 +86,8 @@ class SimulationConfig(BaseModel):
 
     model: str | None = Field(
         None,
-        description="Pretrained model: folder, hub name, or minilm (all-MiniLM-L6-v2, by the extra "
-        "minilm); default: a small one.",
+        description="Pretrained model: folder, hub name, minilm (all-MiniLM-L6-v2, by the extra "
+        "minilm), or smollm2 (SmolLM2-135M); default: a small one.",
     )
     architecture: Architecture = Field(
         "",

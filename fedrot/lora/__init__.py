@@ -1,9 +1,9 @@
 """LoRA adapters: averages of factors and of their products, gauges, and PEFT models."""
 
+from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
 from fedrot.lora.adapters import LoraSettings
 from fedrot.lora.averaging import AdapterUpdate, average_adapters
 from fedrot.lora.fitting import fitted
-from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
 from fedrot.lora.peft_model import TRAIN, adapter_tensors, load_adapter, train_only
 
 __all__ = [

@@ -23,11 +23,11 @@ class AdapterOptions:
 
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``pad`` does so for clients of different ranks:
-            smaller factors are padded with zeros (HetLoRA, without its pruning). ``rotate`` rotates each client's factors to those
-            that it received, or to the mean so far, and averages them. ``exact`` averages the products
-            and keeps the best approximation of the result's rank (FlexLoRA, but for the gauge).
-            ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
-            ``B = 0`` (FLoRA); it needs ``residual="fold"``.
+            smaller factors are padded with zeros (HetLoRA, without its pruning). ``rotate`` rotates
+            each client's factors to those that it received, or to the mean so far, and averages them.
+            ``exact`` averages the products and keeps the best approximation of the result's rank
+            (FlexLoRA, but for the gauge). ``stack`` adds the mean product to the base weights, and
+            begins anew with a random ``A`` and ``B = 0`` (FLoRA); it needs ``residual="fold"``.
         gauge: of ``exact``, which factors the product is given: ``keep-a``, ``mean``, ``previous`` or
             ``none``, see ``fedrot.lora.gauges``.
         strength: of ``rotate``, 0 to 1: the part of the way to the best rotation.

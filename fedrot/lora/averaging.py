@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
 from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, residual_name, shaped
 from fedrot.lora.gauges import Factors, Wanted, rotated
 from fedrot.lora.methods import METHODS
-from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
 from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
@@ -124,7 +124,7 @@ class AdapterAverage:
         check_weight(update.weight)
         check_finite(tensors)
         others = self._other_tensors(tensors, pairs)
-        read = {pair.module: _read(tensors, pair, update.settings) for pair in pairs}
+        read = {pair.module: factors(tensors, pair) for pair in pairs}
         self._check(pairs, read)
         for pair in pairs:
             self._check_frozen(pair, *read[pair.module])
@@ -138,7 +138,7 @@ class AdapterAverage:
         if others:
             self._others.fold(others, update.weight, statistics)
         for pair in pairs:
-            a, b = self._rotated(pair, *read[pair.module])
+            a, b = self._rotated(pair, *_scaled(pair, *read[pair.module], update.settings))
             self._modules[pair.module].add(a, b, update.weight, self._padding(pair, a))
         self._updates += 1
 
@@ -221,9 +221,7 @@ class AdapterAverage:
         frozen, received = self.options.frozen(self.server_round), self._received(pair)
         if frozen is None or received is None or received[0].shape != a.shape:
             return
-        name, own, sent = (pair.a, a, received[0])
-        if frozen == "B":
-            name, own, sent = (pair.b, b, received[1] * self.settings.scale(pair.module, len(a)))
+        name, own, sent = (pair.a, a, received[0]) if frozen == "A" else (pair.b, b, received[1])
         # Rounding on the wire is no training.
         if torch.linalg.vector_norm(own - sent) > FROZEN * torch.linalg.vector_norm(sent):
             raise UpdateError(
@@ -251,8 +249,8 @@ class AdapterAverage:
             return 0
         if self.previous is None:
             raise UpdateError(
-                "Method 'pad' pads factors to the rank of the adapter that the clients received. Give it "
-                "as previous."
+                "Method 'pad' pads factors to the rank of the adapter that the clients received. Give "
+                "it as previous."
             )
         return max(len(factors(self.previous, pair)[0]) - len(a), 0)
 
@@ -263,9 +261,8 @@ class AdapterAverage:
         return a.to(compute_dtype(a)), b.to(compute_dtype(b))
 
 
-def _read(tensors: Tensors, pair: Pair, settings: LoraSettings) -> Factors:
+def _scaled(pair: Pair, a: Tensor, b: Tensor, settings: LoraSettings) -> Factors:
     """Return a client's factors in the dtype to compute in; ``B`` contains the scale."""
-    a, b = factors(tensors, pair)
     return a.to(compute_dtype(a)), b.to(compute_dtype(b)) * settings.scale(pair.module, len(a))
 
 

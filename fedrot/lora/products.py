@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 #: Terms below this share of the largest are rounding errors of float32.
-SMALLEST = 1e-8
+SMALLEST = 1e-7
 
 
 @dataclass(frozen=True)
@@ -56,47 +56,70 @@ class Terms:
 class ProductSum:
     """The sum ``sum_i w_i B_i A_i`` as two stacked factors of bounded rank.
 
-    When the stacks have more than twice ``limit`` columns, the sum's best approximation of rank
-    ``limit`` takes their place (Eckart and Young). Without a limit, or as long as all ranks together
-    stay below it, the sum is exact.
+    When a product does not fit into twice ``limit`` terms, the sum's best approximation of rank
+    ``limit`` takes the place of the sum (Eckart and Young). As long as all ranks together stay below
+    that, the sum is exact. The stacks are allocated once.
 
     Args:
-        limit: the rank to keep; None keeps everything.
+        limit: the rank to keep.
 
     Attributes:
         lost: upper bound of the Frobenius norm of what compressions left out.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lost = 0.0
-        self._left: list[Tensor] = []
-        self._right: list[Tensor] = []
+        self._left, self._right = torch.empty(0), torch.empty(0)  # [terms, out], [terms, in]
+        self._used = 0
+        #: Singular values of the first terms, which are orthogonal.
+        self._known = torch.empty(0)
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
-        self._left.append(b * weight)
-        self._right.append(a)
-        if self.limit is not None and sum(b.shape[1] for b in self._left) > 2 * self.limit:
-            terms = self.terms()
-            self.lost += terms.tail(self.limit)
-            kept = terms.first(min(self.limit, len(terms.s)))
-            self._left, self._right = [kept.u * kept.s], [kept.vt.clone()]
+        rank, room = len(a), 2 * self.limit
+        if self._used == 0:
+            self._left, self._right = b.new_empty(room, len(b)), a.new_empty(room, a.shape[1])
+        if self._used + rank > room and self._used > self.limit:
+            self._compress()
+        if self._used + rank > len(self._left):  # A product of a larger rank than was expected.
+            self._left, self._right = (
+                torch.cat([stack[: self._used], stack.new_empty(rank, stack.shape[1])])
+                for stack in (self._left, self._right)
+            )
+        new = slice(self._used, self._used + rank)
+        torch.mul(b.mT, weight, out=self._left[new])
+        self._right[new] = a
+        self._used += rank
 
     def terms(self) -> Terms:
         """Return the decomposition of the sum."""
-        return decomposed(torch.cat(self._left, 1), torch.cat(self._right))
+        left, right = self._left[: self._used].mT, self._right[: self._used]
+        return decomposed(left, right, self._known)
+
+    def _compress(self) -> None:
+        found = self.terms()
+        self.lost += found.tail(self.limit)
+        kept = found.first(min(self.limit, len(found.s)))
+        self._used, self._known = len(kept.s), kept.s
+        torch.mul(kept.u.mT, kept.s[:, None], out=self._left[: self._used])
+        self._right[: self._used] = kept.vt
 
 
-def decomposed(left: Tensor, right: Tensor) -> Terms:
+def decomposed(left: Tensor, right: Tensor, known: Tensor | None = None) -> Terms:
     """Return the singular value decomposition of ``left @ right``, which is not formed.
 
     Args:
         left: ``[out, k]``.
         right: ``[k, in]``.
+        known: singular values of as many first terms, whose columns of ``left`` are orthogonal, and
+            whose rows of ``right`` are orthonormal.
     """
     narrow = left.shape[1] <= min(len(left), right.shape[1])
-    return _by_gram(left, right) if narrow and left.dtype == torch.float32 else _by_qr(left, right)
+    if narrow and left.dtype == torch.float32:
+        known = left.new_empty(0) if known is None else known
+        return _by_gram(left, right, known.double())
+    return _by_qr(left, right)
 
 
 def _by_qr(left: Tensor, right: Tensor) -> Terms:
@@ -106,26 +129,34 @@ def _by_qr(left: Tensor, right: Tensor) -> Terms:
     return Terms(q @ u, s, vt @ p.mT)
 
 
-def _by_gram(left: Tensor, right: Tensor) -> Terms:
+def _by_gram(left: Tensor, right: Tensor, known: Tensor) -> Terms:
     """Decompose float32 stacks by their Gram matrices in float64, several times faster than by QR.
 
-    Singular values are right to 1e-8 of the largest, which is beyond the precision of float32. Smaller
-    terms are left out.
+    With ``left = Q R``, the singular values of ``R right`` are those of the product. They are right to
+    1e-7 of the largest, the precision of float32. Smaller terms are left out.
     """
-    wide, tall = left.double(), right.double()
-    (x, to_q), (y, to_p) = map(_root, (wide.mT @ wide, tall @ tall.mT))
-    u, s, vt = torch.linalg.svd(x.mT @ y)
-    kept = s > s[0] * SMALLEST
-    u, s, vt = u[:, kept], s[kept], vt[kept]
-    return Terms(left @ (to_q @ u).to(left), s.to(left), (vt @ to_p.mT).to(left) @ right)
-
-
-def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``X`` with ``X X^T = G``, and the matrix that makes the stack's columns orthonormal."""
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = torch.linalg.eigh(_gram(left.mT, known**2))
     there = values > values[-1] * SMALLEST**2
-    root = torch.where(there, values, 0.0).sqrt()
-    return vectors * root, vectors * torch.where(there, 1 / root, 0.0)
+    if not there.any():
+        return Terms(left[:, :0], left.new_empty(0), right[:0])
+    values, vectors = values[there].flip(0).sqrt(), vectors[:, there].flip(1)
+    r = values[:, None] * vectors.mT
+    squares, p = torch.linalg.eigh(r @ _gram(right, torch.ones_like(known)) @ r.mT)
+    s, p = squares.clamp(min=0).sqrt().flip(0), p.flip(1)
+    kept = s > s[0] * SMALLEST
+    s, p = s[kept], p[:, kept]
+    u, vt = left @ (vectors / values @ p).to(left), (p.mT @ r / s[:, None]).to(right) @ right
+    return Terms(u, s.to(left), vt)
+
+
+def _gram(rows: Tensor, known: Tensor) -> Tensor:
+    """Return ``X X^T`` in float64, of which the squares of the first, orthogonal rows are known."""
+    wide, count = rows.double(), len(known)
+    new = wide[count:] @ wide.mT
+    gram = torch.block_diag(torch.diag(known), new[:, count:])
+    gram[count:, :count] = new[:, :count]
+    gram[:count, count:] = new[:, :count].mT
+    return gram
 
 
 def _extended(basis: Tensor, count: int) -> Tensor:

@@ -32,6 +32,7 @@ IDLE = {
     "simulate --out o --model m --heads 2": "--heads has an effect only on a small model",
     "simulate --out o --model m --dropout 0": "--dropout has an effect only on a small model",
     "simulate --out o --task image --max-length 9": "--max-length has an effect only on texts",
+    "simulate --out o --server-lr 1": "--server-lr has an effect only with --server adam or yogi",
     "barrier a b --out o --task image --max-length 9": "--max-length has an effect only on texts",
     "barrier a b --out o --rows 9 --methods vanilla,whole": "--rows has an effect only with a method",
     "diagnose a b --config c": "--config has an effect only on bare .safetensors files",
@@ -51,6 +52,7 @@ AT_WORK = (
     "barrier a b --out o --rows 9 --methods vanilla,whole+data",
     "barrier a b --out o --rows 9 --max-length 9",
     "simulate --out o --partition dirichlet:0 --layers 1 --width 8 --heads 2 --dropout 0 --max-length 9",
+    "simulate --out o --lora r=1,targets=q --server adam --server-lr 1",
     "diagnose a.safetensors b --config c",
     "check nowhere/nothing/at/all --seed 1 --parts ffn",
 )

@@ -207,7 +207,7 @@ def test_joined_training_sees_every_clients_rows(
     config = task.config.model_copy(update={"local_epochs": 2.0, "first_epochs": 5.0})
     of = replace(task, config=config)
     for server_round in (1, 2, 3):
-        train_joined(of, 1, shell, server_round)
+        train_joined(of, Arm.parse("joined"), 1, shell, server_round)
     rows = sorted(row for client in range(2) for row in task.client_rows(1, client)[0].tolist())
     assert len(rows) > 60
     assert [call[0] for call in calls] == [rows] * 3
@@ -218,7 +218,7 @@ def test_joined_training_sees_every_clients_rows(
 def test_joined_training_learns(task: Task, shell: nn.Module) -> None:
     rows = np.concatenate([task.client_rows(0, client)[0] for client in range(2)])
     before = training.evaluate(shell, task, task.train, rows)["loss"]
-    train_joined(task, 0, shell, 1)
+    train_joined(task, Arm.parse("joined"), 0, shell, 1)
     assert training.evaluate(shell, task, task.train, rows)["loss"] < before
 
 
@@ -250,6 +250,7 @@ def answered(
         "align": "",
         "chance": 1.1,
         "batches": 0,
+        "cut-best": True,
         **{name.replace("_", "-"): value for name, value in options.items()},
     }
     if "statistics" in job:

@@ -23,8 +23,9 @@ class AlignmentOptions:
         parts: any of ``residual`` (permutation of the residual stream, or rotation, see ``canonical``),
             ``output`` (permutation of the task heads' hidden units, with signs under odd activations),
             ``heads`` (permutation of the attention heads), ``attention`` (rotation inside each head),
-            ``rescale`` (scale of each head), ``ffn`` (permutation of the neurons).
-            ``fedrot.WHOLE_MODEL`` is all but ``rescale``.
+            ``rescale`` (scale of each head), ``ffn`` (permutation of the neurons), ``adapters``
+            (rotation of LoRA factors, see ``fedrot.lora.adapter_symmetry``). ``fedrot.WHOLE_MODEL`` is
+            all but ``rescale`` and ``adapters``.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         ridge: pull of the rotation towards the identity, relative to the largest singular value of each
             head's cross matrix; 0 is plain Procrustes.

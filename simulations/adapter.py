@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from fedrot.lora import AdapterOptions
+from fedrot.lora.adapter_symmetry import ADAPTERS
 from fedrot.lora.methods import METHODS, OF_ANY_RANK
 from fedrot.simulations.arm import OF_ADAPTERS, Arm, pairs
 
@@ -94,7 +95,7 @@ def check_adapter(config: SimulationConfig) -> None:
     """Raise ``ValueError`` if ``lora`` and the other settings of a configuration do not go together."""
     arms = [Arm.parse(arm) for arm in config.arms]
     if not config.lora:
-        of_adapters = [arm.name for arm in arms if arm.adapters]
+        of_adapters = [arm.name for arm in arms if arm.adapters or ADAPTERS in arm.parts]
         if of_adapters or config.server != "mean":
             what = f"arm '{of_adapters[0]}'" if of_adapters else f"server '{config.server}'"
             raise ValueError(f"{what} is for adapters; give lora, such as r=8,targets=query+value")
@@ -111,10 +112,12 @@ def check_adapter(config: SimulationConfig) -> None:
         if lacking:
             raise ValueError(f"lora needs {what}")
     for arm in arms:
-        if not (arm.adapters or arm.joined or arm.name in ("plain", "aligned")):
+        known = arm.adapters or arm.joined or arm.aligns_adapters or arm.name in ("plain", "aligned")
+        if not known or arm.aggregation != "mean":
             raise ValueError(
-                f"arm '{arm.name}' is not for adapters; write plain, aligned, joined, or "
-                f"{OF_ADAPTERS}METHOD(OPTIONS) with a method of {', '.join(METHODS)}"
+                f"arm '{arm.name}' is not for adapters; write plain, aligned, joined, "
+                f"{ADAPTERS}@ANCHOR, or {OF_ADAPTERS}METHOD(OPTIONS) with a method of "
+                f"{', '.join(METHODS)}"
             )
         own = arm.adapters or AdapterOptions()
         if len(set(adapter.ranks)) > 1 and not arm.joined and own.method not in OF_ANY_RANK:
@@ -122,5 +125,6 @@ def check_adapter(config: SimulationConfig) -> None:
                 f"arm '{arm.name}': factors of different ranks have no mean; methods for them are "
                 f"{', '.join(OF_ANY_RANK)}"
             )
-        if own.folds and config.server != "mean":
-            raise ValueError(f"arm '{arm.name}': server '{config.server}' has no step for base weights")
+        if config.server != "mean" and (own.folds or arm.aligns_adapters):
+            what = "step for base weights" if own.folds else f"arms of {ADAPTERS}"
+            raise ValueError(f"arm '{arm.name}': server '{config.server}' has no {what}")

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from fedrot.aggregation import aggregations
 from fedrot.anchors import ANCHORS
 from fedrot.lora import AdapterOptions
+from fedrot.lora.adapter_symmetry import ADAPTERS
 from fedrot.options import AlignmentOptions
 from fedrot.research import regmean_plus_plus
 from fedrot.strategies import DEFAULT_ANCHOR, Guard
@@ -101,7 +102,8 @@ class Arm(BaseModel):
     and ``#subsets`` stand for an arm each.
 
     In settings with ``lora`` an arm is ``plain`` (the mean of factors), ``aligned`` (``FedRotLoRA`` with
-    its defaults), or ``lora-METHOD(OPTIONS)`` of ``AdapterOptions``: ``lora-exact(gauge=previous)``.
+    its defaults), ``lora-METHOD(OPTIONS)`` of ``AdapterOptions``, ``lora-exact(gauge=previous)``, or
+    ``adapters@ANCHOR*CHANCE``: ``FedRot`` rotates factors, where there is evidence for it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -145,6 +147,11 @@ class Arm(BaseModel):
     def joined(self) -> bool:
         """Whether the arm trains one model on all clients' data."""
         return self.name in (JOINED, JOINED_STEPS)
+
+    @property
+    def aligns_adapters(self) -> bool:
+        """Whether the arm rotates the factors of adapters where there is evidence for it."""
+        return self.parts == (ADAPTERS,)
 
     @property
     def options(self) -> AlignmentOptions:

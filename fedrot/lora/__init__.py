@@ -1,6 +1,7 @@
 """LoRA adapters: averages of factors and of their products, gauges, and PEFT models."""
 
 from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
+from fedrot.lora.adapter_symmetry import adapter_symmetry
 from fedrot.lora.adapters import LoraSettings
 from fedrot.lora.averaging import AdapterUpdate, average_adapters
 from fedrot.lora.fitting import fitted
@@ -12,6 +13,7 @@ __all__ = [
     "AdapterReport",
     "AdapterUpdate",
     "LoraSettings",
+    "adapter_symmetry",
     "adapter_tensors",
     "average_adapters",
     "fitted",

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedYogi
 from torch import nn
 
-from fedrot.lora import AdapterOptions
+from fedrot.lora import AdapterOptions, adapter_symmetry
 from fedrot.simulations.federation.arm_run import ArmRun
 from fedrot.simulations.federation.arms import (
     aggregation_of,
@@ -22,7 +22,7 @@ from fedrot.simulations.federation.arms import (
 )
 from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.models.build import model_config
-from fedrot.simulations.models.federated import load_tensors, number_of_bytes
+from fedrot.simulations.models.federated import load_tensors, number_of_bytes, tensors_of
 from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
@@ -107,6 +107,8 @@ class ArmStrategy(CellStrategy, FedRot):
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
         task, arm = cell.task, cell.arm
         at_server = arm.align and not arm.aligns_at_clients
+        of_model = at_server and not task.config.lora
+        described = model_config(task.config, task.data).to_dict()
         other_basis = OtherBasis(
             model=cell.model if arm.evidence == "probe" else None,
             options=replace(OTHER_BASIS_OPTIONS, **arm.changes) if arm.other_basis else arm.options,
@@ -117,11 +119,11 @@ class ArmStrategy(CellStrategy, FedRot):
             cell,
             model,
             report,
-            model_config(task.config, task.data).to_dict(),
+            adapter_symmetry(tensors_of(model)) if task.config.lora else described,
             anchor=arm.anchor,
             aggregation=aggregation_of(arm, task, cell.seed, model),
             options=arm.options if at_server else None,
-            other_basis=other_basis if at_server else None,
+            other_basis=other_basis if of_model else None,
             align=at_server,
             guard=Guard(arm.guard, evaluate=self.evaluate_mean) if arm.guard else None,
         )
@@ -168,7 +170,7 @@ OF_ADAPTERS = {"mean": AdapterStrategy, "adam": AdamStrategy, "yogi": YogiStrate
 def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
     """Return the strategy of a cell, which writes its alignment report to a file."""
     config = cell.task.config
-    if config.adapter is None:
+    if not config.lora or cell.arm.aligns_adapters:
         return ArmStrategy(cell, model, report)
     network: Any = model
     settings, options = network.peft_config["default"], cell.arm.adapters or AdapterOptions()

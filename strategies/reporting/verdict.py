@@ -25,7 +25,7 @@ class Movement:
 
 #: What is said about the parts, by the name of the movement.
 MOVEMENTS = {
-    "rotation": Movement(("attention",), "clients had turned against each other"),
+    "rotation": Movement(("attention", "adapters"), "clients had turned against each other"),
     "permutation": Movement(("residual", "output", "heads", "ffn"), "units had changed places"),
     "rescaling": Movement(("rescale",), "heads had changed their scale"),
 }

@@ -39,6 +39,7 @@ ARMS = (
     "lora-mean(residual=fold)",
     "lora-mean(schedule=freeze-a)",
     "lora-stack(residual=fold)",
+    "adapters@global*0",
     "joined",
 )
 
@@ -104,7 +105,7 @@ def test_plain_is_the_mean_of_the_factors(all_arms: Path, pretrained: Path) -> N
 
 def test_errors_of_the_averages_are_recorded(all_arms: Path) -> None:
     error = values(all_arms, "fedrot-adapter-error", "alignment")
-    assert {arm for arm, _ in error} == {*ARMS} - {"joined"}
+    assert {arm for arm, _ in error} == {*ARMS[:5]}
     for server_round in (1, 2):
         assert error["plain", server_round] > 0.001
         for arm in (ARMS[2], ARMS[4]):
@@ -112,6 +113,15 @@ def test_errors_of_the_averages_are_recorded(all_arms: Path) -> None:
         assert error["lora-mean(schedule=freeze-a)", server_round] < 1e-5
     # Of the same updates no factors have a smaller one; later rounds start from different adapters.
     assert error["lora-exact(gauge=previous)", 1] < error["plain", 1]
+
+
+def test_factors_are_rotated_as_fedrot_does(all_arms: Path) -> None:
+    moved = values(all_arms, "fedrot-groups-moved", "alignment")
+    # Two clients, two modules; without a test against chance.
+    assert moved["adapters@global*0", 1] == 4
+    loss = values(all_arms, "loss", "central")
+    assert loss["adapters@global*0", 2] != loss["plain", 2]
+    assert abs(loss["adapters@global*0", 2] - loss["plain", 2]) < 0.1
 
 
 def test_bytes_are_those_of_what_travels(all_arms: Path, pretrained: Path) -> None:
@@ -127,7 +137,7 @@ def test_bytes_are_those_of_what_travels(all_arms: Path, pretrained: Path) -> No
 
 def test_the_same_run_twice_has_the_same_rows(run: Callable[..., Path], all_arms: Path) -> None:
     def rows(path: Path) -> list[dict[str, Any]]:
-        return [row for row in read_rows(path) if not row["metric"].startswith("seconds")]
+        return [row for row in read_rows(path) if "seconds" not in row["metric"]]
 
     assert rows(run(*ARMS)) == rows(all_arms)
 
@@ -179,6 +189,9 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"arms": "lora-exact(ridge=1)"}, "unknown option 'ridge'; one of gauge"),
         ({"lora": "r=2+4,targets=q"}, "arm 'plain': factors of different ranks have no mean"),
         ({"arms": "lora-mean(residual=fold)", "server": "adam"}, "has no step for base weights"),
+        ({"arms": "adapters/greedy"}, "arm 'adapters/greedy' is not for adapters"),
+        ({"arms": "adapters", "server": "adam"}, "has no arms of adapters"),
+        ({"lora": "", "arms": "adapters"}, "arm 'adapters' is for adapters; give lora"),
         ({"lora": "", "arms": "lora-exact"}, "arm 'lora-exact' is for adapters; give lora"),
         ({"lora": "", "server": "adam"}, "server 'adam' is for adapters; give lora"),
     ],

@@ -1,0 +1,49 @@
+"""``adapter_symmetry``: the rotations of an adapter's factors as a ``Symmetry``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.lora.adapters import pairs_of, without_residuals
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
+
+#: The part of ``AlignmentOptions`` that these groups belong to.
+ADAPTERS = "adapters"
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def adapter_symmetry(tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]]) -> Symmetry:
+    """Describe LoRA adapters for everything that aligns models: every pair of factors can be rotated.
+
+    ``R A`` and ``B R^T`` have the product ``B A`` for every orthogonal ``R``. ``FedRot``, ``Aligned``,
+    ``align_mod`` and ``fedrot.align`` take the result in the place of a configuration, with the part
+    ``adapters``. All clients have one rank.
+
+    Example: ``align_mod(adapter_symmetry(adapter), AlignmentOptions(parts=("adapters",)))``.
+
+    Args:
+        tensors: of an adapter, or their shapes, as ``fedrot.lora.adapter_tensors`` returns them.
+
+    Raises:
+        UpdateError: they are no adapter, or two factors have different ranks.
+    """
+    shapes = {n: tuple(getattr(t, "shape", t)) for n, t in without_residuals(tensors).items()}
+    groups = []
+    for pair in pairs_of(shapes):
+        rank = shapes[pair.a][0]
+        if shapes[pair.b][1] != rank:
+            raise UpdateError(
+                f"The factors '{pair.a}' {list(shapes[pair.a])} and '{pair.b}' {list(shapes[pair.b])} "
+                "have no common rank."
+            )
+        found = _LAYER.search(pair.module)
+        layer = int(found.group(1)) if found else NO_LAYER
+        slots = (Slot(pair.a, 0, Slice(0, rank)), Slot(pair.b, 1, Slice(0, rank)))
+        groups.append(Group(pair.module, layer, ADAPTERS, HeadRotation(1, rank), slots))
+    layers = 1 + max(group.layer for group in groups)
+    return Symmetry("lora", layers, tuple(groups), shapes)

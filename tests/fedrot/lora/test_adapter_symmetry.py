@@ -1,0 +1,170 @@
+"""Adapters as models with rotations: everything that aligns models aligns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import FedAdam
+
+import fedrot
+from fedrot import AlignmentOptions
+from fedrot.errors import UpdateError
+from fedrot.lora import AdapterOptions, adapter_symmetry, adapter_tensors, load_adapter
+from fedrot.strategies import Aligned, FedRot, align_mod
+from tests.fedrot.lora.test_averaging import IN, MODULES, Adapter, adapter
+from tests.fedrot.lora.test_methods import averaged
+from tests.fedrot.lora.test_peft import SETTINGS, outputs
+from tests.strategies.fakes import Client, FakeGrid, reply
+
+#: The adapters of these tests are too small for a test against chance.
+EVERYTHING = AlignmentOptions(parts=("adapters",), chance=0)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_rotations_do_not_change_the_function(kind: str) -> None:
+    build, options = SETTINGS[kind]
+    torch.manual_seed(0)
+    model: Any = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
+    model = model.double().eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    before, tensors = outputs(model), adapter_tensors(model)
+    symmetry = adapter_symmetry(tensors)
+    turned = fedrot.random_equivalent(tensors, symmetry, seed=1, parts=("adapters",))
+    assert max(float((turned[name] - tensors[name]).abs().max()) for name in tensors) > 0.1
+    load_adapter(model, turned)
+    assert torch.allclose(outputs(model), before, atol=1e-10)
+    # The way back is found.
+    alignment = fedrot.align(turned, tensors, symmetry, EVERYTHING)
+    for name, tensor in alignment.apply(turned).items():
+        assert torch.allclose(tensor, tensors[name], atol=1e-9)
+
+
+def test_alignment_is_the_rotation_by_both_factors() -> None:
+    start, given = adapter(0), adapter(1)
+    found = fedrot.align(given, start, adapter_symmetry(start), EVERYTHING).apply(given)
+    expected = averaged([given], AdapterOptions("rotate"), start)
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, atol=1e-9)
+
+
+def test_evidence_decides() -> None:
+    """Noise around the received adapter turns nothing; a client that has turned is turned back."""
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    start = {"q.lora_A.weight": drawn(4, 64), "q.lora_B.weight": drawn(48, 4)}
+    noisy = {name: t + 0.2 * drawn(*t.shape) for name, t in start.items()}
+    symmetry = adapter_symmetry(start)
+    turned = fedrot.random_equivalent(noisy, symmetry, seed=1, parts=("adapters",))
+    options = AlignmentOptions(parts=("adapters",))
+    for update, moved in ((noisy, 0), (turned, 1)):
+        alignment = fedrot.align(update, start, symmetry, options)
+        (group,) = alignment.report.groups
+        assert group.units == moved
+        if not moved:
+            assert all(alignment.apply(update)[n] is tensor for n, tensor in update.items())
+
+
+def floats(tensors: Adapter) -> Adapter:
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def turning(index: int, mods: list[Any]) -> Client:
+    """Return a node that sends what it received, moved by a little and rotated."""
+    app = ClientApp()
+
+    @app.train(mods=mods)
+    def train(message: Message, context: Context) -> Message:
+        (received,) = message.content.array_records.values()
+        start, step = received.to_torch_state_dict(), floats(adapter(index))
+        near = {name: start[name] + 0.01 * step[name] for name in start}
+        symmetry = adapter_symmetry(near)
+        sent = fedrot.random_equivalent(near, symmetry, seed=index, parts=("adapters",))
+        return reply(message, sent, 10, index)
+
+    context = Context(1, index, {}, RecordDict(), {})
+    return lambda message: app(message, context)
+
+
+def honest(rounds: int = 1) -> Adapter:
+    """The mean of the updates before they were rotated."""
+    tensors = floats(adapter(9))
+    for _ in range(rounds):
+        tensors = {
+            n: sum((t + 0.01 * floats(adapter(i))[n] for i in range(3)), torch.zeros(())) / 3
+            for n, t in tensors.items()
+        }
+    return tensors
+
+
+class AlignedAdam(Aligned, FedAdam):
+    """FedAdam of aligned adapters."""
+
+
+def started(strategy: Any, mods: list[Any], rounds: int = 1) -> Adapter:
+    grid = FakeGrid({100 + i: turning(i, mods) for i in range(3)})
+    found = strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
+    return found.arrays.to_torch_state_dict()
+
+
+def far(found: Adapter, expected: Adapter) -> float:
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+
+
+def test_the_server_aligns_adapters() -> None:
+    symmetry = adapter_symmetry(adapter(9))
+    strategy = FedRot(symmetry, options=EVERYTHING, anchor="global", fraction_evaluate=0.0)
+    assert far(started(strategy, []), honest()) < 1e-2
+    assert far(started(FedRot(align=False, fraction_evaluate=0.0), []), honest()) > 0.3
+
+
+def test_clients_align_before_they_clip() -> None:
+    symmetry = adapter_symmetry(adapter(9))
+    mod = align_mod(symmetry, EVERYTHING)
+    strategy = FedRot(align=False, fraction_evaluate=0.0)
+    assert far(started(strategy, [mod], 2), honest(2)) < 2e-2
+    from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+
+    private = DifferentialPrivacyClientSideFixedClipping(
+        FedAvg(fraction_evaluate=0.0), noise_multiplier=0.0, clipping_norm=0.2, num_sampled_clients=3
+    )
+    clipped = started(private, [fixedclipping_mod, mod])
+    # Clipped updates that were rotated would be far away, and 0.2 long.
+    start = floats(adapter(9))
+    length = torch.stack([(clipped[n] - t).square().sum() for n, t in start.items()]).sum().sqrt()
+    assert length <= 0.2 + 1e-5
+    assert far(clipped, honest()) < 0.1
+
+
+def test_a_server_optimiser_sees_aligned_adapters() -> None:
+    symmetry = adapter_symmetry(adapter(9))
+    every: dict[str, Any] = {"fraction_evaluate": 0.0, "eta": 0.01}
+    aligned = AlignedAdam(symmetry, options=EVERYTHING, anchor="global", **every)
+    found, plain = started(aligned, []), started(FedAdam(**every), [])
+    # Adam's first step goes by the sign of the mean update, which the rotations have made another.
+    start, expected = floats(adapter(9)), honest()
+
+    def agreeing(tensors: Adapter) -> float:
+        same = [
+            (torch.sign(tensors[n] - t) == torch.sign(expected[n] - t)).flatten()
+            for n, t in start.items()
+        ]
+        return float(torch.cat(same).float().mean())
+
+    assert agreeing(found) > 0.8 > 0.7 > agreeing(floats(plain))
+
+
+def test_factors_need_a_common_rank() -> None:
+    module = next(iter(MODULES))
+    with pytest.raises(UpdateError, match="have no common rank"):
+        adapter_symmetry({f"{module}.lora_A.weight": (3, IN), f"{module}.lora_B.weight": (7, 2)})

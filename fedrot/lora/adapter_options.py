@@ -121,8 +121,8 @@ class AdapterReport:
     def __str__(self) -> str:
         differ = sum(error is None for error in self.error_of_factors.values())
         naive = self.mean_error_of_factors
-        whose = "client's adapter" if self.updates == 1 else "clients' adapters"
-        said = f"{self.updates} {whose}: this average differs from that of the products by "
+        given = "adapter" if self.updates == 1 else "adapters"
+        said = f"{self.updates} {given}: this average differs from that of the products by "
         said += f"{100 * self.mean_error:.1f} %"
         said += f", the mean of the factors by {100 * naive:.1f} %" if naive is not None else ""
         return said + (f"; factors of {differ} modules have no mean, as ranks differ" if differ else "")

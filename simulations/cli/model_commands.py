@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, say
 from fedrot.simulations.cli.root import app
+from fedrot.simulations.merge.adapter_merging import AdapterMergeSettings
 from fedrot.simulations.merge.merge_inputs import MergeSettings
 from fedrot.simulations.port.porting import PortSettings
 
@@ -49,6 +50,31 @@ def merge(
     for note in found.notes:
         say(f"Note: {note}")
     say(f"Written: {found.out}" if found.out else "Dry run: nothing was written.")
+
+
+@command(
+    app,
+    "fedrot merge-adapters adapters/a adapters/b --out adapters/merged",
+    name="merge-adapters",
+    fields=AdapterMergeSettings,
+)
+def merge_saved_adapters(
+    adapters: Annotated[
+        list[Path], typer.Argument(help="Two or more folders of LoRA adapters, as PEFT saves them.")
+    ],
+    *,
+    out: Annotated[Path | None, typer.Option(help="A new folder.")] = None,
+    settings: dict[str, Any],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
+) -> None:
+    """Average saved LoRA adapters of one base model, and write the result as an adapter."""
+    from fedrot.simulations.merge.adapter_merging import merge_adapters
+
+    if out is None and not dry_run:
+        raise ValueError("There is nowhere to write to: give --out, or --dry-run.")
+    report = merge_adapters(adapters, None if dry_run else out, AdapterMergeSettings(**settings))
+    say(f"{report}.")
+    say("Dry run: nothing was written." if dry_run else f"Written: {out}")
 
 
 @command(app, "fedrot canonical models/a models/a-canonical")

@@ -103,7 +103,7 @@ def merge(
     """
     start = time.perf_counter()
     settings = settings or MergeSettings()
-    weights = _weights_of(settings.weights) if settings.weights else [1.0] * len(models)
+    weights = weights_of(settings.weights, len(models))
     options = replace(options_of(settings.parts, settings.layers), chance=settings.chance)
     method = _method(settings)
     if method.needs:
@@ -132,11 +132,20 @@ def merge(
     return MergeReport(settings.method, reports, said, found, None if dry_run else out, seconds)
 
 
-def _weights_of(text: str) -> list[float]:
+def weights_of(text: str | None, count: int) -> list[float]:
+    """Read one weight per model; None weights them alike."""
+    if count < 2:
+        raise FedrotError(f"{count} model is given; two are the least that can be merged.")
     try:
-        return [float(number) for number in text.split(",")]
+        weights = [float(number) for number in text.split(",")] if text else [1.0] * count
     except ValueError as error:
         raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
+    if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        raise FedrotError(
+            f"The weights are {shown} for {count} models; each model needs one, positive and finite."
+        )
+    return weights
 
 
 def _method(settings: MergeSettings) -> AggregationEntry:
@@ -158,14 +167,6 @@ def _anchor_first(
     models: Sequence[str], weights: Sequence[float], anchor: str | None
 ) -> tuple[list[str], list[float]]:
     """Return the models and their weights with the anchor's in front."""
-    if len(models) < 2:
-        raise FedrotError(f"{len(models)} model is given; two are the least that can be merged.")
-    if len(weights) != len(models) or not all(0 < weight < float("inf") for weight in weights):
-        shown = ", ".join(f"{weight:g}" for weight in weights)
-        raise FedrotError(
-            f"The weights are {shown} for {len(models)} models; each model needs one, positive and "
-            "finite."
-        )
     resolved = [Path(name).resolve() for name in models]
     wanted = resolved[0] if anchor is None else Path(anchor).resolve()
     if wanted not in resolved:

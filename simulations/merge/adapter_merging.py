@@ -1,0 +1,124 @@
+"""Merge of saved LoRA adapters: folders as PEFT's ``save_pretrained`` writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file, save_file
+
+from fedrot._io import replacing, write_json
+from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora.adapters import factors, pairs_of
+from fedrot.simulations.merge.merging import weights_of
+from fedrot.simulations.models.model_files import refuse_filled
+from fedrot.tensors import Tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Methods that need no adapter that all of them were trained from.
+METHODS = ("exact", "mean")
+#: Fields of the configuration without which two adapters do not fit together.
+_ALIKE = ("base_model_name_or_path", "task_type", "fan_in_fan_out", "use_dora")
+
+
+class AdapterMergeSettings(BaseModel):
+    """Options of ``fedrot merge-adapters``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: str = Field(
+        "exact", description="exact: the mean of products, cut to the rank; mean: of the factors."
+    )
+    rank: int | None = Field(
+        None,
+        gt=0,
+        description="Of the result; default: the adapters' rank, the largest if they differ.",
+    )
+    weights: str | None = Field(None, description="One number per adapter; default: all alike.")
+
+
+def merge_adapters(
+    folders: Sequence[Path], out: Path | None, settings: AdapterMergeSettings | None = None
+) -> AdapterReport:
+    """Average saved LoRA adapters of one base model, and write the result as an adapter.
+
+    Adapters are read one at a time. Ranks and alphas may differ with the method ``exact``. The result
+    has the first one's configuration and files, but for the rank.
+
+    Args:
+        folders: two or more, each with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        out: a new or empty folder, which appears whole or not at all; None writes nothing.
+
+    Raises:
+        FedrotError: bad input; the message names the setting or the folder.
+        FileExistsError: there is something at ``out``.
+    """
+    settings = settings or AdapterMergeSettings()
+    if settings.method not in METHODS:
+        raise FedrotError(f"Unknown method '{settings.method}'; choose from {', '.join(METHODS)}.")
+    weights = weights_of(settings.weights, len(folders))
+    if out is not None:
+        refuse_filled(out)
+    configs = [_config(folder) for folder in folders]
+    for folder, config in zip(folders, configs, strict=True):
+        for field in _ALIKE:
+            if config.get(field) != configs[0].get(field):
+                raise FedrotError(
+                    f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
+                    f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
+                )
+    scales = list(map(LoraSettings.of, configs))
+    ranks = [_ranks(_tensors(folder)) for folder in folders]
+    differ = any(own != ranks[0] for own in ranks)
+    largest = max(rank for own in ranks for rank in own.values())
+    rank = settings.rank or (largest if differ else None)
+    given = zip(folders, weights, scales, strict=True)
+    updates = (AdapterUpdate(_tensors(folder), weight, scale) for folder, weight, scale in given)
+    options = AdapterOptions(settings.method, "none")
+    merged, report = average_adapters(updates, scales[0], options, rank=rank)
+    if out is not None:
+        changes = {} if rank is None else {"r": rank, "rank_pattern": {}}
+        _write(out, merged, {**configs[0], **changes}, folders[0])
+    return report
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    missing = next((name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()), None)
+    if missing:
+        raise FedrotError(
+            f"'{folder}' has no {missing}. Give folders of LoRA adapters, as PEFT's save_pretrained "
+            "writes them; whole models are for fedrot merge."
+        )
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        LoraSettings.of(found)
+    except ValueError as error:
+        raise FedrotError(f"'{folder / CONFIG}': {error}") from error
+    return dict(found)
+
+
+def _tensors(folder: Path) -> Tensors:
+    try:
+        return load_file(folder / WEIGHTS)
+    except Exception as error:
+        raise FedrotError(f"'{folder / WEIGHTS}' cannot be read: {error}") from error
+
+
+def _ranks(tensors: Tensors) -> dict[str, int]:
+    return {pair.module: len(factors(tensors, pair)[0]) for pair in pairs_of(tensors)}
+
+
+def _write(out: Path, tensors: Tensors, config: dict[str, Any], first: Path) -> None:
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as target:
+        skipped = shutil.ignore_patterns("*.safetensors", "*.bin", CONFIG, "README.md")
+        shutil.copytree(first, target, ignore=skipped)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, target / WEIGHTS, metadata={"format": "pt"})
+        write_json(target / CONFIG, config)

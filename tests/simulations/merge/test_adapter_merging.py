@@ -1,0 +1,107 @@
+"""``fedrot merge-adapters``: folders of PEFT in, a folder of PEFT out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors.torch import load_file
+
+from fedrot.lora.adapters import LoraSettings, pairs_of
+from tests.fedrot.lora.test_peft import bert, outputs
+from tests.simulations.commands import contents, invoke
+
+LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "lora_alpha": 6, "target_modules": ["query", "value"]}
+
+
+def base() -> Any:
+    torch.manual_seed(3)
+    return bert().eval()
+
+
+def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
+    torch.manual_seed(seed)
+    model: Any = peft.get_peft_model(base(), peft.LoraConfig(r=rank, **{**LORA, **changes}))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def products(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    settings = LoraSettings.of(json.loads((folder / "adapter_config.json").read_text()))
+    return {
+        pair.module: settings.scale(pair.module, len(tensors[pair.a]))
+        * tensors[pair.b]
+        @ tensors[pair.a]
+        for pair in pairs_of(tensors)
+    }
+
+
+def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, rank=3, lora_alpha=12)
+    before = contents(a), contents(b)
+    out = tmp_path / "deep" / "merged"
+    code, said = invoke("merge-adapters", a, b, "--weights", "1,3", "--rank", 5, "--out", out)
+    assert code == 0, said
+    assert "2 adapters: this average differs" in said
+    assert (contents(a), contents(b)) == before
+    first, second, merged = products(a), products(b), products(out)
+    for module, product in merged.items():
+        # Ranks 2 and 3 fit into rank 5.
+        assert torch.allclose(product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5)
+    loaded = peft.PeftModel.from_pretrained(base(), out).eval()
+    assert loaded.peft_config["default"].r == 5
+    dense = base()
+    with torch.no_grad():
+        for module, product in merged.items():
+            dense.get_submodule(module.removeprefix("base_model.model.")).weight += product
+    head = load_file(out / "adapter_model.safetensors")
+    (weight,) = [tensor for name, tensor in head.items() if name.endswith("classifier.weight")]
+    dense.classifier.weight.data = weight
+    assert torch.allclose(outputs(loaded), outputs(dense), atol=1e-5)
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_equal_ranks_stay_and_dry_runs_write_nothing(tmp_path: Path) -> None:
+    folders = [saved(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    out = tmp_path / "merged"
+    code, said = invoke("merge-adapters", *folders, "--method", "mean", "--out", out)
+    assert code == 0, said
+    own = json.loads((folders[0] / "adapter_config.json").read_text())
+    assert json.loads((out / "adapter_config.json").read_text()) == own
+    given = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    for name, tensor in load_file(out / "adapter_model.safetensors").items():
+        assert torch.allclose(tensor, (given[0][name] + given[1][name]) / 2, atol=1e-6)
+    code, said = invoke("merge-adapters", *folders, "--dry-run")
+    assert (code, "nothing was written" in said) == (0, True)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    a, b, wide = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2), saved(tmp_path / "c", 3, rank=4)
+    other = saved(tmp_path / "dora", 3, use_dora=True)
+    (tmp_path / "empty").mkdir()
+    for arguments, expected in (
+        ([a], "1 model is given; two are the least"),
+        ([a, b, "--weights", "1"], "The weights are 1 for 2 models"),
+        ([a, b, "--method", "ties"], "Unknown method 'ties'; choose from exact, mean"),
+        ([a, tmp_path / "empty"], "has no adapter_config.json. Give folders of LoRA adapters"),
+        ([a, other], "has use_dora True"),
+        ([a, wide, "--method", "mean"], "factors of different ranks have no mean"),
+    ):
+        code, said = invoke("merge-adapters", *arguments, "--out", tmp_path / "out")
+        assert code == 2
+        assert expected in " ".join(said.split())
+        assert not (tmp_path / "out").exists()
+    code, said = invoke("merge-adapters", a, b)
+    assert (code, "give --out, or --dry-run" in said) == (2, True)
+    code, said = invoke("merge-adapters", a, b, "--out", a)
+    assert (code, "is there already" in said) == (2, True)
+    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
+    assert code == 2
+    assert "fedrot merge-adapters" in " ".join(said.split())

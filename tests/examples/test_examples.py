@@ -24,7 +24,7 @@ from tests.deployment.federation import ROOT, Federation
 
 EXAMPLES = ROOT / "examples"
 QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
-SECURE = EXAMPLES / "secure-aggregation"
+SECURE, LANGUAGE = EXAMPLES / "secure-aggregation", EXAMPLES / "llm-lora"
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
 
@@ -144,6 +144,34 @@ def test_clients_align_under_secure_aggregation(run: Run) -> None:
     found = re.search(r"loss before: ([\d.]+), after 1 rounds: ([\d.]+)", log)
     assert found, log
     assert float(found[2]) < float(found[1]) - 0.01
+
+
+def test_a_language_model_is_tuned_by_adapters(run: Run, tmp_path: Path) -> None:
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
+    model, data, saved = tmp_path / "model", tmp_path / "data", tmp_path / "saved"
+    tokenizer.save_pretrained(model)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(model)
+    data.mkdir()
+    with (data / "train.csv").open("w", newline="") as file:
+        rows = (("Say how you liked it.", TEXTS[n % 2]) for n in range(24))
+        csv.writer(file).writerows([("instruction", "output"), *rows])
+    log = run.simulated(
+        LANGUAGE,
+        2,
+        f'model.name="{model}" static.dataset.name="{data}" train.save-folder="{saved}" '
+        'strategy.method="exact" num-server-rounds=2 train.max-steps=3 train.seq-length=32',
+    )
+    for server_round in (1, 2):
+        assert f"Round {server_round}: 2 adapters: this average differs" in log, log
+    tuned = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(model), saved)
+    assert tuned.peft_config["default"].r == 8
+    factors = [tensor for name, tensor in tuned.state_dict().items() if "lora_B" in name]
+    assert all(tensor.abs().max() > 0 for tensor in factors)
 
 
 def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:

@@ -1,0 +1,1 @@
+"""A language model, tuned on instructions by clients that send LoRA adapters."""

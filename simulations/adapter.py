@@ -25,12 +25,12 @@ class Adapter(BaseModel):
     """The LoRA adapter of a configuration, written as ``r=8,targets=query+value``.
 
     Attributes:
-        ranks: of the clients in turns; the global adapter has the largest.
-        targets: ends of the names of adapted modules, or ``all-linear``.
-        alpha: the update of a module is ``alpha / rank`` times the product, of all ranks.
+        ranks: client ``i`` has rank ``ranks[i % len(ranks)]``; the global adapter has the largest.
+        targets: PEFT's ``target_modules``, or ``all-linear``.
+        alpha: ``lora_alpha`` of all clients; each scales its product by ``alpha`` over its own rank.
         dropout: of the adapter's inputs.
         rslora: ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
-        dora: a magnitude for each output.
+        dora: train DoRA's magnitudes, too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -16,10 +16,10 @@ from torch import Tensor
 from fedrot.aggregation import Aggregator
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.adapters import LoraSettings, pairs_of, without_residuals
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
 from fedrot.lora.methods import OF_ANY_RANK
-from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.peft_model import TRAIN
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.arguments import check_not_behind
@@ -32,33 +32,36 @@ from fedrot.tensors import Shaped, Tensors, check_update
 
 #: Metrics of a round: how far the new adapter, and the mean of the factors, are from the mean product.
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
+#: And how much the sum of products has lost, because its rank is bounded.
+LOST = "fedrot-adapter-lost"
 
 #: Arguments of ``Aligned`` and ``FedRot`` about the alignment of whole models.
 _OF_ALIGNMENT = frozenset(("aggregation", "anchor", "options", "align", "other_basis", "guard"))
 
 
 class AlignedLoRA(Aligned):
-    """Mixin that averages LoRA adapters in front of a strategy with a server optimiser.
+    """Mixin that averages LoRA adapters, and passes the average to a strategy of Flower.
 
-    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The
-    strategy behind sees the average alone: FedAdam, FedYogi, FedAdagrad and FedAvgM.
+    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The base
+    strategy receives the average alone; it can be FedAvg, FedAvgM, FedAdagrad, FedAdam or FedYogi.
 
-    Clients stay ordinary PEFT clients of one alpha. Each round logs how far the new adapter is from the
-    mean of the clients' products, and how far the mean of the factors is. With the methods ``exact``,
-    ``stack`` and ``pad`` a client may have a smaller rank than the adapter that it receives
-    (``fedrot.lora.load_adapter`` cuts it). The training configuration says which factors to train, see
-    ``fedrot.lora.train_only``.
+    All clients need one alpha. Each round logs how far the new adapter is from the mean of the clients'
+    products, and how far the mean of the factors is. With the methods ``exact``, ``stack`` and ``pad`` a
+    client may have a smaller rank than the adapter that it receives (``fedrot.lora.load_adapter``
+    reduces it). The training configuration says which factors to train (``fedrot.lora.train_only``).
 
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
             in the tensors.
-        adapters: how adapters become one; None averages the factors.
-        *args: of the strategy behind, like ``**kwargs``.
-        **kwargs: also of ``Aligned``, but for alignment.
+        adapters: how adapters are averaged; None averages the factors.
+        *args: of the base strategy.
+        **kwargs: of the base strategy, and of ``Aligned`` without ``symmetry``, ``anchor``,
+            ``options``, ``align``, ``other_basis`` and ``guard``.
 
     Raises:
-        FedrotError: the settings are not those of a LoRA adapter; a residual, or a strategy that looks
-            at every update, stands behind. In the first round: the clients send no adapter.
+        FedrotError: the settings are not those of a LoRA adapter; the base strategy is another one;
+            ``residual="fold"`` is asked for and it is not FedAvg. In the first round: the clients send
+            no adapter.
     """
 
     uses_statistics = True
@@ -134,7 +137,7 @@ class AlignedLoRA(Aligned):
 
 
 class FedRotLoRA(AlignedLoRA, FedAvg):
-    """FedAvg for LoRA adapters: clients send ``get_peft_model_state_dict(model)``.
+    """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
     Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
 
@@ -191,5 +194,6 @@ class AdapterMean:
         tensors, report = self._average.result()
         self._round.said = str(report)
         errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}
+        errors[LOST] = report.mean_lost or None
         self._round.measured = {name: error for name, error in errors.items() if error is not None}
         return tensors

@@ -1,4 +1,4 @@
-"""How adapters become one, and the report of what that did."""
+"""``AdapterOptions`` and ``AdapterReport``: how adapters are averaged, and what that did."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from fedrot.errors import FedrotError
 from fedrot.lora.gauges import GAUGES, Factor
 from fedrot.lora.methods import METHODS
 
+#: Sums that lost a smaller share are exact enough.
+SHOWN = 0.001
 #: Which factors clients train.
 SCHEDULES = ("both", "freeze-a", "alternate")
 #: Factors that decide a rotation.
@@ -19,27 +21,32 @@ RESIDUALS = ("drop", "fold")
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """How adapters become one.
+    """Options for averages of adapters.
 
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``pad`` does so for clients of different ranks:
             smaller factors are padded with zeros (HetLoRA, without its pruning). ``rotate`` rotates
             each client's factors to those that it received, or to the mean so far, and averages them.
-            ``exact`` averages the products and keeps the best approximation of the result's rank
-            (FlexLoRA, but for the gauge). ``stack`` adds the mean product to the base weights, and
+            ``exact`` averages the products, and keeps the best approximation of the result's rank
+            (FlexLoRA, with ``gauge="none"``). ``stack`` adds the mean product to the base weights, and
             begins anew with a random ``A`` and ``B = 0`` (FLoRA); it needs ``residual="fold"``.
-        gauge: of ``exact``, which factors the product is given: ``keep-a``, ``mean``, ``previous`` or
-            ``none``, see ``fedrot.lora.gauges``.
-        strength: of ``rotate``, 0 to 1: the part of the way to the best rotation.
-        by: of ``rotate``: ``both`` factors decide the rotation, or in turns ``A`` (odd rounds) and ``B``
-            alone (FedRot-LoRA).
-        limit: the rank that a sum of products keeps; None: four times that of the first adapter.
-        residual: ``drop`` what the new factors cannot hold of the mean product, or ``fold`` it into the
-            base weights (with ``mean``: FedEx-LoRA). Clients receive its sum over the rounds as a dense
-            matrix for each module, and add it to their weights (``fedrot.lora.load_adapter``).
-        schedule: of ``mean``, which factors clients train: ``both``; ``B`` alone (``freeze-a``,
+        gauge: of ``exact``, which pair of factors the product is given: ``keep-a``, ``mean``,
+            ``previous`` or ``none``, see ``fedrot.lora.gauges``.
+        strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
+        by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``; ``alternate`` from ``A``
+            in odd rounds and from ``B`` in even ones (FedRot-LoRA).
+        limit: the rank of the running sum of products; smaller terms are dropped. None: four times the
+            largest rank; with ``fold`` no limit.
+        residual: the difference between the mean product and the product of the new factors. ``drop``
+            discards it. ``fold`` adds it to the base weights (with ``mean``: FedEx-LoRA). Clients
+            receive its sum over the rounds as a dense matrix for each module, see
+            ``fedrot.lora.load_adapter``.
+        schedule: of ``mean``, the factors that clients train: ``both``; ``B`` alone (``freeze-a``,
             FFA-LoRA); or ``B`` in odd and ``A`` in even rounds (``alternate``, RoLoRA). The mean is
             exact where one factor is the same at all clients.
+
+    Raises:
+        FedrotError: a value is unknown, or two of them do not go together.
     """
 
     method: str = "mean"
@@ -98,8 +105,9 @@ class AdapterReport:
         updates: number of adapters.
         error_of_factors: by module, ``|D - s B A| / |D|`` for the weighted mean ``D`` of the clients'
             products and the means of their factors; None where ranks differ.
-        error: by module, the same for the factors of the result.
-        lost: by module, upper bound of the share of ``|D|`` that the bounded rank left out of ``D``.
+        error: by module, the same for the factors of the result, with their residual if there is one.
+        lost: by module, upper bound of the relative error in ``D`` itself, whose sum has a bounded rank
+            (``AdapterOptions.limit``). ``error`` does not contain it.
     """
 
     updates: int
@@ -111,6 +119,11 @@ class AdapterReport:
     def mean_error(self) -> float:
         """The mean of ``error`` over the modules."""
         return sum(self.error.values()) / len(self.error)
+
+    @property
+    def mean_lost(self) -> float:
+        """The mean of ``lost`` over the modules."""
+        return sum(self.lost.values()) / len(self.lost)
 
     @property
     def mean_error_of_factors(self) -> float | None:
@@ -125,4 +138,8 @@ class AdapterReport:
         said = f"{self.updates} {given}: this average differs from that of the products by "
         said += f"{100 * self.mean_error:.1f} %"
         said += f", the mean of the factors by {100 * naive:.1f} %" if naive is not None else ""
-        return said + (f"; factors of {differ} modules have no mean, as ranks differ" if differ else "")
+        said += f"; factors of {differ} modules have no mean, as ranks differ" if differ else ""
+        at_most = f"{100 * self.mean_lost:.1f} %"
+        return said + (
+            f"; the sum's bounded rank adds {at_most} at most" if self.mean_lost > SHOWN else ""
+        )

@@ -18,11 +18,11 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def adapter_symmetry(tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]]) -> Symmetry:
-    """Describe LoRA adapters for everything that aligns models: every pair of factors can be rotated.
+    """Describe the symmetry of LoRA adapters: every pair of factors can be rotated.
 
-    ``R A`` and ``B R^T`` have the product ``B A`` for every orthogonal ``R``. ``FedRot``, ``Aligned``,
-    ``align_mod`` and ``fedrot.align`` take the result in the place of a configuration, with the part
-    ``adapters``. All clients have one rank.
+    ``R A`` and ``B R^T`` have the product ``B A`` for every orthogonal ``R``. Give the result to
+    ``FedRot``, ``Aligned``, ``align_mod`` or ``fedrot.align`` where they expect a model's configuration,
+    with ``AlignmentOptions(parts=("adapters",))``. All clients need one rank.
 
     Example: ``align_mod(adapter_symmetry(adapter), AlignmentOptions(parts=("adapters",)))``.
 

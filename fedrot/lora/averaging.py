@@ -20,7 +20,7 @@ from fedrot.lora.methods import METHODS
 from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
-#: Without a limit of its own, a sum of products keeps so many times the rank of the first adapter.
+#: Without a limit of its own, a sum of products keeps so many times the largest rank so far.
 KEPT_RANKS = 4
 #: A factor that differs by this share from the one that was sent has been trained.
 FROZEN = 0.01
@@ -44,8 +44,8 @@ class AdapterUpdate:
 class _Module:
     """The sums of one module over the clients, of products and factors that contain the scale."""
 
-    def __init__(self, limit: int) -> None:
-        self.products, self.mean, self.weight = ProductSum(limit), Mean(), 0.0
+    def __init__(self) -> None:
+        self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
         self.ranks: set[int] = set()
 
     def add(self, a: Tensor, b: Tensor, weight: float, padding: int = 0) -> None:
@@ -132,14 +132,15 @@ class AdapterAverage:
         if self._updates == 0:
             self._pairs = pairs
             self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
-            ranks = {module: len(a) for module, (a, _) in read.items()}
-            self._modules = {m: _Module(self.options.limit or KEPT_RANKS * r) for m, r in ranks.items()}
+            self._modules = {module: _Module() for module in read}
             self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
         if others:
             self._others.fold(others, update.weight, statistics)
         for pair in pairs:
             a, b = self._rotated(pair, *_scaled(pair, *read[pair.module], update.settings))
-            self._modules[pair.module].add(a, b, update.weight, self._padding(pair, a))
+            module = self._modules[pair.module]
+            module.products.limit = self._limit(pair, len(a))
+            module.add(a, b, update.weight, self._padding(pair, a))
         self._updates += 1
 
     def result(self, rank: int | None = None) -> tuple[dict[str, Tensor], AdapterReport]:
@@ -242,6 +243,14 @@ class AdapterAverage:
         by = self.options.rotates_by(self.server_round)
         a, b = rotated((a, b / scale), near, self.options.strength, by)
         return a, scale * b
+
+    def _limit(self, pair: Pair, rank: int) -> int | None:
+        """Return the rank that a module's sum keeps, None if a dense residual holds everything."""
+        if self.options.folds:
+            return None
+        received = 0 if self.previous is None else len(factors(self.previous, pair)[0])
+        before = self._modules[pair.module].products.limit or 0
+        return self.options.limit or max(KEPT_RANKS * max(rank, received), before)
 
     def _padding(self, pair: Pair, a: Tensor) -> int:
         """Return by how much the rank of a client's factors is smaller than the result's."""

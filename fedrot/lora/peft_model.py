@@ -38,9 +38,9 @@ def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
 def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: bool = True) -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
-    An adapter of larger ranks is cut to the model's own (``fitted``). Residuals are added to the base
-    weights as these were before the first residual; a model that is saved then is no longer its
-    pretrained one with an adapter.
+    An adapter of larger ranks is reduced to the model's own (``fitted``). A residual is added to the
+    original base weights; it is the sum over all rounds, so that a client may miss rounds.
+    ``save_pretrained`` of PEFT does not save it: save ``model.merge_and_unload()``.
 
     Args:
         model: a ``peft.PeftModel``.
@@ -68,7 +68,9 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: b
 
 
 def train_only(model: Any, factors: str | Mapping[str, Any], adapter: str = "default") -> None:
-    """Choose which factors of an adapter are trained; everything else stays as it is.
+    """Set ``requires_grad`` of an adapter's factors; other parameters, such as task heads, keep theirs.
+
+    Call it before the optimiser is built.
 
     Example: ``train_only(model, config)`` with the ``ConfigRecord`` that the client received.
 
@@ -79,7 +81,7 @@ def train_only(model: Any, factors: str | Mapping[str, Any], adapter: str = "def
         adapter: name of the model's adapter.
 
     Raises:
-        FedrotError: it says something else.
+        FedrotError: the value is not ``A``, ``B`` or ``both``.
     """
     chosen = factors if isinstance(factors, str) else str(factors.get(TRAIN, "both"))
     if chosen not in ("A", "B", "both"):

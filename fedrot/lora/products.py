@@ -54,38 +54,37 @@ class Terms:
 
 
 class ProductSum:
-    """The sum ``sum_i w_i B_i A_i`` as two stacked factors of bounded rank.
+    """The sum ``sum_i w_i B_i A_i`` as two stacked factors.
 
     When a product does not fit into twice ``limit`` terms, the sum's best approximation of rank
     ``limit`` takes the place of the sum (Eckart and Young). As long as all ranks together stay below
-    that, the sum is exact. The stacks are allocated once.
+    that, the sum is exact.
 
     Args:
-        limit: the rank to keep.
+        limit: the rank to keep; None keeps everything.
 
     Attributes:
         lost: upper bound of the Frobenius norm of what compressions left out.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.lost = 0.0
-        self._left, self._right = torch.empty(0), torch.empty(0)  # [terms, out], [terms, in]
+        self._left, self._right = torch.empty(0, 0), torch.empty(0, 0)  # [terms, out], [terms, in]
         self._used = 0
         #: Singular values of the first terms, which are orthogonal.
         self._known = torch.empty(0)
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
-        rank, room = len(a), 2 * self.limit
-        if self._used == 0:
-            self._left, self._right = b.new_empty(room, len(b)), a.new_empty(room, a.shape[1])
-        if self._used + rank > room and self._used > self.limit:
+        rank = len(a)
+        if self.limit is not None and self._used + rank > 2 * self.limit and self._used > self.limit:
             self._compress()
-        if self._used + rank > len(self._left):  # A product of a larger rank than was expected.
+        if self._used + rank > len(self._left):
+            usual = 2 * (self.limit or self._used)
             self._left, self._right = (
-                torch.cat([stack[: self._used], stack.new_empty(rank, stack.shape[1])])
-                for stack in (self._left, self._right)
+                _enlarged(stack, self._used, max(usual, self._used + rank), like)
+                for stack, like in ((self._left, b.mT), (self._right, a))
             )
         new = slice(self._used, self._used + rank)
         torch.mul(b.mT, weight, out=self._left[new])
@@ -104,6 +103,14 @@ class ProductSum:
         self._used, self._known = len(kept.s), kept.s
         torch.mul(kept.u.mT, kept.s[:, None], out=self._left[: self._used])
         self._right[: self._used] = kept.vt
+
+
+def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
+    """Return a stack with room for more rows like those of ``like``, which starts with the used ones."""
+    found = like.new_empty(room, like.shape[1])
+    if used:
+        found[:used] = stack[:used]
+    return found
 
 
 def decomposed(left: Tensor, right: Tensor, known: Tensor | None = None) -> Terms:

@@ -39,7 +39,7 @@ class AdapterMergeSettings(BaseModel):
         gt=0,
         description="Of the result; default: the adapters' rank, the largest if they differ.",
     )
-    weights: str | None = Field(None, description="One number per adapter; default: all alike.")
+    weights: str | None = Field(None, description="One number per adapter; default: equal weights.")
 
 
 def merge_adapters(
@@ -47,12 +47,13 @@ def merge_adapters(
 ) -> AdapterReport:
     """Average saved LoRA adapters of one base model, and write the result as an adapter.
 
-    Adapters are read one at a time. Ranks and alphas may differ with the method ``exact``. The result
-    has the first one's configuration and files, but for the rank.
+    Adapters are read one at a time. Ranks and alphas may differ with the method ``exact``. The
+    configuration, its alpha too, and all other files are copied from the first folder; only the rank
+    may change.
 
     Args:
         folders: two or more, each with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        out: a new or empty folder, which appears whole or not at all; None writes nothing.
+        out: a new or empty folder; nothing is there if the merge fails. None writes nothing.
 
     Raises:
         FedrotError: bad input; the message names the setting or the folder.

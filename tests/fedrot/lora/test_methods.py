@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,46 @@ def test_factors_and_residual_are_the_mean_product(options: AdapterOptions, seed
             now = found[f"{module}.residual"] + product(found, module)
             assert torch.allclose(now, total[module], atol=1e-10)
         start = found
+
+
+@pytest.mark.parametrize("method", ["mean", "exact", "stack"])
+def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
+    """Far more terms than a bounded sum would keep."""
+    start, sent = adapter(0), [adapter(i) for i in range(1, 20)]
+    average = AdapterAverage(SETTINGS, AdapterOptions(method, residual="fold"), start)
+    given = [replace(update, weight=1.0) for update in updates(sent, [1.0] * 19)]
+    for update in given:
+        average.add(update)
+    found, report = average.result()
+    for module in MODULES:
+        now = found[f"{module}.residual"] + product(found, module)
+        assert torch.allclose(now, dense_mean(given, module), atol=1e-10)
+        assert report.lost[module] == 0
+
+
+def test_a_bounded_sum_keeps_four_times_the_largest_rank() -> None:
+    """Whatever the order of the clients; what it loses is said."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(rank: int) -> Adapter:
+        a, b = (
+            torch.randn(*shape, generator=generator, dtype=torch.float64)
+            for shape in ((rank, 60), (50, rank))
+        )
+        return {"m.lora_A.weight": a, "m.lora_B.weight": b}
+
+    clients = [drawn(rank) for rank in (1, 4, 4, 4, 4)]
+    for order in (clients, clients[::-1]):
+        found, report = average_adapters(
+            updates(order, [1.0] * 5), SETTINGS, AdapterOptions("exact"), rank=17
+        )
+        assert report.lost == {"m": 0.0}
+        dense = torch.stack([product(c, "m") for c in clients]).mean(0)
+        assert torch.allclose(product(found, "m"), dense, atol=1e-10)
+    many = [drawn(2) for _ in range(20)]
+    _, report = average_adapters(updates(many, [1.0] * 20), SETTINGS, AdapterOptions("exact"))
+    assert report.lost["m"] > 0.1
+    assert "the sum's bounded rank adds" in str(report)
 
 
 def test_a_stack_begins_anew() -> None:

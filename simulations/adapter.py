@@ -57,8 +57,11 @@ class Adapter(BaseModel):
             raise ValueError(f"lora needs {missing[0]}; write lora as r=8,targets=query+value")
         given = {"ranks" if key == "r" else key: _READ[key](value) for key, value in found.items()}
         adapter = cls.model_validate(given)
-        if min(adapter.ranks) < 1 or not adapter.alpha > 0 or not 0 <= adapter.dropout < 1:
+        fits = 0 < adapter.alpha < float("inf") and 0 <= adapter.dropout < 1
+        if min(adapter.ranks) < 1 or not fits:
             raise ValueError("lora: ranks are 1 or more, alpha is above 0, dropout from 0 to below 1")
+        if not all(adapter.targets):
+            raise ValueError("lora: a target has no name; write targets=query+value")
         return adapter
 
     @property
@@ -72,7 +75,10 @@ class Adapter(BaseModel):
 
 
 def _ranks(value: str) -> tuple[int, ...]:
-    return tuple(map(int, value.split("+")))
+    numbers = value.split("+")
+    if not all(map(str.isdecimal, numbers)):
+        raise ValueError(f"lora: r is '{value}'; write r=8, or r=2+4+16 for ranks in turns")
+    return tuple(map(int, numbers))
 
 
 def _switch(value: str) -> bool:

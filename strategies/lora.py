@@ -45,7 +45,7 @@ class AlignedLoRA(Aligned):
     ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The base
     strategy receives the average alone; it can be FedAvg, FedAvgM, FedAdagrad, FedAdam or FedYogi.
 
-    All clients need one alpha. Each round logs how far the new adapter is from the mean of the clients'
+    All clients need one alpha. Each round logs how far the average is from the mean of the clients'
     products, and how far the mean of the factors is. With the methods ``exact``, ``stack`` and ``pad`` a
     client may have a smaller rank than the adapter that it receives (``fedrot.lora.load_adapter``
     reduces it). The training configuration says which factors to train (``fedrot.lora.train_only``).
@@ -93,6 +93,11 @@ class AlignedLoRA(Aligned):
                 f"{name} averages adapters itself, and {behind.__name__} looks at every update. Behind "
                 f"it can stand {able}."
             )
+        if self.robustness.norm_bound is not None and self.adapters.method in OF_ANY_RANK:
+            raise FedrotError(
+                f"norm_bound compares tensors of one shape, and method '{self.adapters.method}' takes "
+                "clients of different ranks. Leave norm_bound out."
+            )
         if self.adapters.folds and behind is not FedAvg:
             raise FedrotError(
                 f"residual='fold' changes the base weights, for which {behind.__name__} has no step. "
@@ -113,6 +118,12 @@ class AlignedLoRA(Aligned):
     ) -> Iterable[Message]:
         """Tell the clients which factors they train."""
         check_not_behind(self)
+        tables = [name for name in arrays if "lora_embedding_A" in name]
+        if tables and self.adapters.schedule == "freeze-a":
+            raise FedrotError(
+                f"'{tables[0]}' is 0 at the start, as PEFT draws adapters of embeddings: with "
+                "schedule='freeze-a' it would stay so. Adapt no embeddings, or take 'alternate'."
+            )
         config[TRAIN] = {None: "both", "A": "B", "B": "A"}[self.adapters.frozen(server_round)]
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -157,7 +168,7 @@ class AdapterSchema(Schema):
 
     def check(self, given: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, but for ranks, are those of the broadcast."""
-        shapes = self.shapes
+        shapes, given = self.shapes, without_residuals(given)
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
                 wanted, own = shapes[name], tuple(given[name].shape) if name in given else ()

@@ -25,7 +25,8 @@ class AdapterOptions:
 
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``pad`` does so for clients of different ranks:
-            smaller factors are padded with zeros (HetLoRA, without its pruning). ``rotate`` rotates
+            smaller factors are padded with zeros (as HetLoRA, which also weights clients by the size of
+            their updates and prunes). ``rotate`` rotates
             each client's factors to those that it received, or to the mean so far, and averages them.
             ``exact`` averages the products, and keeps the best approximation of the result's rank
             (FlexLoRA, with ``gauge="none"``). ``stack`` adds the mean product to the base weights, and
@@ -73,6 +74,8 @@ class AdapterOptions:
                 f"schedule is '{self.schedule}', but method '{self.method}' changes both factors. Take "
                 "method='mean': it is exact where one factor is frozen."
             )
+        if self.schedule == "freeze-a" and self.folds:
+            raise FedrotError("Where A is frozen the mean is exact: there is nothing to fold.")
         if self.method == "stack" and not self.folds:
             raise FedrotError(
                 "Method 'stack' begins anew with a product of 0 in every round, and what clients have "

@@ -72,6 +72,11 @@ class LoraSettings:
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
                 'of the model, peft_model.peft_config["default"], or the content of adapter_config.json.'
             )
+        if found.get("target_parameters"):
+            raise FedrotError(
+                "The adapter has target_parameters (experts of a mixture): its factors hold several "
+                "products each, which fedrot does not average. Adapt modules, target_modules=[...]."
+            )
         kind = str(getattr(found.get("peft_type"), "value", found.get("peft_type") or "LORA"))
         if kind != "LORA":
             raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
@@ -91,17 +96,32 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
     Raises:
         UpdateError: a factor lacks its other half, or there are none.
     """
-    pairs = []
+    pairs: list[Pair] = []
     for name in tensors:
         found = _FIRST.fullmatch(name)
         if found is None:
             continue
+        if found["module"].endswith(".base_layer"):
+            raise UpdateError(
+                f"The factor '{name}' is of several parameters of one module (target_parameters), which "
+                "fedrot does not average. Adapt modules, target_modules=[...]."
+            )
+        if any(pair.module == found["module"] for pair in pairs):
+            raise UpdateError(
+                f"'{found['module']}' has two pairs of factors. Send one adapter: "
+                "adapter_tensors(model, name)."
+            )
         other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
         if other not in tensors:
             raise UpdateError(f"The factor '{name}' has no partner '{other}'. Send the whole adapter.")
         pairs.append(Pair(found["module"], name, other))
     seconds = {pair.b for pair in pairs}
-    alone = [n for n in tensors if re.search(r"\.lora_(embedding_)?B(\.|$)", n) and n not in seconds]
+    alone = [
+        name
+        for name in tensors
+        if re.search(r"\.lora_(embedding_)?B(\.|$)", name) and name not in seconds
+        if not name.endswith(".bias")  # LoraConfig(lora_bias=True): averaged like any other tensor.
+    ]
     if alone:
         raise UpdateError(f"The factor '{alone[0]}' has no partner. Send the whole adapter.")
     if not pairs:

@@ -24,6 +24,7 @@ from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 KEPT_RANKS = 4
 #: A factor that differs by this share from the one that was sent has been trained.
 FROZEN = 0.01
+SMALLEST = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,27 @@ class _Module:
     """The sums of one module over the clients, of products and factors that contain the scale."""
 
     def __init__(self) -> None:
-        self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
+        self.products, self.weight = ProductSum(), 0.0
+        self.mean, self.as_sent = Mean(), Mean()
         self.ranks: set[int] = set()
 
-    def add(self, a: Tensor, b: Tensor, weight: float, padding: int = 0) -> None:
-        """Add the factors of one client, padded with zeros in the mean of factors."""
+    def add(self, sent: Factors, used: Factors, weight: float, padding: int = 0) -> None:
+        """Add the factors of one client as it sent them, and as the mean of factors takes them."""
+        a, b = used
         self.products.add(b, a, weight)
         self.ranks.add(len(a) + padding)
         self.weight += weight
         if len(self.ranks) == 1:
             self.mean.add({"a": pad(a, (0, 0, 0, padding)), "b": pad(b, (0, padding))}, weight)
+            if used is not sent:
+                self.as_sent.add({"a": sent[0], "b": sent[1]}, weight)
 
-    def factors(self, scale: float) -> Factors | None:
+    def factors(self, scale: float, as_sent: bool = False) -> Factors | None:
         """Return the means of the factors in units of a scale, None if ranks differ."""
         if len(self.ranks) > 1:
             return None
-        return self.mean.current["a"], self.mean.current["b"] / scale
+        mean = self.as_sent.current if as_sent and self.as_sent.weight else self.mean.current
+        return mean["a"], mean["b"] / scale
 
     def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
         """Return the mean product in units of a scale, and the factors that a gauge may follow."""
@@ -108,6 +114,7 @@ class AdapterAverage:
         self._shapes: dict[str, torch.Size] = {}
         self._like: dict[str, Tensor] = {}
         self._others = Mean()
+        self._beside: set[str] = set()
         self._updates = 0
 
     def add(self, update: AdapterUpdate, statistics: Statistics | None = None) -> None:
@@ -128,19 +135,23 @@ class AdapterAverage:
         self._check(pairs, read)
         for pair in pairs:
             self._check_frozen(pair, *read[pair.module])
+            self._padding(pair, read[pair.module][0])
+        if self._updates and others.keys() != self._beside:
+            odd = min(others.keys() ^ self._beside)
+            raise UpdateError(f"The tensor '{odd}' is in some adapters, and missing in others.")
         self._others.check(others, update.weight, statistics)
         if self._updates == 0:
-            self._pairs = pairs
+            self._pairs, self._beside = pairs, set(others)
             self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
             self._modules = {module: _Module() for module in read}
             self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
         if others:
             self._others.fold(others, update.weight, statistics)
         for pair in pairs:
-            a, b = self._rotated(pair, *_scaled(pair, *read[pair.module], update.settings))
+            sent = _scaled(pair, *read[pair.module], update.settings)
             module = self._modules[pair.module]
-            module.products.limit = self._limit(pair, len(a))
-            module.add(a, b, update.weight, self._padding(pair, a))
+            module.products.limit = self._limit(pair, *sent)
+            module.add(sent, self._rotated(pair, sent), update.weight, self._padding(pair, sent[0]))
         self._updates += 1
 
     def result(self, rank: int | None = None) -> tuple[dict[str, Tensor], AdapterReport]:
@@ -156,6 +167,8 @@ class AdapterAverage:
         """
         if not self._updates:
             raise FedrotError("There are no adapters to average.")
+        if rank is not None and rank < 1:
+            raise FedrotError(f"rank is {rank}; an adapter has rank 1 at least.")
         tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
         naive: dict[str, float | None] = {}
         error, lost = dict[str, float](), dict[str, float]()
@@ -165,18 +178,20 @@ class AdapterAverage:
             own = rank or (len(received[0]) if received else max(module.ranks))
             scale = self.settings.scale(pair.module, own)
             terms = module.products.terms()
-            found = self._merged(pair, module.wanted(terms, own, scale, received))
-            mean = module.factors(scale)
+            merged = self._merged(pair, module.wanted(terms, own, scale, received))
+            for name, matrix in zip((pair.a, pair.b), merged, strict=True):
+                tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
+            found = _wide(*factors(tensors, pair))
+            mean = module.factors(scale, as_sent=True)
             naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
             error[pair.module] = module.error(terms, found, scale)
             lost[pair.module] = _share(module.products.lost, terms.norm)
-            for name, matrix in zip((pair.a, pair.b), found, strict=True):
-                tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
+            residual, before = residual_name(pair), (self.previous or {}).get(residual_name(pair))
             if self.options.folds:
-                name, error[pair.module] = residual_name(pair), 0.0
-                before = (self.previous or {}).get(name)
-                rest = module.rest(terms, found, scale)
-                tensors[name] = rest if before is None else rest + before.to(rest)
+                rest, error[pair.module] = module.rest(terms, found, scale), 0.0
+                tensors[residual] = rest if before is None else rest + before.to(rest)
+            elif before is not None:
+                tensors[residual] = before
         return tensors, AdapterReport(self._updates, naive, error, lost)
 
     def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
@@ -223,34 +238,36 @@ class AdapterAverage:
         if frozen is None or received is None or received[0].shape != a.shape:
             return
         name, own, sent = (pair.a, a, received[0]) if frozen == "A" else (pair.b, b, received[1])
-        # Rounding on the wire is no training.
-        if torch.linalg.vector_norm(own - sent) > FROZEN * torch.linalg.vector_norm(sent):
+        # Rounding on the wire is no training, that to float16's smallest numbers neither.
+        allowed = FROZEN * torch.linalg.vector_norm(sent) + SMALLEST * sent.numel() ** 0.5
+        if torch.linalg.vector_norm(own - sent) > allowed:
             raise UpdateError(
                 f"The factor '{name}' is not the one that the client received, but {frozen} is frozen "
                 "in this round. Call fedrot.lora.train_only(model, config) before the client trains."
             )
 
-    def _rotated(self, pair: Pair, a: Tensor, b: Tensor) -> Factors:
+    def _rotated(self, pair: Pair, sent: Factors) -> Factors:
         """Return a client's factors, rotated to what it received or to the mean so far if asked for."""
+        a, b = sent
         if self.options.method != "rotate":
-            return a, b
+            return sent
         module, received = self._modules[pair.module], self._received(pair)
         scale = self.settings.scale(pair.module, len(a))
         to = received or (module.factors(scale) if module.weight else None)
         if to is None or to[0].shape != a.shape:
-            return a, b
+            return sent
         near = (to[0].to(a), to[1].to(b))
         by = self.options.rotates_by(self.server_round)
         a, b = rotated((a, b / scale), near, self.options.strength, by)
         return a, scale * b
 
-    def _limit(self, pair: Pair, rank: int) -> int | None:
-        """Return the rank that a module's sum keeps, None if a dense residual holds everything."""
+    def _limit(self, pair: Pair, a: Tensor, b: Tensor) -> int:
+        """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
         if self.options.folds:
-            return None
+            return min(len(b), a.shape[1])
         received = 0 if self.previous is None else len(factors(self.previous, pair)[0])
         before = self._modules[pair.module].products.limit or 0
-        return self.options.limit or max(KEPT_RANKS * max(rank, received), before)
+        return self.options.limit or max(KEPT_RANKS * max(len(a), received), before)
 
     def _padding(self, pair: Pair, a: Tensor) -> int:
         """Return by how much the rank of a client's factors is smaller than the result's."""
@@ -266,13 +283,20 @@ class AdapterAverage:
     def _received(self, pair: Pair) -> Factors | None:
         if self.previous is None:
             return None
-        a, b = factors(self.previous, pair)
-        return a.to(compute_dtype(a)), b.to(compute_dtype(b))
+        if pair.a not in self.previous:
+            raise UpdateError(f"The adapter that the clients received does not have '{pair.module}'.")
+        return _wide(*factors(self.previous, pair))
+
+
+def _wide(a: Tensor, b: Tensor) -> Factors:
+    """Return factors in the dtype to compute in."""
+    return a.to(compute_dtype(a)), b.to(compute_dtype(b))
 
 
 def _scaled(pair: Pair, a: Tensor, b: Tensor, settings: LoraSettings) -> Factors:
     """Return a client's factors in the dtype to compute in; ``B`` contains the scale."""
-    return a.to(compute_dtype(a)), b.to(compute_dtype(b)) * settings.scale(pair.module, len(a))
+    wide, scale = _wide(a, b), settings.scale(pair.module, len(a))
+    return wide[0], wide[1] * scale
 
 
 def average_adapters(
@@ -281,6 +305,7 @@ def average_adapters(
     options: AdapterOptions | None = None,
     previous: Tensors | None = None,
     rank: int | None = None,
+    server_round: int = 1,
 ) -> tuple[dict[str, Tensor], AdapterReport]:
     """Average LoRA adapters, which are read one at a time.
 
@@ -294,12 +319,13 @@ def average_adapters(
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
         rank: of the result; None: in each module that of ``previous``, else the largest of the clients'.
+        server_round: for options that differ by round.
 
     Raises:
-        FedrotError: there are no updates.
+        FedrotError: there are no updates, or the rank is below 1.
         UpdateError: an update is no adapter, or does not fit the others.
     """
-    average = AdapterAverage(settings, options or AdapterOptions(), previous)
+    average = AdapterAverage(settings, options or AdapterOptions(), previous, server_round)
     for update in updates:
         average.add(update)
     return average.result(rank)

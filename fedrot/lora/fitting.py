@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedrot.lora.adapters import LoraSettings, factors, pairs_of, shaped
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, shaped
 from fedrot.lora.gauges import Wanted, balanced, rotated
 from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors, compute_dtype
@@ -23,11 +24,17 @@ def fitted(
         rank: of the result, or an adapter with the same names that has its ranks. Modules of smaller
             ranks stay as they are.
         best: False keeps the first ``rank`` directions of the factors, as clients of method ``pad`` do.
+
+    Raises:
+        FedrotError: the rank is below 1.
+        UpdateError: these are no factors, or the adapter with the ranks lacks a module.
     """
+    if isinstance(rank, int) and rank < 1:
+        raise FedrotError(f"rank is {rank}; an adapter has rank 1 at least.")
     found, scales = dict(tensors), LoraSettings.of(settings)
     for pair in pairs_of(tensors):
         a, b = factors(tensors, pair)
-        wanted = rank if isinstance(rank, int) else len(rank[pair.a])
+        wanted = rank if isinstance(rank, int) else _rank_in(rank, pair)
         if wanted >= len(a):
             continue
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
@@ -35,7 +42,13 @@ def fitted(
         cut = (a[:wanted], b[:, :wanted])
         first = decomposed(b, a).first(wanted) if best else None
         if first is not None and first.norm > 0:
-            cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, None)), cut)
+            cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, cut)), cut)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):
             found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
     return found
+
+
+def _rank_in(adapter: Tensors, pair: Pair) -> int:
+    if pair.a not in adapter:
+        raise UpdateError(f"'{pair.module}' is adapted at the server, and not here. Use one LoraConfig.")
+    return len(adapter[pair.a])

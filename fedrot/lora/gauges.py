@@ -43,13 +43,36 @@ class Wanted:
 def balanced(of: Wanted) -> Factors:
     """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal size, in no one's coordinates.
 
-    Where the product has no more terms, ``B`` is 0 and ``A`` is not, as at the start of LoRA: a
-    direction in which both are 0 would never be trained again.
+    Where the product has no more terms, ``B`` is 0, and the rows of ``A`` are what it had outside of the
+    product's row space: a direction in which both are 0 would never be trained again.
     """
+    u, s, vt = _terms(of)
+    kept, root = of.mean or of.previous, s.sqrt()
+    if kept is None:
+        size = root.mean() if len(root) else 1.0
+        rest = of.vt[len(s) :] * size
+    else:
+        _, outside, directions = _around(kept[0], vt)
+        rest = directions[:, len(s) :].mT @ outside
+    a = torch.cat([root[:, None] * vt, rest])
+    return a, torch.cat([u * root, u.new_zeros(len(u), len(rest))], 1)
+
+
+def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the terms that are not 0."""
     there = of.s > of.s[0] * torch.finfo(of.s.dtype).eps * len(of.s)
-    root = of.s.sqrt()
-    root = torch.where(there, root, root[there].mean() if there.any() else torch.ones_like(root))
-    return root[:, None] * of.vt, of.u * (of.s / root * there)
+    return of.u[:, there], of.s[there], of.vt[there]
+
+
+def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``A V``, the part of ``A`` outside of the row space, and its left singular vectors.
+
+    These are ``[rank, rank]``, those of the smallest singular values first.
+    """
+    inside = a @ vt.mT
+    outside = a - inside @ vt
+    wide = outside.double()
+    return inside, outside, torch.linalg.eigh(wide @ wide.mT)[1].to(a)
 
 
 def rotated(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Factors:
@@ -85,19 +108,25 @@ def near_previous(of: Wanted) -> Factors:
 def keep_a(of: Wanted) -> Factors:
     """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the product allows.
 
-    ``A = A_mean V V^T``, which is the projection of the mean on the row space of the product, and
-    ``B = U S V^T A^+``. Where the clients' ranks differ, ``A`` is kept near to the one that they
-    received. Where the projection is nearly singular, the factors are those of ``near_mean``.
+    The row space of ``A`` has to contain that of the product, of rank ``k``. The nearest ``A`` is the
+    mean without the ``k`` smallest singular directions ``Z`` of its part outside of that row space:
+    ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S (Z^T A_mean V)^-1 Z^T``. Where ``k`` is the
+    rank of the factors that is ``A = A_mean V V^T``. Where the clients' ranks differ, ``A`` is kept near
+    to the one that they received. Where the inverse is ill-conditioned, the factors are those of
+    ``near_mean``.
     """
     kept = of.mean or of.previous
     if kept is None:
         return balanced(of)
-    inside = kept[0] @ of.vt.mT
-    singular = torch.linalg.svdvals(inside.double())
-    if not singular[-1] * LARGEST_CONDITION > singular[0]:
+    u, s, vt = _terms(of)
+    inside, outside, directions = _around(kept[0], vt)
+    dropped = directions[:, : len(s)]
+    small = dropped.mT @ inside
+    singular = torch.linalg.svdvals(small.double())
+    if len(s) and not singular[-1] * LARGEST_CONDITION > singular[0]:
         return near_mean(of)
-    b = torch.linalg.solve(inside.mT, (of.u * of.s).mT).mT
-    return inside @ of.vt, b
+    b = torch.linalg.solve(small.mT, (u * s).mT).mT @ dropped.mT
+    return kept[0] - dropped @ (dropped.mT @ outside), b
 
 
 #: The gauges by name.

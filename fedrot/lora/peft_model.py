@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,11 +52,17 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: b
 
     Raises:
         UpdateError: the tensors are not those of this adapter.
-        FedrotError: there is a residual for quantised weights. Nothing has been loaded then.
+        FedrotError: the adapter is merged; or there is a residual for quantised or shared weights.
+            Nothing has been loaded then.
     """
     from peft import set_peft_model_state_dict
 
     own = adapter_tensors(model, adapter)
+    merged = [n for n, m in model.named_modules() if adapter in getattr(m, "merged_adapters", ())]
+    if merged:
+        raise FedrotError(
+            f"The adapter is merged into the weights of '{merged[0]}'. Call model.unmerge_adapter()."
+        )
     cut = fitted(without_residuals(tensors), model.peft_config[adapter], own, best)
     different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
     if different:
@@ -87,10 +95,11 @@ def train_only(model: Any, factors: str | Mapping[str, Any], adapter: str = "def
     if chosen not in ("A", "B", "both"):
         raise FedrotError(f"Factors to train are '{chosen}'; they are A, B or both.")
     _check_adapter(model, adapter)
+    own = re.compile(rf".+\.lora_(embedding_)?([AB])\.{re.escape(adapter)}(\.weight)?")
     for name, parameter in model.named_parameters():
-        for factor in ("A", "B"):
-            if f".lora_{factor}.{adapter}" in name or f".lora_embedding_{factor}.{adapter}" in name:
-                parameter.requires_grad_(chosen in (factor, "both"))
+        found = own.fullmatch(name)
+        if found:
+            parameter.requires_grad_(chosen in (found[2], "both"))
 
 
 def _check_adapter(model: Any, adapter: str) -> None:
@@ -106,23 +115,44 @@ def _check_adapter(model: Any, adapter: str) -> None:
 
 def _fold(model: Any, tensors: Tensors) -> None:
     """Set each base weight to what it was at first, plus its residual if there is one."""
-    found = {}
+    found = []
     for pair in pairs_of(tensors):
         layer, residual = model.get_submodule(pair.module), tensors.get(residual_name(pair))
-        weight: Tensor = layer.get_base_layer().weight
-        if residual is not None and not weight.is_floating_point():
-            raise FedrotError(
-                f"The base weights of '{pair.module}' are quantised, and cannot take a residual. Give "
-                "AdapterOptions(residual='drop') at the server."
-            )
+        if residual is not None:
+            _check_foldable(model, pair.module, layer)
         if residual is not None or hasattr(layer, _BASE):
-            found[pair.module] = (layer, weight, residual)
-    for layer, weight, residual in found.values():
+            found.append((layer, residual))
+    folded = [layer for layer, residual in found if residual is not None]
+    half = {str(layer.get_base_layer().weight.dtype) for layer in folded}
+    if half & {"torch.float16", "torch.bfloat16"}:
+        warnings.warn(
+            f"The base weights are {', '.join(sorted(half))}, which rounds most of a residual away. "
+            "Load the base model in float32.",
+            stacklevel=3,
+        )
+    for layer, residual in found:
+        weight: Tensor = layer.get_base_layer().weight
         if not hasattr(layer, _BASE):
             layer.register_buffer(_BASE, weight.detach().clone(), persistent=False)
         base = getattr(layer, _BASE)
         with torch.no_grad():
             weight.copy_(base if residual is None else base + _laid_out(layer, residual, base))
+
+
+def _check_foldable(model: Any, module: str, layer: Any) -> None:
+    """Raise ``FedrotError`` if a layer's weights are quantised, or are also those of another layer."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    sharing = [m for m in model.modules() if getattr(m, "_parameters", {}).get("weight") is weight]
+    if weight is None or not weight.is_floating_point():
+        problem = "are quantised"
+    elif len(sharing) > 1:
+        problem = "are those of another module, too (tied embeddings)"
+    else:
+        return
+    raise FedrotError(
+        f"The base weights of '{module}' {problem}, and cannot take a residual. Give "
+        "AdapterOptions(residual='drop') at the server."
+    )
 
 
 def _laid_out(layer: Any, residual: Tensor, base: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from fedrot._io import replacing, write_json
 from fedrot.errors import FedrotError
-from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
+from fedrot.lora.averaging import AdapterAverage
 from fedrot.simulations.merge.merging import weights_of
-from fedrot.simulations.models.model_files import refuse_filled
+from fedrot.simulations.models.model_files import about, refuse_filled
 from fedrot.tensors import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -24,6 +25,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
 _ALIKE = ("base_model_name_or_path", "task_type", "fan_in_fan_out", "use_dora")
+#: Starts of adapters that leave the base weights as they are; others, such as PiSSA, change them.
+_STARTS = (None, True, False, "gaussian", "eva")
 
 
 class AdapterMergeSettings(BaseModel):
@@ -73,15 +76,22 @@ def merge_adapters(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
                     f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
                 )
+        if config.get("init_lora_weights") not in _STARTS:
+            raise FedrotError(
+                f"'{folder}' was started by {config['init_lora_weights']}, which changes the base "
+                "weights. Save it as an adapter of the original base (PEFT: save_pretrained with "
+                "path_initial_model_for_weight_conversion)."
+            )
     scales = list(map(LoraSettings.of, configs))
     ranks = [_ranks(_tensors(folder)) for folder in folders]
     differ = any(own != ranks[0] for own in ranks)
     largest = max(rank for own in ranks for rank in own.values())
     rank = settings.rank or (largest if differ else None)
-    given = zip(folders, weights, scales, strict=True)
-    updates = (AdapterUpdate(_tensors(folder), weight, scale) for folder, weight, scale in given)
-    options = AdapterOptions(settings.method, "none")
-    merged, report = average_adapters(updates, scales[0], options, rank=rank)
+    average = AdapterAverage(scales[0], AdapterOptions(settings.method, "none"))
+    for folder, weight, scale in zip(folders, weights, scales, strict=True):
+        with about(folder):
+            average.add(AdapterUpdate(_tensors(folder), weight, scale))
+    merged, report = average.result(rank)
     if out is not None:
         changes = {} if rank is None else {"r": rank, "rank_pattern": {}}
         _write(out, merged, {**configs[0], **changes}, folders[0])

@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot.errors import FedrotError
+from fedrot.lora.adapters import without_residuals
 from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.reporting.metrics_log import Evaluate
 from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints
@@ -202,7 +203,10 @@ class _Run:
 
 
 def _check_same_model(found: Checkpoint, initial: ArrayRecord) -> None:
-    saved, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (found.arrays, initial))
+    saved, ours = (
+        {name: array.shape for name, array in without_residuals(arrays).items()}
+        for arrays in (found.arrays, initial)
+    )
     different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if different:
         name = different[0]

@@ -14,7 +14,7 @@ from fedrot.lora import TRAIN, AdapterOptions, AdapterUpdate, average_adapters, 
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, AlignedLoRA
-from fedrot.strategies.settings import Checkpointing, Execution, Reporting
+from fedrot.strategies.settings import Checkpointing, Execution, Reporting, Robustness
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -38,7 +38,8 @@ def client(index: int) -> Callable[[Message], Message]:
         (received,) = message.content.array_records.values()
         start = received.to_torch_state_dict()
         step = floats(adapter(index))
-        return reply(message, {n: t + 0.3 * step[n] for n, t in start.items()}, 10 + index, index)
+        sent = {n: t + 0.3 * step[n] for n, t in start.items() if n in step}
+        return reply(message, sent, 10 + index, index)
 
     return train
 
@@ -146,9 +147,18 @@ def test_settings_are_checked_before_anything_runs() -> None:
         FedRotLoRA({"hidden_size": 3})
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        AdapterOptions("exact", "previous"),
+        AdapterOptions("mean", residual="fold"),
+        AdapterOptions("stack", residual="fold"),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path: Any) -> None:
     def strategy(**more: Any) -> FedRotLoRA:
-        options, execution = AdapterOptions("exact", "previous"), Execution(deterministic=True)
+        execution = Execution(deterministic=True)
         return FedRotLoRA(CONFIG, options, execution=execution, **EVERY, **more)
 
     whole = started(strategy(), 3).arrays.to_torch_state_dict()
@@ -240,3 +250,50 @@ def test_what_cannot_stand_behind_is_refused() -> None:
         median(CONFIG)
     with pytest.raises(FedrotError, match=r"changes the base weights, for which FedAdam has no step"):
         AdamLoRA(CONFIG, AdapterOptions(residual="fold"))
+
+
+def test_a_run_goes_on_from_the_result_of_another() -> None:
+    """A residual stays where the next run adds none."""
+    folded = started(FedRotLoRA(CONFIG, AdapterOptions(residual="fold"), **EVERY)).arrays
+    residuals = {n: t for n, t in folded.to_torch_state_dict().items() if "residual" in n}
+    for strategy in (FedRotLoRA(CONFIG, **EVERY), AdamLoRA(CONFIG, eta=0.01, **EVERY)):
+        grid = FakeGrid({100 + i: client(i) for i in range(3)})
+        found = strategy.start(grid, folded, 1).arrays.to_torch_state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in residuals.items())
+
+
+def test_clients_may_send_the_residual_back() -> None:
+    def echo(message: Message) -> Message:
+        (received,) = message.content.array_records.values()
+        return reply(message, received.to_torch_state_dict(), 10, message.metadata.dst_node_id)
+
+    strategy = FedRotLoRA(CONFIG, AdapterOptions(residual="fold"), **EVERY)
+    grid = FakeGrid({100 + i: echo for i in range(2)})
+    found = strategy.start(grid, ArrayRecord(floats(adapter(9))), 2).arrays.to_torch_state_dict()
+    for name, tensor in floats(adapter(9)).items():
+        assert torch.allclose(found[name], tensor, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
+    seen: list[str] = []
+    strategy = FedRotLoRA(
+        CONFIG,
+        AdapterOptions(schedule="alternate"),
+        execution=Execution(wire=torch.float16),
+        **EVERY,
+    )
+    start = {n: size * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
+    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
+    result = strategy.start(grid, ArrayRecord(start), 3)
+    assert set(result.train_metrics_clientapp) == {1, 2, 3}
+
+
+def test_more_that_does_not_go_together_is_refused() -> None:
+    with pytest.raises(FedrotError, match="norm_bound compares tensors of one shape"):
+        FedRotLoRA(CONFIG, AdapterOptions("exact"), robustness=Robustness(norm_bound=3.0))
+    table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}
+    strategy = FedRotLoRA(CONFIG, AdapterOptions(schedule="freeze-a"), **EVERY)
+    grid = FakeGrid({100 + i: client(i) for i in range(3)})
+    with pytest.raises(FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"):
+        strategy.start(grid, ArrayRecord(table), 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
     """Far more terms than a bounded sum would keep."""
     start, sent = adapter(0), [adapter(i) for i in range(1, 20)]
     average = AdapterAverage(SETTINGS, AdapterOptions(method, residual="fold"), start)
-    given = [replace(update, weight=1.0) for update in updates(sent, [1.0] * 19)]
+    given = updates(sent, [1.0] * 19)
     for update in given:
         average.add(update)
     found, report = average.result()
@@ -171,6 +170,7 @@ def test_ranks_may_differ_in_stacks() -> None:
         ({"by": "C"}, "Unknown by 'C'"),
         ({"method": "exact", "schedule": "freeze-a"}, "method 'exact' changes both factors"),
         ({"method": "stack"}, "Give residual='fold'"),
+        ({"schedule": "freeze-a", "residual": "fold"}, "there is nothing to fold"),
         ({"strength": 1.5}, "strength is 1.5; it is 0 to 1"),
         ({"limit": 0}, "at least rank 1"),
     ],

@@ -18,7 +18,7 @@ from tests.fedrot.lora.test_peft import bert, outputs
 class Layers(nn.Module):
     """One layer of each kind that PEFT adapts."""
 
-    config = None
+    config = {"model_type": "layers"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,3 +138,66 @@ def test_models_without_this_adapter_are_refused() -> None:
         adapter_tensors(nn.Linear(2, 2))
     with pytest.raises(FedrotError, match=r"no adapter 'other'; its adapters are default"):
         load_adapter(layers(), {}, "other")
+
+
+def test_merged_adapters_and_shared_weights_are_refused() -> None:
+    model = layers()
+    own = adapter_tensors(model)
+    model.merge_adapter()
+    with pytest.raises(FedrotError, match=r"merged into the weights of '.*linear'. Call model.unmerge"):
+        load_adapter(model, own)
+    model.unmerge_adapter()
+    load_adapter(model, own)
+    tied: Any = Layers()
+    tied.head = nn.Linear(6, 30, bias=False)
+    tied.head.weight = tied.wte.weight
+    shared = adapted(tied, target_modules=["wte"])
+    own = adapter_tensors(shared)
+    (pair,) = pairs_of(own)
+    with pytest.raises(FedrotError, match="are those of another module, too"):
+        load_adapter(shared, {**own, residual_name(pair): torch.ones(6, 30)})
+    load_adapter(shared, own)
+
+
+def test_half_precision_is_told_that_it_loses_a_residual() -> None:
+    model = layers().bfloat16()
+    own = adapter_tensors(model)
+    (pair,) = pairs_of(own)
+    with pytest.warns(UserWarning, match=r"torch.bfloat16, which rounds most of a residual away"):
+        load_adapter(model, {**own, residual_name(pair): torch.ones(6, 6)})
+
+
+def test_one_adapter_of_several_is_trained_and_sent() -> None:
+    model = layers()
+    model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["linear"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "default2" not in name)
+    train_only(model, "B", "default")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"base_model.model.linear.lora_B.default.weight"}
+    both = {n: t for n, t in model.state_dict().items() if "lora_" in n}
+    with pytest.raises(UpdateError, match="has two pairs of factors"):
+        pairs_of(both)
+    (pair,) = pairs_of(adapter_tensors(model, "default2"))
+    assert len(adapter_tensors(model, "default2")[pair.a]) == 2
+
+
+def test_experts_of_a_mixture_are_refused() -> None:
+    name = "base_model.model.experts.base_layer.lora_A.weight"
+    with pytest.raises(UpdateError, match="several parameters of one module"):
+        pairs_of({name: torch.ones(2, 2), name.replace("_A", "_B"): torch.ones(2, 2)})
+    config = {"lora_alpha": 4, "target_parameters": ["experts.gate_up_proj"]}
+    with pytest.raises(FedrotError, match="has target_parameters"):
+        LoraSettings.of(config)
+
+
+def test_biases_of_factors_travel_like_other_tensors() -> None:
+    model = layers()
+    model = peft.get_peft_model(
+        Layers(), peft.LoraConfig(r=2, target_modules=["linear"], lora_bias=True)
+    )
+    own = adapter_tensors(model)
+    assert any(name.endswith("lora_B.bias") for name in own)
+    changed = {name: tensor + 1 for name, tensor in own.items()}
+    load_adapter(model, changed)
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in adapter_tensors(model).items())

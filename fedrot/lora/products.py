@@ -79,7 +79,7 @@ class ProductSum:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
         rank = len(a)
         if self.limit is not None and self._used + rank > 2 * self.limit and self._used > self.limit:
-            self._compress()
+            self._compress(self.limit)
         if self._used + rank > len(self._left):
             usual = 2 * (self.limit or self._used)
             self._left, self._right = (
@@ -96,10 +96,10 @@ class ProductSum:
         left, right = self._left[: self._used].mT, self._right[: self._used]
         return decomposed(left, right, self._known)
 
-    def _compress(self) -> None:
+    def _compress(self, rank: int) -> None:
         found = self.terms()
-        self.lost += found.tail(self.limit)
-        kept = found.first(min(self.limit, len(found.s)))
+        self.lost += found.tail(rank)
+        kept = found.first(min(rank, len(found.s)))
         self._used, self._known = len(kept.s), kept.s
         torch.mul(kept.u.mT, kept.s[:, None], out=self._left[: self._used])
         self._right[: self._used] = kept.vt

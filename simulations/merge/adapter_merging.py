@@ -35,14 +35,17 @@ class AdapterMergeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: str = Field(
-        "exact", description="exact: the mean of products, cut to the rank; mean: of the factors."
+        default="exact",
+        description="exact: the mean of products, cut to the rank; mean: of the factors.",
     )
     rank: int | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Of the result; default: the adapters' rank, the largest if they differ.",
     )
-    weights: str | None = Field(None, description="One number per adapter; default: equal weights.")
+    weights: str | None = Field(
+        default=None, description="One number per adapter; default: equal weights."
+    )
 
 
 def merge_adapters(

@@ -18,10 +18,9 @@ from tests.fedrot.lora.test_peft import bert, outputs
 class Layers(nn.Module):
     """One layer of each kind that PEFT adapts."""
 
-    config = {"model_type": "layers"}
-
     def __init__(self) -> None:
         super().__init__()
+        self.config = {"model_type": "layers"}
         from transformers.pytorch_utils import Conv1D
 
         self.wte, self.conv1d, self.linear = nn.Embedding(30, 6), Conv1D(6, 6), nn.Linear(6, 6)

@@ -58,7 +58,7 @@ def merge(
     name="merge-adapters",
     fields=AdapterMergeSettings,
 )
-def merge_saved_adapters(
+def merge_adapters(
     adapters: Annotated[
         list[Path], typer.Argument(help="Two or more folders of LoRA adapters, as PEFT saves them.")
     ],
@@ -68,11 +68,12 @@ def merge_saved_adapters(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:
     """Average saved LoRA adapters of one base model, and write the result as an adapter."""
-    from fedrot.simulations.merge.adapter_merging import merge_adapters
+    from fedrot.simulations.merge import adapter_merging
 
     if out is None and not dry_run:
         raise ValueError("There is nowhere to write to: give --out, or --dry-run.")
-    report = merge_adapters(adapters, None if dry_run else out, AdapterMergeSettings(**settings))
+    asked = AdapterMergeSettings(**settings)
+    report = adapter_merging.merge_adapters(adapters, None if dry_run else out, asked)
     say(f"{report}.")
     say("Dry run: nothing was written." if dry_run else f"Written: {out}")
 

@@ -131,18 +131,23 @@ def markdown(found: Sequence[Regime]) -> str:
 
 def regime_plot(path: Path, found: Sequence[Regime]) -> Path:
     """Draw a panel per model and partition: starts by local epochs, the difference in every cell."""
-    models, partitions, epochs, starts = (
+    models, partitions, starts = (
         list(dict.fromkeys(getattr(regime, name) for regime in found))
-        for name in ("model", "partition", "local_epochs", "start")
+        for name in ("model", "partition", "start")
     )
-    width = 1.6 + len(partitions) * (0.9 + 0.75 * len(epochs))
+    epochs = {
+        model: list(dict.fromkeys(r.local_epochs for r in found if r.model == model)) for model in models
+    }
+    columns = max(map(len, epochs.values()))
+    width = 1.6 + len(partitions) * (0.9 + 0.75 * columns)
     figure, axes = new_figure(
         len(models), len(partitions), width=width, height=0.9 + 0.45 * len(starts), sharey=True
     )
     for line, model in zip(axes, models, strict=True):
         for ax, partition in zip(line, partitions, strict=True):
             own = [r for r in found if (r.model, r.partition) == (model, partition)]
-            _panel(ax, own, epochs, starts)
+            _panel(ax, own, epochs[model], starts)
+            ax.set_xlim(-0.5, columns - 0.5)
             ax.set_title(f"{model}, {partition}", loc="left", fontsize="small")
     for ax in axes[-1]:
         ax.set_xlabel("local epochs")
@@ -161,7 +166,6 @@ def _panel(ax: Axes, own: Sequence[Regime], epochs: list[float], starts: list[st
         ax.text(x, y, said, ha="center", va="center", fontsize="small")
     ax.set_xticks(range(len(epochs)), [f"{value:g}" for value in epochs])
     ax.set_yticks(range(len(starts)), starts)
-    ax.set_xlim(-0.5, len(epochs) - 0.5)
     ax.set_ylim(len(starts) - 0.5, -0.5)
     ax.grid(visible=False)
     ax.tick_params(length=0)

@@ -133,7 +133,7 @@ class AdapterAverage:
         others = self._other_tensors(tensors, pairs)
         read = {pair.module: factors(tensors, pair) for pair in pairs}
         self._check(pairs, read)
-        for pair in pairs:
+        for pair in pairs:  # Their errors have to come before anything is added.
             self._check_frozen(pair, *read[pair.module])
             self._padding(pair, read[pair.module][0])
         if self._updates and others.keys() != self._beside:

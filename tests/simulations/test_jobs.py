@@ -87,7 +87,9 @@ def test_a_job_that_waited_goes_on_before_later_ones(tmp_path: Path) -> None:
         Job("occupied", until, (order, "follower")),
     ]
     outcomes(jobs, Machine(2))
-    assert Path(order).read_text().split() == ["first", "follower", "third", "last"]
+    found = Path(order).read_text().split()
+    assert found[:2] == ["first", "follower"]
+    assert sorted(found[2:]) == ["last", "third"]  # Two cores do them at the same time.
 
 
 def test_a_job_whose_process_dies_fails_alone() -> None:

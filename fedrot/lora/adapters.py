@@ -132,6 +132,12 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
+def check_rank(rank: int) -> None:
+    """Raise ``FedrotError`` if no adapter has this rank."""
+    if rank < 1:
+        raise FedrotError(f"rank is {rank}; an adapter has rank 1 at least.")
+
+
 def residual_name(pair: Pair) -> str:
     """Return the name of what a module's base weights receive: a dense ``[out, in]`` matrix."""
     return f"{pair.module}{_RESIDUAL}"

@@ -14,7 +14,15 @@ from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
-from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, residual_name, shaped
+from fedrot.lora.adapters import (
+    LoraSettings,
+    Pair,
+    check_rank,
+    factors,
+    pairs_of,
+    residual_name,
+    shaped,
+)
 from fedrot.lora.gauges import Factors, Wanted, rotated
 from fedrot.lora.methods import METHODS
 from fedrot.lora.products import ProductSum, Terms
@@ -167,8 +175,8 @@ class AdapterAverage:
         """
         if not self._updates:
             raise FedrotError("There are no adapters to average.")
-        if rank is not None and rank < 1:
-            raise FedrotError(f"rank is {rank}; an adapter has rank 1 at least.")
+        if rank is not None:
+            check_rank(rank)
         tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
         naive: dict[str, float | None] = {}
         error, lost = dict[str, float](), dict[str, float]()
@@ -265,20 +273,21 @@ class AdapterAverage:
         """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
         if self.options.folds:
             return min(len(b), a.shape[1])
-        received = 0 if self.previous is None else len(factors(self.previous, pair)[0])
-        before = self._modules[pair.module].products.limit or 0
-        return self.options.limit or max(KEPT_RANKS * max(len(a), received), before)
+        received, before = self._received(pair), self._modules[pair.module].products.limit or 0
+        largest = max(len(a), len(received[0]) if received else 0)
+        return self.options.limit or max(KEPT_RANKS * largest, before)
 
     def _padding(self, pair: Pair, a: Tensor) -> int:
         """Return by how much the rank of a client's factors is smaller than the result's."""
         if self.options.method != "pad":
             return 0
-        if self.previous is None:
+        received = self._received(pair)
+        if received is None:
             raise UpdateError(
                 "Method 'pad' pads factors to the rank of the adapter that the clients received. Give "
                 "it as previous."
             )
-        return max(len(factors(self.previous, pair)[0]) - len(a), 0)
+        return max(len(received[0]) - len(a), 0)
 
     def _received(self, pair: Pair) -> Factors | None:
         if self.previous is None:

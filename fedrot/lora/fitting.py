@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import LoraSettings, Pair, factors, pairs_of, shaped
+from fedrot.errors import UpdateError
+from fedrot.lora.adapters import LoraSettings, Pair, check_rank, factors, pairs_of, shaped
 from fedrot.lora.gauges import Wanted, balanced, rotated
 from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors, compute_dtype
@@ -29,8 +29,8 @@ def fitted(
         FedrotError: the rank is below 1.
         UpdateError: these are no factors, or the adapter with the ranks lacks a module.
     """
-    if isinstance(rank, int) and rank < 1:
-        raise FedrotError(f"rank is {rank}; an adapter has rank 1 at least.")
+    if isinstance(rank, int):
+        check_rank(rank)
     found, scales = dict(tensors), LoraSettings.of(settings)
     for pair in pairs_of(tensors):
         a, b = factors(tensors, pair)

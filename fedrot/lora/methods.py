@@ -22,7 +22,7 @@ def _exact(of: Wanted, gauge: str, seed: int) -> Factors | None:
 
 
 def _anew(of: Wanted, gauge: str, seed: int) -> Factors | None:
-    """Return a start of LoRA as PEFT draws it, kaiming uniform, and ``B = 0``."""
+    """Return a start of LoRA as PEFT draws it for linear layers: ``A`` kaiming uniform, ``B = 0``."""
     drawn = torch.rand(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     bound = of.vt.shape[1] ** -0.5
     return ((2 * drawn - 1) * bound).to(of.vt), torch.zeros_like(of.u)

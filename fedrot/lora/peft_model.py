@@ -1,4 +1,4 @@
-"""What a client does with a PEFT model: send its adapter, load one, train one factor."""
+"""Functions for a client's PEFT model: ``adapter_tensors``, ``load_adapter`` and ``train_only``."""
 
 from __future__ import annotations
 

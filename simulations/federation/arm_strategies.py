@@ -1,10 +1,10 @@
-"""The strategies of cells: ``FedRot``, or an average of adapters, with the cell's rows."""
+"""A cell of a configuration, ``ArmRun``, and its strategy: ``FedRot``, or an average of adapters."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,20 @@ from flwr.serverapp.strategy import FedAdam, FedYogi
 from torch import nn
 
 from fedrot.lora import AdapterOptions, adapter_symmetry
-from fedrot.simulations.federation.arm_run import ArmRun
+from fedrot.simulations.arm import Arm
+from fedrot.simulations.config import Start
 from fedrot.simulations.federation.arms import (
     aggregation_of,
     evaluate_at_clients,
+    evaluate_held_out,
     evaluate_together,
 )
 from fedrot.simulations.federation.client_app import ALONE
-from fedrot.simulations.models.build import model_config
+from fedrot.simulations.federation.run_folder import Rows
+from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, number_of_bytes, tensors_of
+from fedrot.simulations.tasks.pretraining import load_pretrained
+from fedrot.simulations.tasks.task import Task
 from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
@@ -30,8 +35,63 @@ from fedrot.strategies.round.inbox import own_id
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import Execution, OtherBasis, Reporting
 
+#: Called with (cell description, round, rounds) after every round.
+Progress = Callable[[str, int, int], None]
 #: Passes in which the clients of an arm that learns find a common basis.
 LEARNING_PASSES = 3
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """A cell of a configuration: one arm from one start with one seed; its rows go to ``rows``.
+
+    ``initial`` has the metrics of the initial model, which cells of one seed and start share; it is
+    empty until they are known.
+    """
+
+    task: Task
+    seed: int
+    start: Start
+    arm: Arm
+    rows: Rows
+    progress: Progress
+    initial: dict[str, float]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The columns that all rows of the cell share."""
+        setting = self.task.config.setting
+        return {"setting": setting, "arm": self.arm.name, "start": self.start, "seed": self.seed}
+
+    def model(self) -> nn.Module:
+        """Return the initial model of the seed and start."""
+        config = self.task.config
+        model = build_model(config, self.task.data, self.seed)
+        if self.start == "pretrained":
+            load_pretrained(model, config)
+        return model
+
+    def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
+        """Write a row per metric."""
+        own = {**self.labels, "round": server_round, "scope": scope}
+        for name, value in metrics.items():
+            self.rows.row({**own, "metric": name, "value": value})
+
+    def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
+        """Write the global model's metrics and show the progress."""
+        self.record("central", server_round, metrics)
+        config = self.task.config
+        name = f"{config.setting} · seed {self.seed} · {self.start} · {self.arm.name}"
+        self.progress(name, server_round, config.rounds)
+        return MetricRecord(dict(metrics))
+
+    def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
+        """Return the metrics of a global model on the held-out split."""
+        if server_round > 0:
+            return evaluate_held_out(self.task, model)
+        if not self.initial:
+            self.initial.update(evaluate_held_out(self.task, model))
+        return self.initial
 
 
 class CellStrategy(Aligned):

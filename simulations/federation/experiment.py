@@ -13,8 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from fedrot.simulations.config import SimulationConfig, Start
-from fedrot.simulations.federation.arm_run import ArmRun, Progress
-from fedrot.simulations.federation.arm_strategies import strategy_of
+from fedrot.simulations.federation.arm_strategies import ArmRun, Progress, strategy_of
 from fedrot.simulations.federation.arms import train_joined
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.run_folder import RunFolder

@@ -139,7 +139,7 @@ def _epochs(cell: GridCell, *, first: bool) -> float:
 
 def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -> tuple[CellRows, str]:
     """Run one cell with all of its clients in this process; return its rows and Flower's log."""
-    from fedrot.simulations.federation.arm_run import ArmRun
+    from fedrot.simulations.federation.arm_strategies import ArmRun
     from fedrot.simulations.federation.client_app import app
     from fedrot.simulations.federation.experiment import run_cell
     from fedrot.simulations.federation.ordered_grid import OrderedGrid

@@ -1,4 +1,4 @@
-"""What of a model is federated: all of its tensors, or those of its LoRA adapter."""
+"""The tensors of a model that travel: all of them, or those of its LoRA adapter."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def _connect(machine: Machine) -> None:
                 "--head', or leave --ray out to use this machine."
             ) from error
     else:
-        ray.init(num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
+        # "local": without it, Ray joins a cluster that somebody else runs on this machine.
+        ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
 
 
 def _check_reachable(address: str) -> None:

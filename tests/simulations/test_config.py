@@ -159,6 +159,7 @@ def test_gpus_reach_the_engine(
     (how,) = seen
     assert how["backend_config"]["client_resources"]["num_gpus"] == float(gpus or 0)
     assert how["backend_config"]["init_args"]["num_gpus"] == known
+    assert how["backend_config"]["init_args"]["address"] == "local"
 
 
 def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:

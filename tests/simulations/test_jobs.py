@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,15 +116,27 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
 @pytest.fixture
 def two_nodes() -> Iterator[str]:
     """Start two Ray nodes of one core each; return their address."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    try:
-        yield cluster.address
-    finally:
-        cluster.shutdown()
+    # In a folder of their own: other tests run beside this one, and Ray joins the cluster that its folder
+    # names. A short one: it becomes part of the names of sockets.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=1)
+        try:
+            yield cluster.address
+        finally:
+            cluster.shutdown()
 
 
 def test_two_nodes_share_the_jobs(two_nodes: str) -> None:
     jobs = [Job(str(i), where, (0.5,)) for i in range(6)]
     found = outcomes(jobs, Machine(address=two_nodes))
     assert len({outcome.value for outcome in found.values()}) == 2
+
+
+def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(
+    two_nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+    found = outcomes([Job("a", double, (1,))], Machine(2))
+    assert found["a"].value == 2

@@ -185,7 +185,12 @@ def engine(path: str) -> None:
         app,
         num_supernodes=len(WEIGHTS),
         backend_config={
-            "init_args": {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False},
+            "init_args": {
+                "address": "local",
+                "num_cpus": 1,
+                "num_gpus": 0,
+                "include_dashboard": False,
+            },
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         },
     )

@@ -5,6 +5,7 @@ from fedrot.lora.adapter_symmetry import adapter_symmetry
 from fedrot.lora.adapters import LoraSettings
 from fedrot.lora.averaging import AdapterUpdate, average_adapters
 from fedrot.lora.fitting import fitted
+from fedrot.lora.optimizer_state import move_optimizer_state
 from fedrot.lora.peft_model import TRAIN, adapter_tensors, load_adapter, train_only
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "average_adapters",
     "fitted",
     "load_adapter",
+    "move_optimizer_state",
     "train_only",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, compute_dtype
 
 #: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``, ``lora_embedding_A``.
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
@@ -163,6 +163,12 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
             f"{list(tensors[pair.b].shape)} have no common rank."
         )
     return a, b
+
+
+def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
+    """Return ``factors`` in the dtype to compute in; raises as they do."""
+    a, b = factors(tensors, pair)
+    return a.to(compute_dtype(a)), b.to(compute_dtype(b))
 
 
 def shaped(matrix: Tensor, like: torch.Size) -> Tensor:

@@ -22,11 +22,12 @@ from fedrot.lora.adapters import (
     pairs_of,
     residual_name,
     shaped,
+    wide_factors,
 )
 from fedrot.lora.gauges import Factors, Wanted, rotated
 from fedrot.lora.methods import METHODS
 from fedrot.lora.products import ProductSum, Terms
-from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
+from fedrot.tensors import Tensors, check_finite, check_weight
 
 #: Without a limit of its own, a sum of products keeps so many times the largest rank so far.
 KEPT_RANKS = 4
@@ -156,7 +157,7 @@ class AdapterAverage:
         if others:
             self._others.fold(others, update.weight, statistics)
         for pair in pairs:
-            sent = _scaled(pair, *read[pair.module], update.settings)
+            sent = _scaled(pair, update)
             module = self._modules[pair.module]
             module.products.limit = self._limit(pair, *sent)
             module.add(sent, self._rotated(pair, sent), update.weight, self._padding(pair, sent[0]))
@@ -189,7 +190,7 @@ class AdapterAverage:
             merged = self._merged(pair, module.wanted(terms, own, scale, received))
             for name, matrix in zip((pair.a, pair.b), merged, strict=True):
                 tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
-            found = _wide(*factors(tensors, pair))
+            found = wide_factors(tensors, pair)
             mean = module.factors(scale, as_sent=True)
             naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
             error[pair.module] = module.error(terms, found, scale)
@@ -294,18 +295,13 @@ class AdapterAverage:
             return None
         if pair.a not in self.previous:
             raise UpdateError(f"The adapter that the clients received does not have '{pair.module}'.")
-        return _wide(*factors(self.previous, pair))
+        return wide_factors(self.previous, pair)
 
 
-def _wide(a: Tensor, b: Tensor) -> Factors:
-    """Return factors in the dtype to compute in."""
-    return a.to(compute_dtype(a)), b.to(compute_dtype(b))
-
-
-def _scaled(pair: Pair, a: Tensor, b: Tensor, settings: LoraSettings) -> Factors:
+def _scaled(pair: Pair, update: AdapterUpdate) -> Factors:
     """Return a client's factors in the dtype to compute in; ``B`` contains the scale."""
-    wide, scale = _wide(a, b), settings.scale(pair.module, len(a))
-    return wide[0], wide[1] * scale
+    a, b = wide_factors(update.tensors, pair)
+    return a, b * update.settings.scale(pair.module, len(a))
 
 
 def average_adapters(

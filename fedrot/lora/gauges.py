@@ -76,7 +76,14 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Factors:
-    """Return ``R A`` and ``B R^T``, the factors with this product nearest to others.
+    """Return ``R A`` and ``B R^T``, the factors with this product nearest to others."""
+    a, b = factors
+    r = rotation(factors, to, strength, by)
+    return r @ a, b @ r.mT
+
+
+def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Tensor:
+    """Return the ``R`` ``[rank, rank]`` for which ``R A`` and ``B R^T`` are nearest to others.
 
     ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together. One factor
     alone, ``by``, may find a rotation that is not there: ``B`` of a short training is nearly 0, and
@@ -89,8 +96,7 @@ def rotated(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | N
     if strength < 1:
         identity = torch.eye(len(r), dtype=r.dtype, device=r.device)
         r = polar((1 - strength) * identity + strength * r)
-    r = r.to(a)
-    return r @ a, b @ r.mT
+    return r.to(a)
 
 
 def near_mean(of: Wanted) -> Factors:

@@ -95,11 +95,17 @@ def train_only(model: Any, factors: str | Mapping[str, Any], adapter: str = "def
     if chosen not in ("A", "B", "both"):
         raise FedrotError(f"Factors to train are '{chosen}'; they are A, B or both.")
     _check_adapter(model, adapter)
-    own = re.compile(rf".+\.lora_(embedding_)?([AB])\.{re.escape(adapter)}(\.weight)?")
-    for name, parameter in model.named_parameters():
-        found = own.fullmatch(name)
-        if found:
-            parameter.requires_grad_(chosen in (found[2], "both"))
+    parameters = factor_parameters(model, adapter)
+    for pair in pairs_of(parameters):
+        parameters[pair.a].requires_grad_(chosen in ("A", "both"))
+        parameters[pair.b].requires_grad_(chosen in ("B", "both"))
+
+
+def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of an adapter's factors by the names of ``adapter_tensors``."""
+    named = re.compile(rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?")
+    found = ((named.fullmatch(name), parameter) for name, parameter in model.named_parameters())
+    return {match[1] + (match[2] or ""): parameter for match, parameter in found if match}
 
 
 def _check_adapter(model: Any, adapter: str) -> None:

@@ -214,7 +214,7 @@ def backend_config(gpus: float) -> dict[str, Any]:
     found = torch.cuda.device_count() if gpus else 0
     return {
         "init_args": {
-            "address": "local",  # Without it, Ray joins a cluster that somebody else runs on this machine.
+            "address": "local",  # Not a cluster that somebody else runs on this machine.
             "num_cpus": os.cpu_count() or 1,
             "num_gpus": found,
             "include_dashboard": False,

@@ -116,8 +116,8 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
 @pytest.fixture
 def two_nodes() -> Iterator[str]:
     """Start two Ray nodes of one core each; return their address."""
-    # In a folder of their own: other tests run beside this one, and Ray joins the cluster that its folder
-    # names. A short one: it becomes part of the names of sockets.
+    # In a folder of their own: other tests run beside this one, and Ray joins the cluster that its
+    # folder names. A short one: it becomes part of the names of sockets.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
         cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,9 @@ from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp import Grid
 
 import fedrot
+from fedrot.lora import adapter_symmetry
 from fedrot.strategies import align_mod
+from tests.fedrot.lora.test_averaging import adapter
 from tests.models import State
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import SYMMETRY, state
@@ -46,7 +50,32 @@ ARMS = {
 #: A client's masked sum is rounded to 16 / 2^22; with three of them and two rounds.
 ROUNDING = 3 * ROUNDS * 16 / 2**22
 
-ALIGN = align_mod(SYMMETRY)
+
+@dataclass(frozen=True)
+class Case:
+    """What clients train and align.
+
+    Attributes:
+        start: the tensors at the start.
+        options: of the alignment; the groups of its parts are scrambled.
+    """
+
+    symmetry: fedrot.Symmetry
+    start: State
+    options: fedrot.AlignmentOptions = field(default_factory=fedrot.AlignmentOptions)
+
+    @cached_property
+    def align(self) -> Any:
+        return align_mod(self.symmetry, self.options)
+
+
+ADAPTER = {name: tensor.float() for name, tensor in adapter(3).items()}
+#: The adapter is too small for a test against chance.
+EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
+CASES = {
+    "model": Case(SYMMETRY, state()),
+    "adapter": Case(adapter_symmetry(ADAPTER), ADAPTER, EVERYTHING),
+}
 
 
 def trained(received: State, client: int) -> State:
@@ -57,9 +86,9 @@ def trained(received: State, client: int) -> State:
     return {name: (1 + 0.05 * (client + 1)) * t.float() for name, t in received.items()}
 
 
-def expected() -> State:
+def expected(case: str = "model") -> State:
     factor = sum(w * (1 + 0.05 * (i + 1)) for i, w in enumerate(WEIGHTS)) / sum(WEIGHTS)
-    return {name: factor**ROUNDS * t for name, t in state().items()}
+    return {name: factor**ROUNDS * t for name, t in CASES[case].start.items()}
 
 
 class Node(NumPyClient):
@@ -71,19 +100,23 @@ class Node(NumPyClient):
     def fit(
         self, parameters: list[Any], config: dict[str, Any]
     ) -> tuple[list[Any], int, dict[str, Any]]:
-        received = dict(zip(SYMMETRY.shapes, map(torch.from_numpy, parameters), strict=True))
+        case = CASES[config["case"]]
+        received = dict(zip(case.start, map(torch.from_numpy, parameters), strict=True))
         update = trained(received, self.client)
         if config["scramble"]:
-            update = fedrot.random_equivalent(update, SYMMETRY, self.client)
+            update = fedrot.random_equivalent(
+                update, case.symmetry, self.client, parts=case.options.parts
+            )
         if self.client == config.get("broken"):
-            update["classifier.bias"] *= torch.nan
+            next(iter(update.values()))[:] = torch.nan
         return [t.numpy() for t in update.values()], WEIGHTS[self.client], {}
 
 
 def when_asked(message: Message, context: Context, call_next: Any) -> Message:
     """Align in the arms that do."""
-    asked = message.content.config_records["fitins.config"]["align"]
-    return ALIGN(message, context, call_next) if asked else call_next(message, context)
+    config = message.content.config_records["fitins.config"]
+    align = CASES[str(config["case"])].align
+    return align(message, context, call_next) if config["align"] else call_next(message, context)
 
 
 def node_of(context: Context) -> Any:
@@ -93,14 +126,15 @@ def node_of(context: Context) -> Any:
 app = ClientApp(client_fn=node_of, mods=[secaggplus_mod, when_asked])
 
 
-def aggregate(grid: Grid, config: dict[str, Any]) -> State:
-    """Return the model after all rounds of secure aggregation."""
+def aggregate(grid: Grid, config: dict[str, Any], case: str = "model") -> State:
+    """Return the tensors after all rounds of secure aggregation."""
+    start = CASES[case].start
     strategy = FedAvg(
         fraction_evaluate=0.0,
         min_fit_clients=len(WEIGHTS),
         min_available_clients=len(WEIGHTS),
-        initial_parameters=ndarrays_to_parameters([t.numpy() for t in state().values()]),
-        on_fit_config_fn=lambda server_round: config,
+        initial_parameters=ndarrays_to_parameters([t.numpy() for t in start.values()]),
+        on_fit_config_fn=lambda server_round: {"case": case, **config},
     )
     context = LegacyContext(
         Context(1, 1, {}, RecordDict(), {}), ServerConfig(num_rounds=ROUNDS), strategy
@@ -110,14 +144,14 @@ def aggregate(grid: Grid, config: dict[str, Any]) -> State:
     )
     DefaultWorkflow(fit_workflow=secure)(grid, context)
     arrays = context.state.array_records[MAIN_PARAMS_RECORD].to_numpy_ndarrays()
-    return dict(zip(SYMMETRY.shapes, map(torch.from_numpy, arrays), strict=True))
+    return dict(zip(start, map(torch.from_numpy, arrays), strict=True))
 
 
-def check(results: dict[str, State]) -> None:
+def check(results: dict[str, State], case: str = "model") -> None:
     """Check the average of each arm."""
-    assert difference(results["honest"], expected()) < ROUNDING
-    assert difference(results["aligned"], expected()) < ROUNDING
-    assert difference(results["plain"], expected()) > 0.1
+    assert difference(results["honest"], expected(case)) < ROUNDING
+    assert difference(results["aligned"], expected(case)) < ROUNDING
+    assert difference(results["plain"], expected(case)) > 0.1
 
 
 # In this process
@@ -144,12 +178,13 @@ def in_process(client: int) -> Client:
     return answer
 
 
-def play(**config: Any) -> State:
-    return aggregate(SecureGrid({100 + i: in_process(i) for i in range(len(WEIGHTS))}), config)
+def play(case: str = "model", **config: Any) -> State:
+    return aggregate(SecureGrid({100 + i: in_process(i) for i in range(len(WEIGHTS))}), config, case)
 
 
-def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average() -> None:
-    check({arm: play(**config) for arm, config in ARMS.items()})
+@pytest.mark.parametrize("case", CASES)
+def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average(case: str) -> None:
+    check({arm: play(case, **config) for arm, config in ARMS.items()}, case)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")

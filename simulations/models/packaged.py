@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,3 +66,18 @@ def loading_of(model: str) -> dict[str, Any]:
     packaged = PACKAGED.get(model)
     gguf = {"gguf_file": packaged.gguf} if packaged and packaged.gguf and source != model else {}
     return {"pretrained_model_name_or_path": source, **gguf}
+
+
+@contextmanager
+def no_bar_for_files(model: str) -> Iterator[None]:
+    """Turn the progress bars of ``transformers`` off while a model is read from this machine's disk."""
+    from transformers.utils import logging
+
+    if not Path(source_of(model)).exists() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -32,7 +32,7 @@ from fedrot.simulations.models.model_files import (
     refuse_quantised,
     stored_tensors,
 )
-from fedrot.simulations.models.packaged import PACKAGED, source_of
+from fedrot.simulations.models.packaged import PACKAGED, no_bar_for_files, source_of
 from fedrot.symmetry import check_family
 
 #: Fields of a configuration in which models to be compared or merged must agree.
@@ -124,7 +124,7 @@ class SavedModel:
         names that the files lack, which are random; and the stored names that the class does not have.
         """
         tensors = self._unwrapped()
-        with _loading(self.name):
+        with _loading(self.name), no_bar_for_files(str(self.path)):
             model, found = model_class.from_pretrained(
                 None if tensors else self.path,
                 config=self.config,

@@ -16,6 +16,7 @@ from fedrot._io import replacing
 from fedrot.check import function_change
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import BESIDE, refuse_filled
+from fedrot.simulations.models.packaged import no_bar_for_files
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.symmetry import Symmetry, symmetry_of
 
@@ -113,5 +114,6 @@ def _save(model: Any, target: Path, tie: bool) -> None:
 
 
 def _change_by_loading(model: Any, folder: Path) -> float:
-    loaded = type(model).from_pretrained(folder, local_files_only=True)
+    with no_bar_for_files(str(folder)):
+        loaded = type(model).from_pretrained(folder, local_files_only=True)
     return function_change(model, loaded, model.config)

@@ -58,7 +58,7 @@ RATIO = Scale(
     {1.0: "1", 2.0: "2", 3.0: "3", 4.0: "4"},
     "found / chance",
     "Colours: the share that best elements remove (moved or not) over the share that chance removes, "
-    "from 1 to 4 and more; grey: no more than chance.",
+    "from 1 to 4 and more; grey: no more than chance, or less than 0.5 %.",
 )
 #: Where it is not.
 SHARE = Scale(
@@ -77,7 +77,7 @@ CELL_WIDTH, CELL_HEIGHT, PANEL_WIDTH, PANEL_HEIGHT, WIDTH, AROUND = 0.42, 0.25, 
 BAR, NEXT_BAR, BAR_HEIGHT = 0.15, 0.85, 2.5
 #: Panels with more cells than this have no numbers.
 MOST_NUMBERS = 150
-#: Removed shares below this are no gain, and above minus this no loss.
+#: Shares below this are no gain, and above minus this no loss.
 NOTHING = 0.005
 
 
@@ -95,7 +95,8 @@ class Cells:
     def values(self, scale: Scale) -> np.ndarray:
         """Return what a scale colours; NaN in the cells of the other one."""
         if scale is RATIO:
-            return np.minimum(self.ratio, scale.high)
+            tiny = (self.found < NOTHING) & ~np.isnan(self.ratio)
+            return np.where(tiny, 0.0, np.minimum(self.ratio, scale.high))
         unknown = np.where(np.isnan(self.ratio), self.found, math.nan)
         return np.where(np.abs(unknown) < NOTHING, np.abs(unknown), unknown)
 

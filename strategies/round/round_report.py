@@ -97,7 +97,9 @@ class Round:
         """Return whether enough replies were accepted; if not, the round fails."""
         if self.accepted >= min_replies:
             return True
-        self.lose(f"{self.accepted} good replies, {min_replies} needed.")
+        self.lose(
+            f"{verdict.counted(self.accepted, 'good reply', 'good replies')}, {min_replies} needed."
+        )
         return False
 
     def finite(self, tensors: Tensors) -> bool:
@@ -151,7 +153,7 @@ class Round:
         """Log how many replies came and what they cost, and then the verdict, which is returned."""
         counts = (self.accepted, len(self.dropped), len(self.failed), self.waiting, self.aligning)
         message = (
-            "Round %d: %d replies accepted, %d dropped, %d failed, %.2f s of waiting, "
+            "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of waiting, "
             "%.2f s of alignment"
         )
         self._log(INFO, {"metrics": dict(figures)}, message, self.number, *counts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers.utils.logging import is_progress_bar_enabled
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.models import packaged
-from fedrot.simulations.models.packaged import Packaged, loading_of, source_of
+from fedrot.simulations.models.packaged import Packaged, loading_of, no_bar_for_files, source_of
 
 
 def test_a_packaged_model_is_the_folder_in_its_package() -> None:
@@ -40,3 +41,11 @@ def test_a_file_for_another_program_is_named_to_transformers(
     assert loading_of("minilm") == source
     assert loading_of("other") == {**source, "gguf_file": "model.gguf"}
     assert loading_of("google/bert") == {"pretrained_model_name_or_path": "google/bert"}
+
+
+@pytest.mark.parametrize(("model", "shown"), [("minilm", False), ("google/bert", True)])
+def test_bars_are_for_downloads(model: str, shown: bool) -> None:
+    assert is_progress_bar_enabled()
+    with no_bar_for_files(model):
+        assert is_progress_bar_enabled() == shown
+    assert is_progress_bar_enabled()

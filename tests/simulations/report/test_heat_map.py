@@ -101,6 +101,12 @@ def test_colours_are_absolute_and_below_chance_is_grey(monkeypatch: pytest.Monke
     assert len(set(beyond[:3])) == 3
 
 
+def test_a_tiny_share_is_grey_however_much_smaller_chance_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [judged(1, "attention", 0, 0.001, 0.00001), judged(1, "attention", 1, 0.01, 0.005)]
+    (image,) = drawn(monkeypatch, rows).axes[0].images
+    np.testing.assert_allclose(np.ma.filled(image.get_array(), math.nan), [[0.0], [2.0]])
+
+
 def test_cells_with_and_without_chance_have_a_scale_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell with a reply of which chance is not known shows what was removed."""
     rows = [

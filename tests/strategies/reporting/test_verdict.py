@@ -162,8 +162,8 @@ def test_rounds_without_a_model(aligned: bool) -> None:
     assert found(accepted=0, aligned=aligned, lost="0 good replies, 1 needed.") == (
         "no reply accepted: the model stays as it was"
     )
-    assert found(accepted=1, aligned=aligned, lost="1 good replies, 2 needed.") == (
-        "no new model: 1 good replies, 2 needed"
+    assert found(accepted=1, aligned=aligned, lost="1 good reply, 2 needed.") == (
+        "no new model: 1 good reply, 2 needed"
     )
 
 
@@ -249,7 +249,7 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Reporting(path))
     lines = lines_of(caplog, strategy, [turned(client) for client in range(3)], 1)
     counts, sentence, _ = [line for line in lines if line.startswith("Round 1: ")]
-    assert counts.startswith("Round 1: 3 replies accepted, 0 dropped, 0 failed, ")
+    assert counts.startswith("Round 1: replies: 3 accepted, 0 dropped, 0 failed; ")
     assert "clients had turned against each other; 2 of 18 groups moved" in sentence
     first, *_, last = lines[lines.index(sentence) + 1 :]
     assert "Aggregated MetricRecord" in first

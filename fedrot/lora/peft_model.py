@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,10 +123,11 @@ def _check_adapter(model: Any, adapter: str) -> None:
 def _fold(model: Any, tensors: Tensors) -> None:
     """Set each base weight to what it was at first, plus its residual if there is one."""
     found = []
+    owners = Counter(id(getattr(m, "_parameters", {}).get("weight")) for m in model.modules())
     for pair in pairs_of(tensors):
         layer, residual = model.get_submodule(pair.module), tensors.get(residual_name(pair))
         if residual is not None:
-            _check_foldable(model, pair.module, layer)
+            _check_foldable(pair.module, layer, owners)
         if residual is not None or hasattr(layer, _BASE):
             found.append((layer, residual))
     folded = [layer for layer, residual in found if residual is not None]
@@ -145,13 +147,16 @@ def _fold(model: Any, tensors: Tensors) -> None:
             weight.copy_(base if residual is None else base + _laid_out(layer, residual, base))
 
 
-def _check_foldable(model: Any, module: str, layer: Any) -> None:
-    """Raise ``FedrotError`` if a layer's weights are quantised, or are also those of another layer."""
+def _check_foldable(module: str, layer: Any, owners: Mapping[int, int]) -> None:
+    """Raise ``FedrotError`` if a layer's weights are quantised, or are also those of another layer.
+
+    Args:
+        owners: how many modules have a weight, by its ``id``.
+    """
     weight = getattr(layer.get_base_layer(), "weight", None)
-    sharing = [m for m in model.modules() if getattr(m, "_parameters", {}).get("weight") is weight]
     if weight is None or not weight.is_floating_point():
         problem = "are quantised"
-    elif len(sharing) > 1:
+    elif owners[id(weight)] > 1:
         problem = "are those of another module, too (tied embeddings)"
     else:
         return

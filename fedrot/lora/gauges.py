@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fedrot.matching.procrustes import polar
 
-#: A worse conditioned mean of ``A`` on the row space of the product is not kept.
-LARGEST_CONDITION = 1e3
+#: ``keep-a`` gives no factors whose squared norms sum to more than this many times those of the factors
+#: that it follows: Adam takes steps of one size, and a large ``B`` turns those of ``A`` into leaps.
+LARGEST_GROWTH = 2.0
 
 Factors = tuple[Tensor, Tensor]
 #: Name of one of the two.
@@ -118,7 +119,8 @@ def keep_a(of: Wanted) -> Factors:
     mean without the ``k`` smallest singular directions ``Z`` of its part outside of that row space:
     ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S (Z^T A_mean V)^-1 Z^T``. Where ``k`` is the
     rank of the factors that is ``A = A_mean V V^T``. Where the clients' ranks differ, ``A`` is kept near
-    to the one that they received. Where the inverse is ill-conditioned, the factors are those of
+    to the one that they received. Where the clients' ``A`` have little in common with the product's row
+    space, the inverse makes ``B`` large (``LARGEST_GROWTH``); there the factors are those of
     ``near_mean``.
     """
     kept = of.mean or of.previous
@@ -127,12 +129,16 @@ def keep_a(of: Wanted) -> Factors:
     u, s, vt = _terms(of)
     inside, outside, directions = _around(kept[0], vt)
     dropped = directions[:, : len(s)]
-    small = dropped.mT @ inside
-    singular = torch.linalg.svdvals(small.double())
-    if len(s) and not singular[-1] * LARGEST_CONDITION > singular[0]:
+    left, singular, right = torch.linalg.svd((dropped.mT @ inside).double())
+    if len(s) and not singular[-1] > torch.finfo(s.dtype).eps * singular[0]:
         return near_mean(of)
-    b = torch.linalg.solve(small.mT, (u * s).mT).mT @ dropped.mT
-    return kept[0] - dropped @ (dropped.mT @ outside), b
+    inverse = ((right.mT / singular) @ left.mT).to(u)
+    found = kept[0] - dropped @ (dropped.mT @ outside), (u * s) @ inverse @ dropped.mT
+    return found if _size(found) <= LARGEST_GROWTH * _size(kept) else near_mean(of)
+
+
+def _size(of: Factors) -> float:
+    return sum(float(torch.linalg.vector_norm(factor)) ** 2 for factor in of)
 
 
 #: The gauges by name.

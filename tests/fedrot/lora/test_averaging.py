@@ -276,6 +276,28 @@ def test_keep_a_is_nearest_for_products_of_small_rank() -> None:
         assert torch.linalg.norm(a - mean) <= torch.linalg.norm(other - mean) + 1e-12
 
 
+@pytest.mark.parametrize(("apart", "kept"), [(0.05, True), (3.0, False)])
+def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
+    """Where the clients' ``A`` moved far apart, their mean hardly meets the product's row space."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    start = {"q.lora_A.weight": drawn(8, 200), "q.lora_B.weight": torch.zeros(150, 8).double()}
+    sent = [{name: t + apart * drawn(*t.shape) for name, t in start.items()} for _ in range(4)]
+    found, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact"))
+    mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS)
+    near_mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact", "mean"))
+    size, most = (sum(float(t.square().sum()) for t in of.values()) for of in (found, mean))
+    assert size < 2 * most
+    assert torch.allclose(product(found, "q"), product(near_mean, "q"), atol=1e-9)
+    of_a = "q.lora_A.weight"
+    assert torch.equal(found[of_a], near_mean[of_a]) != kept
+    if kept:
+        assert torch.linalg.norm(found[of_a] - mean[of_a]) < 0.1 * torch.linalg.norm(mean[of_a])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(deadline=None)
 @given(seed=st.integers(0, 1000), limit=st.integers(1, 6), near=st.booleans())

@@ -45,23 +45,25 @@ class AlignedLoRA(Aligned):
     ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The base
     strategy receives the average alone; it can be FedAvg, FedAvgM, FedAdagrad, FedAdam or FedYogi.
 
-    All clients need one alpha. Each round logs how far the average is from the mean of the clients'
-    products, and how far the mean of the factors is. With the methods ``exact``, ``stack`` and ``pad`` a
-    client may have a smaller rank than the adapter that it receives (``fedrot.lora.load_adapter``
-    reduces it). The training configuration says which factors to train (``fedrot.lora.train_only``).
+    All clients need these settings; their ranks may differ, see below. Each round logs how far the
+    average is from the mean of the clients' products, and how far the mean of the factors is. With the
+    methods ``exact``, ``stack`` and ``pad`` a client may have a smaller rank than the adapter that it
+    receives (``fedrot.lora.load_adapter`` reduces it). The training configuration says which factors to
+    train (``fedrot.lora.train_only``).
 
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
             in the tensors.
         adapters: how adapters are averaged; None averages the factors.
         *args: of the base strategy.
-        **kwargs: of the base strategy, and of ``Aligned`` without ``symmetry``, ``anchor``,
-            ``options``, ``align``, ``other_basis`` and ``guard``.
+        **kwargs: of the base strategy, and of ``Aligned`` without ``symmetry``, ``aggregation``,
+            ``anchor``, ``options``, ``align``, ``other_basis`` and ``guard``.
 
     Raises:
         FedrotError: the settings are not those of a LoRA adapter; the base strategy is another one;
-            ``residual="fold"`` is asked for and it is not FedAvg. In the first round: the clients send
-            no adapter.
+            ``residual="fold"`` is asked for and it is not FedAvg; ``norm_bound`` stands beside a method
+            for clients of different ranks. In the first round: the clients send no adapter; or
+            ``freeze-a`` is asked for and embeddings are adapted.
     """
 
     uses_statistics = True

@@ -15,7 +15,7 @@ SHOWN = 0.001
 SCHEDULES = ("both", "freeze-a", "alternate")
 #: Factors that decide a rotation.
 ROTATED_BY = ("both", "alternate")
-#: Where goes what the factors cannot hold.
+#: What happens to the part that the factors cannot hold.
 RESIDUALS = ("drop", "fold")
 
 
@@ -26,18 +26,18 @@ class AdapterOptions:
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``pad`` does so for clients of different ranks:
             smaller factors are padded with zeros (as HetLoRA, which also weights clients by the size of
-            their updates and prunes). ``rotate`` rotates
-            each client's factors to those that it received, or to the mean so far, and averages them.
-            ``exact`` averages the products, and keeps the best approximation of the result's rank
-            (FlexLoRA, with ``gauge="none"``). ``stack`` adds the mean product to the base weights, and
-            begins anew with a random ``A`` and ``B = 0`` (FLoRA); it needs ``residual="fold"``.
+            their updates and prunes). ``rotate`` rotates each client's factors to those that it
+            received, or to the mean so far, and averages them. ``exact`` averages the products, and
+            keeps the best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
+            ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
+            ``B = 0`` (FLoRA); it needs ``residual="fold"``.
         gauge: of ``exact``, which pair of factors the product is given: ``keep-a``, ``mean``,
             ``previous`` or ``none``, see ``fedrot.lora.gauges``.
         strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
         by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``; ``alternate`` from ``A``
             in odd rounds and from ``B`` in even ones (FedRot-LoRA).
-        limit: the rank of the running sum of products; smaller terms are dropped. None: four times the
-            largest rank; with ``fold`` no limit.
+        limit: the highest rank of the sum of products; terms with smaller singular values are dropped.
+            None: four times the largest rank. ``fold`` ignores it, and keeps all.
         residual: the difference between the mean product and the product of the new factors. ``drop``
             discards it. ``fold`` adds it to the base weights (with ``mean``: FedEx-LoRA). Clients
             receive its sum over the rounds as a dense matrix for each module, see
@@ -107,7 +107,7 @@ class AdapterReport:
     Attributes:
         updates: number of adapters.
         error_of_factors: by module, ``|D - s B A| / |D|`` for the weighted mean ``D`` of the clients'
-            products and the means of their factors; None where ranks differ.
+            products and the means of their factors; None where factors of different ranks have no mean.
         error: by module, the same for the factors of the result, with their residual if there is one.
         lost: by module, upper bound of the relative error in ``D`` itself, whose sum has a bounded rank
             (``AdapterOptions.limit``). ``error`` does not contain it.
@@ -138,9 +138,9 @@ class AdapterReport:
         differ = sum(error is None for error in self.error_of_factors.values())
         naive = self.mean_error_of_factors
         given = "adapter" if self.updates == 1 else "adapters"
-        said = f"{self.updates} {given}: this average differs from that of the products by "
-        said += f"{100 * self.mean_error:.1f} %"
-        said += f", the mean of the factors by {100 * naive:.1f} %" if naive is not None else ""
+        error = f"{100 * self.mean_error:.1f} %"
+        said = f"{self.updates} {given}: this average is {error} from the mean of their products"
+        said += f", the mean of the factors {100 * naive:.1f} %" if naive is not None else ""
         said += f"; factors of {differ} modules have no mean, as ranks differ" if differ else ""
         at_most = f"{100 * self.mean_lost:.1f} %"
         return said + (

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedrot.matching.procrustes import polar
 
 #: ``keep-a`` gives no factors whose squared norms sum to more than this many times those of the factors
-#: that it follows: Adam takes steps of one size, and a large ``B`` turns those of ``A`` into leaps.
+#: that it follows. With a large ``B`` one step of Adam in ``A`` changes the product too much.
 LARGEST_GROWTH = 2.0
 
 Factors = tuple[Tensor, Tensor]
@@ -42,10 +42,11 @@ class Wanted:
 
 
 def balanced(of: Wanted) -> Factors:
-    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal size, in no one's coordinates.
+    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, rotated to no client.
 
-    Where the product has no more terms, ``B`` is 0, and the rows of ``A`` are what it had outside of the
-    product's row space: a direction in which both are 0 would never be trained again.
+    If the rank of the product is smaller than that of the factors, ``B`` is 0 in the rest, and the
+    remaining rows of ``A`` come from the part of the old ``A`` outside of the product's row space: a
+    direction in which both are 0 would never be trained again.
     """
     u, s, vt = _terms(of)
     kept, root = of.mean or of.previous, s.sqrt()
@@ -77,7 +78,7 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Factors:
-    """Return ``R A`` and ``B R^T``, the factors with this product nearest to others."""
+    """Return ``R A`` and ``B R^T`` for the rotation that ``rotation`` finds; their product stays."""
     a, b = factors
     r = rotation(factors, to, strength, by)
     return r @ a, b @ r.mT
@@ -87,8 +88,8 @@ def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | 
     """Return the ``R`` ``[rank, rank]`` for which ``R A`` and ``B R^T`` are nearest to others.
 
     ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together. One factor
-    alone, ``by``, may find a rotation that is not there: ``B`` of a short training is nearly 0, and
-    ``A`` nearly what it was. A ``strength`` below 1 goes a part of the way:
+    alone, ``by``, may find a rotation that is not there: after a short training ``B`` is nearly 0, and
+    its rotation is noise. A ``strength`` below 1 goes a part of the way:
     ``polar((1 - strength) I + strength R)``.
     """
     a, b = factors

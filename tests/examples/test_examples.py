@@ -167,7 +167,7 @@ def test_a_language_model_is_tuned_by_adapters(run: Run, tmp_path: Path) -> None
         'strategy.method="exact" num-server-rounds=2 train.max-steps=3 train.seq-length=32',
     )
     for server_round in (1, 2):
-        assert f"Round {server_round}: 2 adapters: this average differs" in log, log
+        assert f"Round {server_round}: 2 adapters: this average is " in log, log
     tuned = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(model), saved)
     assert tuned.peft_config["default"].r == 8
     factors = [tensor for name, tensor in tuned.state_dict().items() if "lora_B" in name]

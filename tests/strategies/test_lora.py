@@ -78,7 +78,7 @@ def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture)
         started(FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY), 2)
     lines = [record.getMessage() for record in caplog.records]
     assert any("Adapters: exact, gauge 'keep-a'" in line for line in lines)
-    said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average differs")]
+    said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average is ")]
     assert len(said) == 2  # At the round's end and at the run's.
     assert not any("was off" in line or "is off" in line for line in lines)
 
@@ -138,7 +138,7 @@ def test_a_run_has_rows_for_a_page(tmp_path: Any) -> None:
     rows = Reporting(tmp_path / "rows.jsonl", tmp_path / "metrics.jsonl")
     started(FedRotLoRA(CONFIG, AdapterOptions("exact"), reporting=rows, **EVERY), 2)
     page = write_strategy_report(tmp_path / "rows.jsonl").read_text()
-    assert "Round 2: 3 adapters: this average differs" in page
+    assert "Round 2: 3 adapters: this average is " in page
     assert "Metrics by round" in page
 
 

@@ -25,6 +25,7 @@ from tests.deployment.federation import ROOT, Federation
 EXAMPLES = ROOT / "examples"
 QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
 SECURE, LANGUAGE = EXAMPLES / "secure-aggregation", EXAMPLES / "llm-lora"
+CLASSIFIER = EXAMPLES / "lora-classifier"
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
 
@@ -174,6 +175,16 @@ def test_a_language_model_is_tuned_by_adapters(run: Run, tmp_path: Path) -> None
     assert all(tensor.abs().max() > 0 for tensor in factors)
 
 
+def test_clients_of_different_ranks_train_a_classifier(run: Run, toy: str, tmp_path: Path) -> None:
+    import peft
+
+    log = run.simulated(CLASSIFIER, 2, f'{toy} lora-ranks="2+4" save-folder="{tmp_path / "saved"}"')
+    assert "Round 1: 2 adapters: this average is " in log, log
+    assert "factors of 4 modules have no mean, as ranks differ" in log, log
+    assert "accuracy" in log, log
+    assert peft.PeftConfig.from_pretrained(tmp_path / "saved").r == 4
+
+
 def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:
     """If this fails, Flower has changed, and ``exclude-dependencies`` may not be needed any more."""
     app = run.folder / "app"
@@ -186,7 +197,10 @@ def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:
     assert run.status("local") == "finished:failed"
 
 
-@pytest.mark.parametrize("app", [QUICKSTART, INSTITUTIONS, SECURE], ids=lambda app: app.name)
+APPS = [QUICKSTART, INSTITUTIONS, SECURE, LANGUAGE, CLASSIFIER]
+
+
+@pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
 def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     declared = {re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]}

@@ -1,0 +1,1 @@
+"""A Hugging Face classifier with LoRA adapters of different ranks, federated."""

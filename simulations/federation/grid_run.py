@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from fedrot._io import write_json
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
@@ -30,6 +32,10 @@ from fedrot.strategies.flower_compat import outside_of_the_engine
 
 #: What evaluating and merging once costs, in epochs of training; roughly.
 _EVALUATION = 0.1
+#: Folder of a run for trainings that unfinished cells share; an interrupted grid goes on with them.
+_TRAININGS = "trainings"
+#: File of the metrics of the initial model, in a folder of trainings.
+_INITIAL = "initial.json"
 
 
 def compare(
@@ -87,35 +93,38 @@ def _run(
 ) -> int:
     """Run cells and write their rows as they come; return how many failed."""
     failed, done, start = 0, 0.0, perf_counter()
-    with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
-        remaining = {cell.name: cell for cell in cells}
-        jobs = _jobs(cells, partitions, Path(scratch))
-        left = sum(job.cost for job in jobs)
-        for number, (job, outcome) in enumerate(run_jobs(jobs, machine), start=1):
-            cell = remaining.pop(job.name)
-            done, left = done + job.cost, left - job.cost
-            said = noted_failure(folder.path, job.name, cell.title, outcome)
-            if said:
-                failed += 1
-            else:
-                rows, log = outcome.value
-                folder.add(cell, rows, log)
-                said = _last_metrics(rows)
-            time = timedelta(seconds=round(left * (perf_counter() - start) / done))
-            rest = f"; about {time} left" if remaining else ""
-            console.print(f"[{number} of {len(cells)}] {cell.title}: {said}{rest}", highlight=False)
-            if all(other.trains_first != cell.trains_first for other in remaining.values()):
-                shutil.rmtree(_cache(Path(scratch), cell), ignore_errors=True)
+    trainings = folder.path / _TRAININGS
+    unfinished = {cell.name: cell for cell in cells}
+    jobs = _jobs(cells, partitions, trainings)
+    left = sum(job.cost for job in jobs)
+    for number, (job, outcome) in enumerate(run_jobs(jobs, machine), start=1):
+        cell = unfinished[job.name]
+        done, left = done + job.cost, left - job.cost
+        said = noted_failure(folder.path, job.name, cell.title, outcome)
+        if said:
+            failed += 1
+        else:
+            rows, log = outcome.value
+            folder.add(cell, rows, log)
+            del unfinished[job.name]
+            said = _last_metrics(rows)
+        time = timedelta(seconds=round(left * (perf_counter() - start) / done))
+        rest = f"; about {time} left" if number < len(cells) else ""
+        console.print(f"[{number} of {len(cells)}] {cell.title}: {said}{rest}", highlight=False)
+        if all(other.trains_first != cell.trains_first for other in unfinished.values()):
+            shutil.rmtree(_cache(trainings, cell), ignore_errors=True)
+    if not unfinished:
+        shutil.rmtree(trainings, ignore_errors=True)
     return failed
 
 
-def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], scratch: Path) -> list[Job]:
+def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], trainings: Path) -> list[Job]:
     """Return a job per cell: the first of those that share trainings goes first and keeps them."""
     first: dict[object, str] = {}
     jobs = []
     for cell in cells:
-        cache, leader = _cache(scratch, cell), cell.name
-        cache.mkdir(exist_ok=True)
+        cache, leader = _cache(trainings, cell), cell.name
+        cache.mkdir(parents=True, exist_ok=True)
         if not cell.arm.joined:
             leader = first.setdefault(cell.trains_first, cell.name)
         arguments = (cell.config.to_json(), cell.seed, cell.start, cell.arm.name, str(cache))
@@ -126,8 +135,8 @@ def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], scratch: Pat
     return jobs
 
 
-def _cache(scratch: Path, cell: GridCell) -> Path:
-    return scratch / hashlib.sha256(repr(cell.trains_first).encode()).hexdigest()[:16]
+def _cache(trainings: Path, cell: GridCell) -> Path:
+    return trainings / hashlib.sha256(repr(cell.trains_first).encode()).hexdigest()[:16]
 
 
 def _epochs(cell: GridCell, *, first: bool) -> float:
@@ -145,8 +154,9 @@ def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -
     from fedrot.simulations.federation.ordered_grid import OrderedGrid
 
     torch.set_num_threads(1)
-    task, rows = task_of(config_json), CellRows()
-    cell = ArmRun(task, seed, start, Arm.parse(arm), rows, lambda *_: None, {})
+    task, rows, known = task_of(config_json), CellRows(), Path(cache) / _INITIAL
+    initial = json.loads(known.read_text()) if known.exists() else {}
+    cell = ArmRun(task, seed, start, Arm.parse(arm), rows, lambda *_: None, initial)
     count = task.config.clients
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
@@ -154,6 +164,8 @@ def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -
         stack.enter_context(outside_of_the_engine())
         grid = OrderedGrid(local_clients(app, count), threading.Event(), count)
         run_cell(cell, grid, Path(scratch), cache)
+    if known.parent.is_dir():  # Not on another machine of a cluster.
+        write_json(known, initial)
     return rows, log.getvalue()
 
 

@@ -146,6 +146,37 @@ def test_a_cell_that_fails_is_shown_and_tried_again(
     assert json.loads((out / "status.json").read_text()) == {"complete": True}
 
 
+def test_what_a_failed_cell_trained_is_kept_until_it_succeeds(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, run_alone, train = tmp_path / "run", grid_run.run_alone, client_app._train
+    trained: list[int] = []
+
+    def broken(*arguments: Any) -> Any:
+        found = run_alone(*arguments)
+        if arguments[3] == "aligned":
+            raise ValueError("lost at the end")
+        return found
+
+    def seen(job: client_app.ClientJob, arrays: ArrayRecord) -> client_app.Result:
+        trained.append(job.client)
+        return train(job, arrays)
+
+    monkeypatch.setattr(client_app, "_train", seen)
+    with monkeypatch.context() as patch:
+        patch.setattr(grid_run, "run_alone", broken)
+        assert commands.invoke("compare", grid, "--workers", 1, "--out", out)[0] == 1
+    assert len(list((out / "trainings").glob("*/initial.json"))) == 4
+    assert trained
+    trained.clear()
+    simulated(out, "compare", grid)
+    assert not trained
+    assert not (out / "trainings").exists()
+    simulated(tmp_path / "whole", "compare", grid)
+    assert trained
+    assert lasting(out) == lasting(tmp_path / "whole")
+
+
 def test_arms_share_trainings_until_the_last_of_them(
     grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,17 @@ def _oracle(name: str, anchor: State, update: State, regularisation: float) -> S
     return found
 
 
+def test_plans_in_logarithms_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    symmetry = symmetry_for("bert-classifier")
+    anchor, update = (state_of("bert-classifier", seed) for seed in (0, 1))
+    for regularisation in (0.01, 0.1):
+        own = OptimalTransport(symmetry, regularisation, anchor=anchor).transported(update)
+        with monkeypatch.context() as patch:
+            patch.setattr("fedrot.research.optimal_transport._SAFE", 1.0)
+            logarithms = OptimalTransport(symmetry, regularisation, anchor=anchor).transported(update)
+        assert all((own[name] - tensor).abs().max() < 1e-5 for name, tensor in logarithms.items())
+
+
 @pytest.mark.parametrize("regularisation", [0.3, 1.0])
 def test_soft_plans_are_those_of_sinkhorn(regularisation: float) -> None:
     name = "bert-classifier"

@@ -40,7 +40,7 @@ def fitted(
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
         a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
         cut = (a[:wanted], b[:, :wanted])
-        first = decomposed(b, a).first(wanted) if best else None
+        first = decomposed(b, a, most=wanted).first(wanted) if best else None
         if first is not None and first.norm > 0:
             cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, cut)), cut)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):

@@ -122,9 +122,10 @@ def _check_adapter(model: Any, adapter: str) -> None:
 
 def _fold(model: Any, tensors: Tensors) -> None:
     """Set each base weight to what it was at first, plus its residual if there is one."""
-    found = []
-    owners = Counter(id(getattr(m, "_parameters", {}).get("weight")) for m in model.modules())
-    for pair in pairs_of(tensors):
+    found, pairs, owners = [], pairs_of(tensors), Counter[int]()
+    if any(residual_name(pair) in tensors for pair in pairs):
+        owners.update(id(getattr(m, "_parameters", {}).get("weight")) for m in model.modules())
+    for pair in pairs:
         layer, residual = model.get_submodule(pair.module), tensors.get(residual_name(pair))
         if residual is not None:
             _check_foldable(pair.module, layer, owners)

@@ -164,7 +164,7 @@ def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -
         stack.enter_context(outside_of_the_engine())
         grid = OrderedGrid(local_clients(app, count), threading.Event(), count)
         run_cell(cell, grid, Path(scratch), cache)
-    if known.parent.is_dir():  # Not on another machine of a cluster.
+    if known.parent.is_dir() and not known.exists():  # Other machines of a cluster lack the folder.
         write_json(known, initial)
     return rows, log.getvalue()
 

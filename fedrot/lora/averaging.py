@@ -66,7 +66,9 @@ class _Module:
         self.ranks.add(len(a) + padding)
         self.weight += weight
         if len(self.ranks) == 1:
-            self.mean.add({"a": pad(a, (0, 0, 0, padding)), "b": pad(b, (0, padding))}, weight)
+            if padding:
+                a, b = pad(a, (0, 0, 0, padding)), pad(b, (0, padding))
+            self.mean.add({"a": a, "b": b}, weight)
             if used is not sent:
                 self.as_sent.add({"a": sent[0], "b": sent[1]}, weight)
 

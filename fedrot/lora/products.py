@@ -51,9 +51,16 @@ class Terms:
         return Terms(u[:, :rank], s[:rank], vt[:rank])
 
     def distance(self, b: Tensor, a: Tensor) -> float:
-        """Return the Frobenius norm of the difference between the sum and ``b @ a``."""
-        left, right = torch.cat([self.u * self.s, -b], 1), torch.cat([self.vt, a])
-        return decomposed(left, right, most=0).norm
+        """Return the Frobenius norm of the difference between the sum and ``b @ a``.
+
+        Both factors are split into a part in the space of the terms, and a rest orthogonal to it.
+        """
+        inside_b, inside_a = self.u.mT @ b, a @ self.vt.mT
+        outside_b, outside_a = b - self.u @ inside_b, a - inside_a @ self.vt
+        gram_b, gram_a = outside_b.mT @ outside_b, outside_a @ outside_a.mT
+        inside = torch.linalg.vector_norm(torch.diag(self.s) - inside_b @ inside_a) ** 2
+        mixed = torch.sum(inside_b.mT @ inside_b * gram_a) + torch.sum(inside_a @ inside_a.mT * gram_b)
+        return float((inside + mixed + torch.sum(gram_a * gram_b)).clamp(min=0).sqrt())
 
 
 class ProductSum:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedrot.aggregation import Aggregator
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import AdapterOptions
+from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.lora.adapters import LoraSettings, pairs_of, without_residuals
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
 from fedrot.lora.methods import OF_ANY_RANK
@@ -60,7 +60,7 @@ class AlignedLoRA(Aligned):
             ``anchor``, ``options``, ``align``, ``other_basis`` and ``guard``.
 
     Raises:
-        FedrotError: the settings are not those of a LoRA adapter; the base strategy is another one;
+        FedrotError: the settings are not those of a LoRA adapter; the base strategy is none of these;
             ``residual="fold"`` is asked for and it is not FedAvg; ``norm_bound`` stands beside a method
             for clients of different ranks. In the first round: the clients send no adapter; or
             ``freeze-a`` is asked for and embeddings are adapted.
@@ -85,7 +85,7 @@ class AlignedLoRA(Aligned):
                 "AdapterOptions(method=..., gauge=...)."
             )
         self.settings = LoraSettings.of(settings)
-        self.adapters = adapters or AdapterOptions()
+        self.adapters = checked_adapter_options(adapters)
         self._this_round = Round(0)
         super().__init__(None, *args, align=False, **kwargs)
         behind = self.wrapped_class
@@ -167,6 +167,10 @@ class AdapterSchema(Schema):
     """
 
     smaller: bool = True
+
+    def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
+        """Return a reply's tensors as ``Schema`` does; residuals that it sends back are left out."""
+        return super().read(ArrayRecord(without_residuals(arrays)), copy)
 
     def check(self, given: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, but for ranks, are those of the broadcast."""

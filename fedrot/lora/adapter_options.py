@@ -36,8 +36,8 @@ class AdapterOptions:
         strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
         by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``; ``alternate`` from ``A``
             in odd rounds and from ``B`` in even ones (FedRot-LoRA).
-        limit: the highest rank of the sum of products; terms with smaller singular values are dropped.
-            None: four times the largest rank. ``fold`` ignores it, and keeps all.
+        limit: a sum of products with more than twice so many terms is cut to this rank. None: four times
+            the largest rank, the result's if that is larger. ``fold`` ignores it, and keeps all.
         residual: the difference between the mean product and the product of the new factors. ``drop``
             discards it. ``fold`` adds it to the base weights (with ``mean``: FedEx-LoRA). Clients
             receive its sum over the rounds as a dense matrix for each module, see
@@ -98,6 +98,16 @@ class AdapterOptions:
         if self.by == "both":
             return None
         return "A" if server_round % 2 else "B"
+
+
+def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
+    """Return options, the defaults if None; raise ``FedrotError`` if they are something else."""
+    if not isinstance(options, AdapterOptions | None):
+        raise FedrotError(
+            f"{options!r} is given in place of fedrot.lora.AdapterOptions, for example "
+            "AdapterOptions('exact')."
+        )
+    return options or AdapterOptions()
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,19 @@ class Pair:
         a: of the factor ``[rank, in]``, which reads the module's inputs; of an embedding
             ``[rank, tokens]``.
         b: of the factor ``[out, rank]``, which writes its outputs.
+        of_embedding: whether PEFT starts the pair with ``A = 0`` and a random ``B``, the other way round
+            than all others.
     """
 
     module: str
     a: str
     b: str
+    of_embedding: bool = False
+
+    @property
+    def bias(self) -> str:
+        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled as ``B A`` is."""
+        return f"{self.b.removesuffix('.weight')}.bias"
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,17 @@ class LoraSettings:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
 
+    def __post_init__(self) -> None:
+        for alpha in (self.alpha, *self.alpha_pattern.values()):
+            if not 0 < alpha < math.inf:
+                raise FedrotError(f"alpha is {alpha}; an adapter has a positive one.")
+
     @classmethod
     def of(cls, config: Any) -> LoraSettings:
         """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``.
 
         Raises:
-            FedrotError: it is none, or an adapter of another kind.
+            FedrotError: it is none, is an adapter of another kind, or its alpha is not positive.
         """
         if isinstance(config, cls):
             return config
@@ -114,13 +127,13 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
         other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
         if other not in tensors:
             raise UpdateError(f"The factor '{name}' has no partner '{other}'. Send the whole adapter.")
-        pairs.append(Pair(found["module"], name, other))
+        pairs.append(Pair(found["module"], name, other, bool(found["kind"])))
     seconds = {pair.b for pair in pairs}
     alone = [
         name
         for name in tensors
         if re.search(r"\.lora_(embedding_)?B(\.|$)", name) and name not in seconds
-        if not name.endswith(".bias")  # LoraConfig(lora_bias=True): averaged like any other tensor.
+        if not name.endswith(".bias")  # LoraConfig(lora_bias=True)
     ]
     if alone:
         raise UpdateError(f"The factor '{alone[0]}' has no partner. Send the whole adapter.")
@@ -154,21 +167,22 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     Kernels of convolutions are flattened.
 
     Raises:
-        UpdateError: their ranks differ, or the rank is 0.
+        UpdateError: their ranks differ, as those of grouped convolutions do, or the rank is 0.
     """
-    a, b = (tensors[name].flatten(1) for name in (pair.a, pair.b))
-    if len(a) != b.shape[1] or not len(a):
+    a, b = (tensors[name] for name in (pair.a, pair.b))
+    if min(a.ndim, b.ndim) < 2 or len(a) != b.shape[1] or not len(a):
         raise UpdateError(
-            f"The factors '{pair.a}' {list(tensors[pair.a].shape)} and '{pair.b}' "
-            f"{list(tensors[pair.b].shape)} have no common rank."
+            f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} have no common "
+            "rank. Adapters of grouped convolutions are not supported."
         )
-    return a, b
+    return a.flatten(1), b.flatten(1)
 
 
 def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     """Return ``factors`` in the dtype to compute in; raises as they do."""
     a, b = factors(tensors, pair)
-    return a.to(compute_dtype(a)), b.to(compute_dtype(b))
+    wide = torch.promote_types(compute_dtype(a), compute_dtype(b))
+    return a.to(wide), b.to(wide)
 
 
 def shaped(matrix: Tensor, like: torch.Size) -> Tensor:

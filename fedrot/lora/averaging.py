@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
+from fedrot.lora.adapter_options import AdapterOptions, AdapterReport, checked_adapter_options
 from fedrot.lora.adapters import (
     LoraSettings,
     Pair,
@@ -24,10 +23,10 @@ from fedrot.lora.adapters import (
     shaped,
     wide_factors,
 )
-from fedrot.lora.gauges import Factors, Wanted, rotated
+from fedrot.lora.gauges import Factors, Wanted, rotated, transposed
 from fedrot.lora.methods import METHODS
-from fedrot.lora.products import ProductSum, Terms
-from fedrot.tensors import Tensors, check_finite, check_weight
+from fedrot.lora.module_sums import ModuleSums, share
+from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: Without a limit of its own, a sum of products keeps so many times the largest rank so far.
 KEPT_RANKS = 4
@@ -51,57 +50,6 @@ class AdapterUpdate:
     settings: LoraSettings
 
 
-class _Module:
-    """The sums of one module over the clients, of products and factors that contain the scale."""
-
-    def __init__(self) -> None:
-        self.products, self.weight = ProductSum(), 0.0
-        self.mean, self.as_sent = Mean(), Mean()
-        self.ranks: set[int] = set()
-
-    def add(self, sent: Factors, used: Factors, weight: float, padding: int = 0) -> None:
-        """Add the factors of one client as it sent them, and as the mean of factors takes them."""
-        a, b = used
-        self.products.add(b, a, weight)
-        self.ranks.add(len(a) + padding)
-        self.weight += weight
-        if len(self.ranks) == 1:
-            if padding:
-                a, b = pad(a, (0, 0, 0, padding)), pad(b, (0, padding))
-            self.mean.add({"a": a, "b": b}, weight)
-            if used is not sent:
-                self.as_sent.add({"a": sent[0], "b": sent[1]}, weight)
-
-    def factors(self, scale: float, as_sent: bool = False) -> Factors | None:
-        """Return the means of the factors in units of a scale, None if ranks differ."""
-        if len(self.ranks) > 1:
-            return None
-        mean = self.as_sent.current if as_sent and self.as_sent.weight else self.mean.current
-        return mean["a"], mean["b"] / scale
-
-    def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
-        """Return the mean product in units of a scale, and the factors that a gauge may follow."""
-        first = terms.first(rank)
-        near = (
-            f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)
-        )
-        return Wanted(first.u, first.s / (self.weight * scale), first.vt, *near)
-
-    def error(self, terms: Terms, found: Factors, scale: float) -> float:
-        """Return ``|D - s B A| / |D|``; 0 if both are 0."""
-        a, b = found
-        return _share(terms.distance(self.weight * scale * b, a), terms.norm)
-
-    def rest(self, terms: Terms, found: Factors, scale: float) -> Tensor:
-        """Return the dense ``D - s B A``, ``[out, in]``."""
-        a, b = found
-        return (terms.u * (terms.s / self.weight)) @ terms.vt - scale * b @ a
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else float(part > 0)
-
-
 @dataclass
 class AdapterAverage:
     """A sum of adapters, one at a time; ``average_adapters`` in steps.
@@ -112,16 +60,30 @@ class AdapterAverage:
         previous: the adapter that the clients received, with the result's settings, None if unknown. It
             may have residuals.
         server_round: decides which factor is frozen, or decides rotations, and what is drawn at random.
+        rank: of the result; None: in each module that of ``previous``, else the largest of the clients'.
+            A mean of factors has the clients' rank.
+
+    Raises:
+        FedrotError: settings or options are something else, or the rank is below 1.
     """
 
     settings: LoraSettings
     options: AdapterOptions = field(default_factory=AdapterOptions)
     previous: Tensors | None = None
     server_round: int = 1
+    rank: int | None = None
 
     def __post_init__(self) -> None:
+        self.settings, self.options = (
+            LoraSettings.of(self.settings),
+            checked_adapter_options(self.options),
+        )
+        if self.rank is not None:
+            check_rank(self.rank)
         self._pairs: tuple[Pair, ...] = ()
-        self._modules: dict[str, _Module] = {}
+        self._modules: dict[str, ModuleSums] = {}
+        #: Scales of the first adapter, in which biases of ``B`` are averaged.
+        self._scales: dict[str, float] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._like: dict[str, Tensor] = {}
         self._others = Mean()
@@ -139,6 +101,7 @@ class AdapterAverage:
                 Nothing has been added then.
         """
         tensors, pairs = update.tensors, pairs_of(update.tensors)
+        settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
         check_finite(tensors)
         others = self._other_tensors(tensors, pairs)
@@ -147,6 +110,11 @@ class AdapterAverage:
         for pair in pairs:  # Their errors have to come before anything is added.
             self._check_frozen(pair, *read[pair.module])
             self._padding(pair, read[pair.module][0])
+        scales = {pair.module: settings.scale(pair.module, len(read[pair.module][0])) for pair in pairs}
+        if not self._updates:
+            self._scales = scales
+        for pair in pairs:
+            _rescale(others, pair.bias, scales[pair.module] / self._scales[pair.module])
         if self._updates and others.keys() != self._beside:
             odd = min(others.keys() ^ self._beside)
             raise UpdateError(f"The tensor '{odd}' is in some adapters, and missing in others.")
@@ -154,23 +122,21 @@ class AdapterAverage:
         if self._updates == 0:
             self._pairs, self._beside = pairs, set(others)
             self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
-            self._modules = {module: _Module() for module in read}
+            rotates = self.options.method == "rotate"
+            self._modules = {module: ModuleSums(rotates) for module in read}
             self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
         if others:
             self._others.fold(others, update.weight, statistics)
         for pair in pairs:
-            sent = _scaled(pair, update)
+            a, b = wide_factors(tensors, pair)
+            sent = a, b * scales[pair.module]
             module = self._modules[pair.module]
             module.products.limit = self._limit(pair, *sent)
             module.add(sent, self._rotated(pair, sent), update.weight, self._padding(pair, sent[0]))
         self._updates += 1
 
-    def result(self, rank: int | None = None) -> tuple[dict[str, Tensor], AdapterReport]:
+    def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
         """Return the average in the dtypes of the first adapter, and what it did.
-
-        Args:
-            rank: of the result; None: in each module that of ``previous``, else the largest of the
-                clients'. A mean of factors has the clients' rank.
 
         Raises:
             FedrotError: there are no adapters.
@@ -178,25 +144,24 @@ class AdapterAverage:
         """
         if not self._updates:
             raise FedrotError("There are no adapters to average.")
-        if rank is not None:
-            check_rank(rank)
         tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
         naive: dict[str, float | None] = {}
         error, lost = dict[str, float](), dict[str, float]()
         for pair in self._pairs:
             module = self._modules[pair.module]
-            received = self._received(pair)
-            own = rank or (len(received[0]) if received else max(module.ranks))
-            scale = self.settings.scale(pair.module, own)
             terms = module.products.terms()
+            received = self._received(pair, terms.vt)
+            own = self.rank or (len(received[0]) if received else max(module.ranks))
+            scale = self.settings.scale(pair.module, own)
             merged = self._merged(pair, module.wanted(terms, own, scale, received))
             for name, matrix in zip((pair.a, pair.b), merged, strict=True):
                 tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
             found = wide_factors(tensors, pair)
+            _rescale(tensors, pair.bias, self._scales[pair.module] / scale)
             mean = module.factors(scale, as_sent=True)
             naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
             error[pair.module] = module.error(terms, found, scale)
-            lost[pair.module] = _share(module.products.lost, terms.norm)
+            lost[pair.module] = share(module.products.lost, terms.norm)
             residual, before = residual_name(pair), (self.previous or {}).get(residual_name(pair))
             if self.options.folds:
                 rest, error[pair.module] = module.rest(terms, found, scale), 0.0
@@ -208,13 +173,15 @@ class AdapterAverage:
     def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
         """Return the new factors of a module."""
         seed = zlib.crc32(f"{pair.module} {self.server_round}".encode())
-        found = METHODS[self.options.method](wanted, self.options.gauge, seed)
+        given = wanted.transposed if pair.of_embedding else wanted
+        found = METHODS[self.options.method](given, self.options.gauge, seed)
         if found is None:
             raise UpdateError(
                 f"The clients' ranks of '{pair.module}' are {sorted(self._modules[pair.module].ranks)}: "
                 "factors of different ranks have no mean, or not the one of the result. Take "
                 "method='exact'."
             )
+        found = transposed(found) if pair.of_embedding else found
         frozen = self.options.frozen(self.server_round)
         if frozen is None or wanted.previous is None:
             return found
@@ -245,7 +212,7 @@ class AdapterAverage:
                 )
 
     def _check_frozen(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        frozen, received = self.options.frozen(self.server_round), self._received(pair)
+        frozen, received = self.options.frozen(self.server_round), self._received(pair, a)
         if frozen is None or received is None or received[0].shape != a.shape:
             return
         name, own, sent = (pair.a, a, received[0]) if frozen == "A" else (pair.b, b, received[1])
@@ -262,29 +229,29 @@ class AdapterAverage:
         a, b = sent
         if self.options.method != "rotate":
             return sent
-        module, received = self._modules[pair.module], self._received(pair)
+        module, received = self._modules[pair.module], self._received(pair, a)
         scale = self.settings.scale(pair.module, len(a))
         to = received or (module.factors(scale) if module.weight else None)
         if to is None or to[0].shape != a.shape:
             return sent
-        near = (to[0].to(a), to[1].to(b))
         by = self.options.rotates_by(self.server_round)
-        a, b = rotated((a, b / scale), near, self.options.strength, by)
+        a, b = rotated((a, b / scale), to, self.options.strength, by)
         return a, scale * b
 
     def _limit(self, pair: Pair, a: Tensor, b: Tensor) -> int:
         """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
         if self.options.folds:
             return min(len(b), a.shape[1])
-        received, before = self._received(pair), self._modules[pair.module].products.limit or 0
+        received, before = self._received(pair, a), self._modules[pair.module].products.limit or 0
         largest = max(len(a), len(received[0]) if received else 0)
-        return self.options.limit or max(KEPT_RANKS * largest, before)
+        kept = self.options.limit or KEPT_RANKS * largest
+        return max(kept, before, self.rank or 0)
 
     def _padding(self, pair: Pair, a: Tensor) -> int:
         """Return by how much the rank of a client's factors is smaller than the result's."""
         if self.options.method != "pad":
             return 0
-        received = self._received(pair)
+        received = self._received(pair, a)
         if received is None:
             raise UpdateError(
                 "Method 'pad' pads factors to the rank of the adapter that the clients received. Give "
@@ -292,18 +259,19 @@ class AdapterAverage:
             )
         return max(len(received[0]) - len(a), 0)
 
-    def _received(self, pair: Pair) -> Factors | None:
+    def _received(self, pair: Pair, like: Tensor) -> Factors | None:
+        """Return the factors that clients received, where and as what a tensor is computed with."""
         if self.previous is None:
             return None
         if pair.a not in self.previous:
             raise UpdateError(f"The adapter that the clients received does not have '{pair.module}'.")
-        return wide_factors(self.previous, pair)
+        a, b = factors(self.previous, pair)
+        return a.to(like.device, compute_dtype(like)), b.to(like.device, compute_dtype(like))
 
 
-def _scaled(pair: Pair, update: AdapterUpdate) -> Factors:
-    """Return a client's factors in the dtype to compute in; ``B`` contains the scale."""
-    a, b = wide_factors(update.tensors, pair)
-    return a, b * update.settings.scale(pair.module, len(a))
+def _rescale(tensors: dict[str, Tensor], name: str, scale: float) -> None:
+    if name in tensors and scale != 1:
+        tensors[name] = tensors[name] * scale
 
 
 def average_adapters(
@@ -321,7 +289,7 @@ def average_adapters(
     Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...], settings)``.
 
     Args:
-        updates: the clients' adapters; ranks and alphas may differ with ``method="exact"``.
+        updates: the clients' adapters. Alphas may differ, and with ``exact``, ``stack``, ``pad`` ranks.
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
@@ -329,10 +297,12 @@ def average_adapters(
         server_round: for options that differ by round.
 
     Raises:
-        FedrotError: there are no updates, or the rank is below 1.
+        FedrotError: there are no updates, settings or options are something else, or the rank is
+            below 1.
         UpdateError: an update is no adapter, or does not fit the others.
     """
-    average = AdapterAverage(settings, options or AdapterOptions(), previous, server_round)
+    given = checked_adapter_options(options)
+    average = AdapterAverage(LoraSettings.of(settings), given, previous, server_round, rank)
     for update in updates:
         average.add(update)
-    return average.result(rank)
+    return average.result()

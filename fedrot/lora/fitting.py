@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from operator import index
+
 from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.lora.adapters import LoraSettings, Pair, check_rank, factors, pairs_of, shaped
-from fedrot.lora.gauges import Wanted, balanced, rotated
+from fedrot.lora.adapters import LoraSettings, Pair, check_rank, pairs_of, shaped, wide_factors
+from fedrot.lora.gauges import Wanted, balanced, rotated, transposed
 from fedrot.lora.products import decomposed
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import Tensors
 
 
 def fitted(
@@ -29,22 +32,27 @@ def fitted(
         FedrotError: the rank is below 1.
         UpdateError: these are no factors, or the adapter with the ranks lacks a module.
     """
-    if isinstance(rank, int):
+    if not isinstance(rank, Mapping):
         check_rank(rank)
     found, scales = dict(tensors), LoraSettings.of(settings)
     for pair in pairs_of(tensors):
-        a, b = factors(tensors, pair)
-        wanted = rank if isinstance(rank, int) else _rank_in(rank, pair)
+        a, b = wide_factors(tensors, pair)
+        wanted = _rank_in(rank, pair) if isinstance(rank, Mapping) else index(rank)
         if wanted >= len(a):
             continue
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
-        a, b = (factor.to(compute_dtype(factor)) for factor in (a, own * b))
+        b = own * b
         cut = (a[:wanted], b[:, :wanted])
         first = decomposed(b, a, most=wanted).first(wanted) if best else None
         if first is not None and first.norm > 0:
-            cut = rotated(balanced(Wanted(first.u, first.s, first.vt, None, cut)), cut)
+            product = Wanted(first.u, first.s, first.vt, None, cut)
+            table = pair.of_embedding
+            near = transposed(balanced(product.transposed)) if table else balanced(product)
+            cut = rotated(near, cut)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):
             found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
+        if pair.bias in tensors:
+            found[pair.bias] = own * tensors[pair.bias]
     return found
 
 

@@ -40,6 +40,21 @@ class Wanted:
     mean: Factors | None
     previous: Factors | None
 
+    @property
+    def transposed(self) -> Wanted:
+        """The same for the transposed product, whose factors are ``B^T`` and ``A^T``.
+
+        A gauge takes the directions that the product does not need from ``A``, and ``B`` is 0 there, as
+        at LoRA's start. Adapters of embeddings start the other way round: ``A`` is 0.
+        """
+        mean, previous = (f and transposed(f) for f in (self.mean, self.previous))
+        return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous)
+
+
+def transposed(factors: Factors) -> Factors:
+    """Return the factors of the transposed product."""
+    return factors[1].mT, factors[0].mT
+
 
 def balanced(of: Wanted) -> Factors:
     """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, rotated to no client.

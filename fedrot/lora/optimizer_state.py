@@ -51,7 +51,8 @@ def move_optimizer_state(
                     f"The factor '{name}' that was sent is missing or has another shape than the "
                     "model's. Give the tensors of adapter_tensors(model) after the last training."
                 )
-        r = rotation(wide_factors(sent, pair), wide_factors(now, pair))
+        own = {name: sent[name].to(now[name]) for name in (pair.a, pair.b)}
+        r = rotation(wide_factors(own, pair), wide_factors(now, pair))
         for name, turn in ((pair.a, lambda m, r: r @ m), (pair.b, lambda m, r: m @ r.mT)):
             parameter = parameters[name]
             for kind, state in optimizer.state.get(parameter, {}).items():

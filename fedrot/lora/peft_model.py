@@ -42,7 +42,8 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: b
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
     An adapter of larger ranks is reduced to the model's own (``fitted``). A residual is added to the
-    original base weights; it is the sum over all rounds, so that a client may miss rounds.
+    original base weights; it is the sum over all rounds, so that a client may miss rounds. A model takes
+    the residuals of one adapter: those of a second one would replace them.
     ``save_pretrained`` of PEFT does not save it: save ``model.merge_and_unload()``.
 
     Args:
@@ -155,7 +156,9 @@ def _check_foldable(module: str, layer: Any, owners: Mapping[int, int]) -> None:
         owners: how many modules have a weight, by its ``id``.
     """
     weight = getattr(layer.get_base_layer(), "weight", None)
-    if weight is None or not weight.is_floating_point():
+    if weight is None:
+        problem = "are not in one tensor 'weight'"
+    elif not weight.is_floating_point():
         problem = "are quantised"
     elif owners[id(weight)] > 1:
         problem = "are those of another module, too (tied embeddings)"

@@ -12,6 +12,8 @@ SMALLEST = 1e-7
 #: Cholesky factors whose smallest pivot is above this share of the largest are as good as eigenvectors,
 #: and take a tenth of their time.
 WELL_CONDITIONED = 1e-4
+#: A stack begins with room for twice so many products of the first one's rank.
+ROOM = 4
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,12 @@ class Terms:
     def distance(self, b: Tensor, a: Tensor) -> float:
         """Return the Frobenius norm of the difference between the sum and ``b @ a``.
 
-        Both factors are split into a part in the space of the terms, and a rest orthogonal to it.
+        ``|L R|^2`` is the sum of the entries of ``L^T L`` times those of ``R R^T``. In float64 it is
+        right to 1e-8 of the sum's norm, also where float32 vectors of small terms are not orthogonal.
         """
-        inside_b, inside_a = self.u.mT @ b, a @ self.vt.mT
-        outside_b, outside_a = b - self.u @ inside_b, a - inside_a @ self.vt
-        gram_b, gram_a = outside_b.mT @ outside_b, outside_a @ outside_a.mT
-        inside = torch.linalg.vector_norm(torch.diag(self.s) - inside_b @ inside_a) ** 2
-        mixed = torch.sum(inside_b.mT @ inside_b * gram_a) + torch.sum(inside_a @ inside_a.mT * gram_b)
-        return float((inside + mixed + torch.sum(gram_a * gram_b)).clamp(min=0).sqrt())
+        left = torch.cat([self.u * self.s, -b], 1).double()
+        right = torch.cat([self.vt, a]).double()
+        return float(((left.mT @ left) * (right @ right.mT)).sum().clamp(min=0).sqrt())
 
 
 class ProductSum:
@@ -91,9 +91,10 @@ class ProductSum:
         if self.limit is not None and self._used + rank > 2 * self.limit and self._used > self.limit:
             self._compress(self.limit)
         if self._used + rank > len(self._left):
-            usual = 2 * (self.limit or self._used)
+            usual = 2 * max(self._used, ROOM * rank)
+            room = max(min(usual, 2 * self.limit) if self.limit else usual, self._used + rank)
             self._left, self._right = (
-                _enlarged(stack, self._used, max(usual, self._used + rank), like)
+                _enlarged(stack, self._used, room, like)
                 for stack, like in ((self._left, b.mT), (self._right, a))
             )
         new = slice(self._used, self._used + rank)
@@ -136,7 +137,7 @@ def decomposed(
     """
     narrow = left.shape[1] <= min(len(left), right.shape[1])
     if narrow and left.dtype == torch.float32:
-        known = left.new_empty(0) if known is None else known
+        known = left.new_empty(0) if known is None else known.to(left)
         return _by_gram(left, right, known.double(), most)
     return _by_qr(left, right, most)
 

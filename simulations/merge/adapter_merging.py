@@ -26,7 +26,7 @@ METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
 _ALIKE = ("base_model_name_or_path", "task_type", "fan_in_fan_out", "use_dora")
 #: Starts of adapters that leave the base weights as they are; others, such as PiSSA, change them.
-_STARTS = (None, True, False, "gaussian", "eva")
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class AdapterMergeSettings(BaseModel):
@@ -53,7 +53,7 @@ def merge_adapters(
 ) -> AdapterReport:
     """Average saved LoRA adapters of one base model, and write the result as an adapter.
 
-    Adapters are read one at a time. Ranks and alphas may differ with the method ``exact``. The
+    Adapters are read one at a time. Alphas may differ, and ranks with the method ``exact``. The
     configuration, its alpha too, and all other files are copied from the first folder; only the rank
     may change.
 
@@ -71,10 +71,14 @@ def merge_adapters(
     weights = weights_of(settings.weights, len(folders))
     if out is not None:
         refuse_filled(out)
+        inside = next((folder for folder in folders if folder.resolve() in out.resolve().parents), None)
+        if inside:
+            raise FedrotError(f"'{out}' is inside '{inside}'. Write the result beside the adapters.")
     configs = [_config(folder) for folder in folders]
     for folder, config in zip(folders, configs, strict=True):
         for field in _ALIKE:
-            if config.get(field) != configs[0].get(field):
+            # Older versions of PEFT leave out fields that they do not know.
+            if (config.get(field) or None) != (configs[0].get(field) or None):
                 raise FedrotError(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
                     f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
@@ -90,11 +94,13 @@ def merge_adapters(
     differ = any(own != ranks[0] for own in ranks)
     largest = max(rank for own in ranks for rank in own.values())
     rank = settings.rank or (largest if differ else None)
-    average = AdapterAverage(scales[0], AdapterOptions(settings.method, "none"))
+    if settings.method == "mean" and not differ and rank not in (None, largest):
+        raise FedrotError(f"A mean of factors keeps their rank {largest}. Leave --rank out.")
+    average = AdapterAverage(scales[0], AdapterOptions(settings.method, "none"), rank=rank)
     for folder, weight, scale in zip(folders, weights, scales, strict=True):
         with about(folder):
             average.add(AdapterUpdate(_tensors(folder), weight, scale))
-    merged, report = average.result(rank)
+    merged, report = average.result()
     if out is not None:
         changes = {} if rank is None else {"r": rank, "rank_pattern": {}}
         _write(out, merged, {**configs[0], **changes}, folders[0])

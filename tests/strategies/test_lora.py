@@ -263,15 +263,25 @@ def test_a_run_goes_on_from_the_result_of_another() -> None:
 
 
 def test_clients_may_send_the_residual_back() -> None:
-    def echo(message: Message) -> Message:
-        (received,) = message.content.array_records.values()
-        return reply(message, received.to_torch_state_dict(), 10, message.metadata.dst_node_id)
+    def trained(keep: Callable[[str], bool]) -> tuple[Adapter, Any]:
+        def train(message: Message) -> Message:
+            (received,) = message.content.array_records.values()
+            index = message.metadata.dst_node_id
+            start, step = received.to_torch_state_dict(), floats(adapter(index))
+            sent = {n: t + 0.3 * step[n] if n in step else t for n, t in start.items() if keep(n)}
+            return reply(message, sent, 10, index)
 
-    strategy = FedRotLoRA(CONFIG, AdapterOptions(residual="fold"), **EVERY)
-    grid = FakeGrid({100 + i: echo for i in range(2)})
-    found = strategy.start(grid, ArrayRecord(floats(adapter(9))), 2).arrays.to_torch_state_dict()
-    for name, tensor in floats(adapter(9)).items():
-        assert torch.allclose(found[name], tensor, atol=1e-6)
+        strategy = FedRotLoRA(CONFIG, AdapterOptions(residual="fold"), **EVERY)
+        grid = FakeGrid({100 + i: train for i in range(2)})
+        result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 3)
+        return result.arrays.to_torch_state_dict(), result.train_metrics_clientapp
+
+    everything, metrics = trained(lambda name: True)
+    factors, _ = trained(lambda name: "residual" not in name)
+    assert everything.keys() == factors.keys()
+    assert all(torch.allclose(everything[name], factors[name], atol=1e-5) for name in factors)
+    assert set(metrics) == {1, 2, 3}
+    assert not any("fedrot-replies-dropped" in metrics[number] for number in metrics)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-6])
@@ -290,6 +300,8 @@ def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
 
 
 def test_more_that_does_not_go_together_is_refused() -> None:
+    with pytest.raises(FedrotError, match=r"'exact' is given in place of fedrot\.lora"):
+        FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     with pytest.raises(FedrotError, match="norm_bound compares tensors of one shape"):
         FedRotLoRA(CONFIG, AdapterOptions("exact"), robustness=Robustness(norm_bound=3.0))
     table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}

@@ -444,3 +444,133 @@ def test_what_is_no_adapter_is_refused() -> None:
         average_adapters([AdapterUpdate({"w": torch.ones(2)}, 1.0, SETTINGS)], SETTINGS)
     with pytest.raises(FedrotError, match="no adapters to average"):
         average_adapters([], SETTINGS)
+
+
+@pytest.mark.parametrize("frozen", ["A", "B"])
+@pytest.mark.parametrize("apart", [0.0, 5e-7, 1e-4])
+def test_float32_errors_are_right_where_one_factor_hardly_moved(frozen: str, apart: float) -> None:
+    """The small terms of such sums have vectors that are not orthogonal in float32."""
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"q.lora_A.weight": (4, 60), "q.lora_B.weight": (50, 4)}
+        start = {n: torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
+        moved = {name: apart if f"_{frozen}" in name else 1.0 for name in shapes}
+        sent = [
+            {n: t + moved[n] * torch.randn(t.shape, generator=generator) for n, t in start.items()}
+            for _ in range(6)
+        ]
+        asked = [AdapterUpdate(tensors, 1.0 + i, SETTINGS) for i, tensors in enumerate(sent)]
+        doubles = [
+            replace(update, tensors={n: t.double() for n, t in update.tensors.items()})
+            for update in asked
+        ]
+        for method in ("mean", "exact"):
+            found, report = average_adapters(asked, SETTINGS, AdapterOptions(method))
+            dense = dense_mean(doubles, "q")
+            wide = {name: tensor.double() for name, tensor in found.items()}
+            true = torch.linalg.norm(product(wide, "q") - dense) / torch.linalg.norm(dense)
+            assert report.error["q"] == pytest.approx(float(true), abs=1e-6)
+
+
+def test_a_large_rank_that_is_asked_for_is_kept_in_the_sum() -> None:
+    """Ten adapters of rank 4 have products of rank 40, which the result may have, too."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q.lora_A.weight": (4, 60), "q.lora_B.weight": (50, 4)}
+    sent = [
+        {n: torch.randn(*shape, generator=generator, dtype=torch.float64) for n, shape in shapes.items()}
+        for _ in range(10)
+    ]
+    asked = updates(sent, 10 * [1])
+    dense = dense_mean(asked, "q")
+    for rank in (24, 40):
+        found, report = average_adapters(asked, SETTINGS, AdapterOptions("exact"), rank=rank)
+        best = torch.linalg.norm(dense - truncated(dense, rank))
+        error = torch.linalg.norm(dense - product(found, "q"))
+        assert error <= best + 1e-9
+        assert report.error["q"] == pytest.approx(float(error / torch.linalg.norm(dense)), abs=1e-6)
+
+
+def test_the_rotated_mean_reports_the_mean_of_what_was_sent() -> None:
+    asked = updates([adapter(i) for i in range(3)])
+    _, rotated_report = average_adapters(asked, SETTINGS, AdapterOptions("rotate"))
+    _, plain = average_adapters(asked, SETTINGS)
+    assert rotated_report.error_of_factors == pytest.approx(plain.error_of_factors)
+
+
+@pytest.mark.parametrize("gauge", GAUGES)
+@pytest.mark.parametrize("trained", [0, 1, 3])
+def test_adapters_of_embeddings_stay_trainable(gauge: str, trained: int) -> None:
+    """PEFT starts them with ``A = 0`` and a random ``B``; directions where both are 0 are dead."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    a, b = "table.lora_embedding_A", "table.lora_embedding_B"
+    start = {a: torch.zeros(6, 30, dtype=torch.float64), b: drawn(20, 6)}
+    sent = []
+    for _ in range(2):  # Clients that saw a few tokens.
+        own = {name: tensor.clone() for name, tensor in start.items()}
+        own[a][:, :trained] = 0.1 * drawn(6, trained)
+        sent.append(own)
+    options = AdapterOptions("exact", gauge)
+    found, _ = average_adapters(updates(sent), SETTINGS, options, previous=start)
+    for tensors in (found, fitted(found, SETTINGS, 4)):
+        alive = tensors[a] @ tensors[a].mT + tensors[b].mT @ tensors[b]
+        assert torch.linalg.eigvalsh(alive)[0] > 1e-3
+    mean = (sent[0][b] @ sent[0][a] + 2 * sent[1][b] @ sent[1][a]) / 3
+    assert torch.allclose(found[b] @ found[a], mean, atol=1e-9)
+
+
+def test_biases_of_b_are_averaged_with_their_scale() -> None:
+    """``LoraConfig(lora_bias=True)``: PEFT multiplies the bias by the scale, too."""
+    bias = "base_model.model.layer.query.lora_B.bias"
+    kinds = [LoraSettings(alpha=a) for a in (2.0, 16.0)]
+    ranks = (2, 4)
+    asked = [
+        AdapterUpdate({**adapter(i, ranks[i]), bias: torch.ones(OUT).double()}, 1.0, kinds[i])
+        for i in range(2)
+    ]
+    found, _ = average_adapters(asked, SETTINGS, AdapterOptions("exact"), rank=3)
+    mean = sum(kind.scale("query", rank) for kind, rank in zip(kinds, ranks, strict=True)) / 2
+    assert torch.allclose(SETTINGS.scale("query", 3) * found[bias], torch.full((OUT,), mean).double())
+    cut = fitted(found, SETTINGS, 1)
+    assert torch.allclose(SETTINGS.scale("query", 1) * cut[bias], torch.full((OUT,), mean).double())
+
+
+def test_adapters_and_what_was_received_may_have_other_dtypes() -> None:
+    start = {name: tensor.float() for name, tensor in adapter(9).items()}
+    mixed = {n: t.float() if "_A" in n else t for n, t in adapter(0, start=adapter(9)).items()}
+    for sent in (mixed, start):
+        for options in (AdapterOptions("exact", "previous"), AdapterOptions("rotate")):
+            found, _ = average_adapters(
+                [AdapterUpdate(sent, 1.0, SETTINGS)], SETTINGS, options, adapter(9)
+            )
+            assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in sent.items()}
+
+
+def test_devices_may_differ_from_the_cpu() -> None:
+    """On the device ``meta``, which has no numbers, the sum fails where it first reads one."""
+    total = ProductSum(4)
+    for _ in range(2):
+        total.add(torch.empty(40, 4, device="meta"), torch.empty(4, 30, device="meta"), 1.0)
+        with pytest.raises(RuntimeError, match="cannot be called on meta"):
+            total.terms()
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    asked = updates([adapter(0)])
+    for options in ("exact", 0.5):
+        with pytest.raises(FedrotError, match=r"given in place of fedrot\.lora\.AdapterOptions"):
+            average_adapters(asked, SETTINGS, options)  # type: ignore[arg-type]
+    found, _ = average_adapters(
+        [replace(asked[0], settings={"lora_alpha": 6})],  # type: ignore[arg-type]
+        {"lora_alpha": 6},  # type: ignore[arg-type]
+    )
+    assert found.keys() == adapter(0).keys()
+    for alpha in (0.0, -8.0, float("nan")):
+        with pytest.raises(FedrotError, match="an adapter has a positive one"):
+            LoraSettings(alpha)
+    flat = {"q.lora_A.weight": torch.ones(4), "q.lora_B.weight": torch.ones(3, 4)}
+    with pytest.raises(UpdateError, match="have no common rank"):
+        average_adapters([AdapterUpdate(flat, 1.0, SETTINGS)], SETTINGS)

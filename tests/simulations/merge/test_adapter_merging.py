@@ -97,6 +97,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ([a, pissa], "was started by pissa, which changes the base weights"),
         ([a, few], "few': The module"),
         ([a, wide, "--method", "mean"], "factors of different ranks have no mean"),
+        ([a, b, "--method", "mean", "--rank", 8], "A mean of factors keeps their rank 2"),
     ):
         code, said = invoke("merge-adapters", *arguments, "--out", tmp_path / "out")
         assert code == 2
@@ -106,6 +107,18 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert (code, "give --out, or --dry-run" in " ".join(said.split())) == (2, True)
     code, said = invoke("merge-adapters", a, b, "--out", a)
     assert (code, "is there already" in " ".join(said.split())) == (2, True)
+    code, said = invoke("merge-adapters", a, b, "--out", a / "deep" / "merged")
+    assert (code, "Write the result beside the adapters" in " ".join(said.split())) == (2, True)
     code, said = invoke("merge", a, b, "--out", tmp_path / "out")
     assert code == 2
     assert "fedrot merge-adapters" in " ".join(said.split())
+
+
+def test_older_configurations_and_starts_that_keep_the_base_are_merged(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", 1)
+    b = saved(tmp_path / "b", 2, init_lora_weights="orthogonal")
+    path = a / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "use_dora"}))
+    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
+    assert code == 0, said

@@ -1,0 +1,66 @@
+"""``ModuleSums``: the sums of one module's products and factors over the clients."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fedrot.aggregation.mean import Mean
+from fedrot.lora.gauges import Factors, Wanted
+from fedrot.lora.products import ProductSum, Terms
+
+
+class ModuleSums:
+    """The sums of one module over the clients, of products and factors that contain the scale.
+
+    Args:
+        rotates: whether the mean of factors takes others than the clients sent.
+    """
+
+    def __init__(self, rotates: bool = False) -> None:
+        self.products, self.weight, self._rotates = ProductSum(), 0.0, rotates
+        self.mean, self.as_sent = Mean(), Mean()
+        self.ranks: set[int] = set()
+
+    def add(self, sent: Factors, used: Factors, weight: float, padding: int = 0) -> None:
+        """Add the factors of one client as it sent them, and as the mean of factors takes them."""
+        a, b = used
+        self.products.add(b, a, weight)
+        self.ranks.add(len(a) + padding)
+        self.weight += weight
+        if len(self.ranks) == 1:
+            if padding:
+                a, b = pad(a, (0, 0, 0, padding)), pad(b, (0, padding))
+            self.mean.add({"a": a, "b": b}, weight)
+            if self._rotates:
+                self.as_sent.add({"a": sent[0], "b": sent[1]}, weight)
+
+    def factors(self, scale: float, as_sent: bool = False) -> Factors | None:
+        """Return the means of the factors in units of a scale, None if ranks differ."""
+        if len(self.ranks) > 1:
+            return None
+        mean = (self.as_sent if as_sent and self._rotates else self.mean).current
+        return mean["a"], mean["b"] / scale
+
+    def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
+        """Return the mean product in units of a scale, and the factors that a gauge may follow."""
+        first = terms.first(rank)
+        near = (
+            f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)
+        )
+        return Wanted(first.u, first.s / (self.weight * scale), first.vt, *near)
+
+    def error(self, terms: Terms, found: Factors, scale: float) -> float:
+        """Return ``|D - s B A| / |D|``; 0 if both are 0."""
+        a, b = found
+        return share(terms.distance(self.weight * scale * b, a), terms.norm)
+
+    def rest(self, terms: Terms, found: Factors, scale: float) -> Tensor:
+        """Return the dense ``D - s B A``, ``[out, in]``."""
+        a, b = found
+        return (terms.u * (terms.s / self.weight)) @ terms.vt - scale * b @ a
+
+
+def share(part: float, whole: float) -> float:
+    """Return ``part / whole``; 0 if both are 0."""
+    return part / whole if whole > 0 else float(part > 0)

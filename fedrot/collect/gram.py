@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Literal
 
@@ -44,6 +44,7 @@ def collect_gram(
     max_batches: int | None = 100,
     form: GramForm = "full",
     symmetry: Symmetry | None = None,
+    names: Container[str] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
@@ -58,12 +59,19 @@ def collect_gram(
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
         max_batches: None for all; Jin et al., Table 6, find no gain beyond 100.
         form, symmetry: see ``compressed``.
+        names: of the weights to collect for; None for all. There may be none among them.
 
     Raises:
         FedrotError: no batch, no such layer, or an unknown form.
     """
     _check_form(form, symmetry)
-    axes = _readers(model)
+    axes = {
+        name: axis
+        for name, axis in _readers(model).items()
+        if names is None or f"{name}.weight" in names
+    }
+    if names is not None and not axes:
+        return {}
     count: dict[str, int] = {}
     sums: dict[str, Tensor] = {}
     same: dict[str, str] = {}

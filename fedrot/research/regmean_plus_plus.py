@@ -109,9 +109,8 @@ def _merged_part(
     for candidate in candidates:
         own = {name: candidate.tensors[name] for name in names}
         shell.load_state_dict({**merged, **own})
-        found = collect_gram(shell, candidate.batches(), max_batches=max_batches)
-        grams = {kind: {n: gram for n, gram in by.items() if n in own} for kind, by in found.items()}
-        if not any(grams.values()):
+        grams = collect_gram(shell, candidate.batches(), max_batches=max_batches, names=own)
+        if not grams:
             return {}
         aggregator.add(own, candidate.weight, {**grams, **_known(candidate, own)})
     return aggregator.result()

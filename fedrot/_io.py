@@ -14,11 +14,17 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside a file or folder, which takes its place if the block succeeds."""
+    """Give a temporary path beside a file or folder, which takes its place if the block succeeds.
+
+    A file is on the disk before it takes the place: after a power cut there is the old or the new one.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
+        if temporary.is_file():
+            sync(temporary)
         temporary.replace(path)
+        sync(path.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -37,7 +43,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk."""
+    """Flush a file's contents, or a folder's entries, to the disk; on Windows that is not possible."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -44,7 +44,7 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     base, matrix, small = (described.get(name, {}) for name in ("base", "matrix", "quick"))
     found = described.get(entries, [])
     tables = isinstance(found, list) and all(isinstance(table, dict) for table in (base, small, *found))
-    if not tables or not all(map(_has_matrix, (described, small, *found))):
+    if not tables or "matrix" in base or not all(map(_has_matrix, (described, small, *found))):
         raise ValueError(
             f"'{grid}' is no grid; write one [base], and [[{entries}]] before each {entries}; [matrix] "
             "has a list of values for each key"

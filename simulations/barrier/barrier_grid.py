@@ -89,7 +89,7 @@ class Cell(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that a pair's results depend on, without the seeds."""
-        config = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"data_dir"})
+        config = self.config.model_dump(mode="json", exclude={"data_dir"})
         return {**self.model_dump(mode="json", exclude={"pairs", "config", "methods"}), "config": config}
 
 
@@ -111,7 +111,8 @@ class Grid(BaseModel):
         given = {"data_dir": data_dir} if data_dir else {}
         tasks = read_grid(path, "task", quick=quick)
         cells = tuple(cell for task in tasks for cell in _cells({**task, **given}))
-        if not cells or len({cell.name for cell in cells}) != len(cells):
+        # Names of files are the same in capitals on some systems.
+        if not cells or len({cell.name.casefold() for cell in cells}) != len(cells):
             raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
         return cls(cells=cells)
 
@@ -169,6 +170,7 @@ def run_grid(
         workers: processes, each with one thread, one per core if None; 1 works in this process.
 
     Raises:
+        FileExistsError: ``out`` contains a run that is no grid of barriers.
         FedrotError: ``out`` contains a cell of the same name with other settings.
         RuntimeError: pairs failed; their tracebacks are in ``failures/``, and the others are finished.
     """
@@ -266,21 +268,36 @@ def _record(grid: Grid, out: Path, command: str) -> None:
     """Write configuration and versions; refuse to mix results of different settings."""
     path = out / "config.json"
     held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if rows_file(out) is not None and "cells" not in held:
+        raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
     cells = held.get("cells", {})
+    written = {name.casefold(): name for name in cells}
     for cell in grid.cells:
-        before = cells.get(cell.name, {})
-        if before and {k: v for k, v in before.items() if k != "pairs"} != cell.settings():
+        before = cells.get(written.get(cell.name.casefold(), cell.name), {})
+        if before and _settings_of(before) != cell.settings():
             raise FedrotError(
                 f"The folder '{out}' holds cell '{cell.name}' with other settings. Choose another "
                 "--out, or give the settings in its config.json."
             )
         pairs = [tuple(pair) for pair in before.get("pairs", [])]
         cells[cell.name] = {**cell.settings(), "pairs": list(dict.fromkeys([*pairs, *cell.pairs]))}
-    methods = {**held.get("methods", {}), **{name: METHODS[name].description for name in grid.methods}}
+    known = held.get("methods", {}).items()
+    methods = {name: [texts] if isinstance(texts, str) else texts for name, texts in known}
+    for name in grid.methods:
+        # Older versions described a method in other words, or defined it otherwise: all are kept.
+        described = methods.setdefault(name, [])
+        described += [METHODS[name].description] if METHODS[name].description not in described else []
     commands = [*held.get("commands", []), command]
     out.mkdir(parents=True, exist_ok=True)
     write_json(path, {"commands": commands, "methods": methods, "cells": cells})
     write_json(out / "versions.json", versions())
+
+
+def _settings_of(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a cell as ``Cell.settings``; fields that came later have their defaults."""
+    config = SimulationConfig.model_validate(held["config"])
+    own = {name: value for name, value in held.items() if name not in ("pairs", "config")}
+    return {**own, "config": config.model_dump(mode="json", exclude={"data_dir"})}
 
 
 def _unpack(out: Path) -> None:

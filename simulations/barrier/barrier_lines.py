@@ -55,7 +55,8 @@ class BarrierLine:
             yield {**own, "position": position, **metrics}
 
 
-_LINE = ("cell", "pair", "method", "seconds", "before", "after")
+_KEY = ("cell", "pair", "method")
+_LINE = (*_KEY, "seconds", "before", "after")
 
 
 def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
@@ -63,13 +64,13 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         clean = {name: math.nan if value is None else value for name, value in row.items()}
-        grouped.setdefault(tuple(row[name] for name in _LINE), []).append(clean)
+        grouped.setdefault(tuple(row[name] for name in _KEY), []).append(clean)
     lines = []
-    for about, own in grouped.items():
+    for own in grouped.values():
         own = sorted(own, key=lambda row: row["position"])
         metrics = [{k: v for k, v in row.items() if k not in (*_LINE, "position")} for row in own]
         barrier = Barrier(tuple(row["position"] for row in own), tuple(metrics))
-        lines.append(BarrierLine(**dict(zip(_LINE, about, strict=True)), barrier=barrier))
+        lines.append(BarrierLine(**{name: own[0][name] for name in _LINE}, barrier=barrier))
     return lines
 
 

@@ -191,7 +191,9 @@ class ArmStrategy(CellStrategy, FedRot):
     def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate a mean that the guard compares, on the clients' own held-out rows."""
         load_tensors(self.network, arrays.to_torch_state_dict())
-        return MetricRecord(dict(evaluate_at_clients(self.cell.task, self.cell.seed, self.network)))
+        return MetricRecord(
+            dict(evaluate_at_clients(self.cell.task, self.cell.arm, self.cell.seed, self.network))
+        )
 
 
 class AdapterCell(CellStrategy):

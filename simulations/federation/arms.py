@@ -83,12 +83,12 @@ def evaluate_held_out(task: Task, model: nn.Module) -> dict[str, float]:
     return training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
 
 
-def evaluate_at_clients(task: Task, seed: int, model: nn.Module) -> dict[str, float]:
-    """Return the metrics of a model on all clients' own held-out rows of the training split.
+def evaluate_at_clients(task: Task, arm: Arm, seed: int, model: nn.Module) -> dict[str, float]:
+    """Return the metrics of a model on the held-out rows, of the training split, of an arm's clients.
 
     Soups and guards choose by them: the held-out split, of which the tables report, chooses nothing.
     """
-    return training.evaluate(model, task, task.train, _rows_of_all(task, seed, held_out=True))
+    return training.evaluate(model, task, task.train, _rows_of(task, arm, seed, held_out=True))
 
 
 def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
@@ -105,7 +105,7 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
     """
 
     def score() -> Callable[[Tensors], float]:
-        return lambda tensors: -evaluate_at_clients(task, seed, with_state(shell, tensors))["loss"]
+        return lambda tensors: -evaluate_at_clients(task, arm, seed, with_state(shell, tensors))["loss"]
 
     def symmetry() -> Symmetry:
         config: Any = shell.config
@@ -117,13 +117,14 @@ def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callabl
     return aggregation_named(arm.aggregation, score=score, symmetry=symmetry, **given)
 
 
-def _rows_of_all(task: Task, seed: int, held_out: bool) -> np.ndarray:
-    return np.concatenate([task.client_rows(seed, c)[held_out] for c in range(task.config.clients)])
+def _rows_of(task: Task, arm: Arm, seed: int, held_out: bool) -> np.ndarray:
+    clients = arm.clients or range(task.config.clients)
+    return np.concatenate([task.client_rows(seed, client)[held_out] for client in clients])
 
 
 def train_joined(task: Task, arm: Arm, seed: int, model: nn.Module, server_round: int) -> None:
     """Train one model on the training rows of all clients for a round's epochs, or a client's steps."""
-    rows = _rows_of_all(task, seed, held_out=False)
+    rows = _rows_of(task, arm, seed, held_out=False)
     stream = seed * 1_000 + server_round
     share = 1 / task.config.clients if arm.name == JOINED_STEPS else 1.0
     training.train(model, task, np.sort(rows), stream, share * task.config.epochs(server_round))

@@ -17,6 +17,7 @@ from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.run_folder import (
     ALIGNMENT,
+    CENTRAL,
     ROW_FIELDS,
     ROWS,
     read_alignment,
@@ -27,7 +28,8 @@ from fedrot.simulations.federation.run_folder import (
 )
 
 #: What cells of one setting may differ in, from one command to the next.
-_FREE = ("seeds", "arms", "starts", "data_dir")
+_LISTS = ("seeds", "arms", "starts")
+_FREE = (*_LISTS, "data_dir")
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class GridFolder:
 
     A compact copy, the form of published runs, becomes such a folder: what it holds is finished.
 
+    A cell of a copy without its last round is left out: it runs again.
+
     Raises:
         FileExistsError: the folder holds a run that is no grid.
         FedrotError: it holds a setting of the same name with other values.
@@ -99,18 +103,20 @@ class GridFolder:
     def __init__(self, path: Path, configs: Sequence[SimulationConfig], command: str) -> None:
         self.path, self._cells = path, path / "cells"
         self._order = [cell.name for cell in cells_of(configs)]
-        copied = _compact_copy(path)
+        held = _held(path)
+        copied = _compact_copy(path, held)
         if rows_file(path) is not None and not (copied or self._cells.is_dir()):
             raise FileExistsError(
                 f"The folder '{path}' holds a run of another kind; choose another --out."
             )
-        settings = _united(_held(path), [config.model_dump(mode="json") for config in configs], path)
+        settings = _united(held, [config.model_dump(mode="json") for config in configs], path)
         self._cells.mkdir(parents=True, exist_ok=True)
         for name, found in copied.items():
             self._write(name, found)
         for name in (ROWS, ALIGNMENT) if copied else ():
             (path / name).with_suffix(".parquet").unlink(missing_ok=True)
-        write_json(path / "config.json", {"command": command, "settings": settings})
+        commands = "\n".join(dict.fromkeys([*_commands(path), command]))
+        write_json(path / "config.json", {"command": commands, "settings": settings})
         write_json(path / "versions.json", versions())
         self._collect()
 
@@ -127,8 +133,27 @@ class GridFolder:
         append_rows(self.path / ALIGNMENT, found.alignments)
 
     def partitions(self, found: Mapping[str, Any]) -> None:
-        """Write the partitions, by setting."""
-        write_json(self.path / "partition.json", found)
+        """Write the partitions, by setting and seed, beside those that the folder holds.
+
+        Raises:
+            FedrotError: a seed that the folder holds has other rows now: the data have changed.
+        """
+        file = self.path / "partition.json"
+        held = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        for setting, given in found.items():
+            before = held.get(setting, {}).get("seeds", {})
+            other = [
+                seed
+                for seed in given["seeds"]
+                if before.get(seed, given["seeds"][seed]) != given["seeds"][seed]
+            ]
+            if other:
+                raise FedrotError(
+                    f"The folder '{self.path}' holds the setting '{setting}' with other rows for seed "
+                    f"{other[0]}: the data have changed. Choose another --out."
+                )
+            held[setting] = {**given, "seeds": {**before, **given["seeds"]}}
+        write_json(file, held)
 
     def close(self, complete: bool) -> None:
         """Write all rows in the grid's order, ``rows.csv``, and whether all cells are finished."""
@@ -153,19 +178,31 @@ class GridFolder:
             write_text(self.path / file, "".join(json_line(row) for cell in found for row in cell[key]))
 
 
-def _compact_copy(path: Path) -> dict[str, CellRows]:
-    """Return the rows of a compact copy by the name of their cell, none if the folder holds no copy."""
+def _compact_copy(path: Path, held: Sequence[Mapping[str, Any]]) -> dict[str, CellRows]:
+    """Return the rows of a compact copy by the name of their cell, none if the folder holds no copy.
+
+    Args:
+        held: the folder's settings; a cell without the last round of its setting is left out.
+    """
     file = rows_file(path)
     if file is None or file.suffix != ".parquet":
         return {}
     rows, found = read_rows(path), defaultdict[str, CellRows](CellRows)
     if not all(map(set(ROW_FIELDS).issubset, rows)):
         return {}
+    last = {setting["setting"]: setting["rounds"] for setting in held}
     for row in rows:
         found[_cell_name(row)].row(row)
     for row in read_alignment(path):
         found[_cell_name(row)].alignment(row)
-    return found
+    return {name: cell for name, cell in found.items() if _is_whole(cell, last)}
+
+
+def _is_whole(cell: CellRows, last: Mapping[str, int]) -> bool:
+    """Whether a cell has the central results of its setting's last round."""
+    return any(
+        row["scope"] == CENTRAL and row["round"] >= last.get(row["setting"], 0) for row in cell.rows
+    )
 
 
 def _cell_name(row: Mapping[str, Any]) -> str:
@@ -177,15 +214,26 @@ def _held(path: Path) -> list[dict[str, Any]]:
     file = path / "config.json"
     if not file.is_file():
         return []
-    defaults = SimulationConfig.model_validate({}).model_dump(mode="json")
-    return [{**defaults, **settings} for settings in json.loads(file.read_text("utf-8"))["settings"]]
+    held = json.loads(file.read_text("utf-8"))["settings"]
+    return [SimulationConfig.model_validate(settings).model_dump(mode="json") for settings in held]
+
+
+def _commands(path: Path) -> list[str]:
+    """Return the commands that a folder was filled by."""
+    file = path / "config.json"
+    said = json.loads(file.read_text("utf-8")).get("command") if file.is_file() else None
+    return str(said or "").splitlines()
 
 
 def _united(
     held: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]], path: Path
 ) -> list[dict[str, Any]]:
-    """Return the settings of a folder and of a grid, by name; those of the grid come first."""
+    """Return the settings of a folder and of a grid, by name; those of the grid come first.
+
+    A setting of both has the seeds, arms and starts of both.
+    """
     before = {settings["setting"]: settings for settings in held}
+    found = []
     for settings in given:
         other = before.pop(settings["setting"], settings)
         changed = [
@@ -197,4 +245,6 @@ def _united(
                 f"{other.get(changed[0])!r}, not {settings[changed[0]]!r}. Choose another --out, or "
                 "another name for the setting."
             )
-    return [*given, *before.values()]
+        both = {name: [*dict.fromkeys([*other[name], *settings[name]])] for name in _LISTS}
+        found.append({**settings, **both})
+    return [*found, *before.values()]

@@ -22,6 +22,8 @@ _PACKAGES = (
 
 #: The files of rows of results and of alignment.
 ROWS, ALIGNMENT = "rows.jsonl", "alignment.jsonl"
+#: The scope of rows about the merged model on the held-out split.
+CENTRAL = "central"
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
 
 

@@ -81,7 +81,7 @@ def present(out: Path, console: Console) -> None:
     from fedrot.simulations.report.findings.shares import share_table
     from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import metrics_in
-    from fedrot.simulations.report.tables import result_lines, summary_tables
+    from fedrot.simulations.report.tables import summary_tables
 
     rows = read_rows(out)
     metrics = metrics_in(rows)
@@ -90,9 +90,8 @@ def present(out: Path, console: Console) -> None:
     found = share_table(read_alignment(out))
     if found is not None:
         console.print(found.terminal())
-    lines = result_lines(rows, metrics)
     headings = {
-        "What scrambling the clients' coordinates cost:": costs_of_scrambling(lines, metrics),
+        "What scrambling the clients' coordinates cost:": costs_of_scrambling(rows, metrics),
         "Did alignment help?": verdicts(rows),
     }
     for heading, sentences in headings.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrot._io import replacing
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.federation.run_folder import read_rows, rows_file
 
 ROWS = ("rows.jsonl", "alignment.jsonl")
 SMALL = ("config.json", "versions.json", "status.json", "partition.json", "models.jsonl", "summary.md")
@@ -24,7 +24,7 @@ def compact(run: Path, out: Path) -> Path:
     """Write a compact copy of a run folder; ``FileNotFoundError`` if it holds no rows."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ROWS:
-        if name == ROWS[0] or (run / name).exists():
+        if name == ROWS[0] or rows_file(run, name):
             exact = name == ROWS[0]
             write_parquet((out / name).with_suffix(".parquet"), read_rows(run, name), exact=exact)
     for name in SMALL:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from fedrot._io import replacing
-from fedrot.simulations.report.summaries import CENTRAL, Row
+from fedrot.simulations.federation.run_folder import CENTRAL
+from fedrot.simulations.report.summaries import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

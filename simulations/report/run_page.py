@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrot.simulations.federation.run_folder import read_alignment, read_rows, rows_file
+from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_rows, rows_file
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.findings import regimes, sentences
 from fedrot.simulations.report.findings.shares import share_table
 from fedrot.simulations.report.findings.subsets import HEADER, TEXTS, subset_table
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.summaries import (
-    CENTRAL,
     LOWER_IS_BETTER,
     Row,
     by_setting,
@@ -187,7 +186,7 @@ def subsets(run: RunResults) -> Values | None:
 @PAGE.section
 def scrambling(run: RunResults) -> Values | None:
     """Changes of all arms by scrambling."""
-    found = sentences.costs_of_scrambling(run.lines, run.metrics)
+    found = sentences.costs_of_scrambling(run.rows, run.metrics)
     return {"sentences": found} if found else None
 
 
@@ -216,11 +215,14 @@ def settings(run: RunResults) -> Values:
     (run.folder / "plots").mkdir(exist_ok=True)
     rows, alignment = by_setting(run.rows), by_setting(run.alignment)
     partition = run.objects["partition.json"]
-    found = []
+    found, stems = [], set[str]()
     for setting in dict.fromkeys([*partition, *rows]):
         described = {"label_names": [], "seeds": {}, **partition.get(setting, {})}
         names, seeds = described["label_names"], described["seeds"]
-        stem = str(run.folder / "plots" / (re.sub(r"\W+", "-", setting) or "run"))
+        name = re.sub(r"\W+", "-", setting) or "run"
+        name += f"-{len(stems)}" if name in stems else ""
+        stems.add(name)
+        stem = str(run.folder / "plots" / name)
         drawn = _result_pictures(stem, rows.get(setting, []), alignment.get(setting, []))
         for seed, first in list(seeds.items())[:1]:
             caption = f"rows per client and class, own held-out rows included, seed {seed}"
@@ -242,6 +244,7 @@ def _columns(lines: Sequence[Line]) -> dict[str, Any]:
     """Return the columns of names that are not the same in all lines, and the seeds if they are."""
     names = [name for name in ("setting", "start") if len({getattr(line, name) for line in lines}) > 1]
     seeds = {line.seeds for line in lines}
+    seeds |= {found.n for line in lines for found in line.differences if found is not None}
     return {"names": names, "seeds": seeds.pop() if len(seeds) == 1 else 0}
 
 

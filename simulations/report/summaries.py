@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fedrot.simulations.federation.run_folder import CENTRAL
+
 Row: TypeAlias = Mapping[str, Any]
 
-CENTRAL = "central"
 CONFIDENCE = 0.95
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "pseudo_perplexity"})
 
@@ -45,8 +46,10 @@ class Paired:
 
     The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
     the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none is
-    above ``ROUNDING``, "not finite", "one seed: no interval" or "no seed in common". ``p`` is of the
-    paired t test: 1 if nothing above ``ROUNDING`` differs, NaN if there is no interval.
+    above ``ROUNDING``, "not finite", "one seed: no interval", "no spread: no interval" if all seeds
+    differ alike, or "no seed in common". ``p`` is of the paired t test: 1 if nothing above ``ROUNDING``
+    differs, NaN if there is no interval. ``ours`` and ``theirs`` are the means of both over these seeds,
+    NaN if they are unknown.
     """
 
     mean: float
@@ -55,6 +58,8 @@ class Paired:
     n: int
     verdict: str
     p: float = math.nan
+    ours: float = math.nan
+    theirs: float = math.nan
 
 
 def setting_of(row: Row) -> str:
@@ -115,8 +120,11 @@ def summarise(rows: Iterable[Row], metrics: Sequence[str] | None = None) -> dict
 
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
     """Difference ``ours`` minus ``theirs`` over the seeds that both have; values are by seed."""
-    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    return paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
+    common = [seed for seed in ours if seed in theirs]
+    differences = [ours[seed] - theirs[seed] for seed in common]
+    found = paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
+    means = (float(np.mean([of[seed] for seed in common])) for of in (ours, theirs) if common)
+    return replace(found, **dict(zip(("ours", "theirs"), means, strict=False)))
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
@@ -133,12 +141,14 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
         return Paired(mean, math.nan, math.nan, n, "equal but for rounding", 1.0)
     if n == 1:
         return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
+    if sd <= ROUNDING * abs(mean):
+        return Paired(mean, math.nan, math.nan, n, "no spread: no interval")
     from scipy import stats
 
     error = sd / math.sqrt(n)
     half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * error
     low, high = mean - half, mean + half
-    p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error else 0.0
+    p = float(2 * stats.t.sf(abs(mean) / error, n - 1))
     if low <= 0 <= high:
         return Paired(mean, low, high, n, "within noise", p)
     improved = (mean < 0) if lower_is_better else (mean > 0)

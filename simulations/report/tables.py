@@ -80,9 +80,19 @@ def format_difference(difference: Paired | None) -> str:
 def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool = True) -> str:
     """``0.412 [0.301, 0.523]``, without the interval if there is none or it is not wanted."""
     bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
-    style = sign + number_style(value.mean, *bounds)
+    clear = [abs(bound) for bound in bounds if value.ci_low * value.ci_high > 0]
+    # An interval that excludes 0 is not shown as [+0.000, +0.000].
+    more = 2 if clear and min(clear) < 0.0005 else 0
+    style = sign + number_style(value.mean, *bounds, decimals=3 + more)
     shown = ", ".join(f"{bound:{style}}" for bound in bounds)
     return f"{value.mean:{style}}" + (f" [{shown}]" if bounds else "")
+
+
+def _with_seeds(difference: Paired | None, seeds: int) -> str:
+    """``format_difference``, with the number of seeds where it is not that of the line."""
+    shown = format_difference(difference)
+    differ = difference is not None and 0 < difference.n != seeds
+    return f"{shown} ({difference.n} seeds)" if difference is not None and differ else shown
 
 
 def number_style(*values: float, decimals: int = 3) -> str:
@@ -151,7 +161,7 @@ def markdown_table(rows: Sequence[Row], metrics: Sequence[str] | None = None) ->
     lines = [
         [ln.setting, ln.start, ln.arm, str(ln.seeds)]
         + [format_score(score) for score in ln.scores]
-        + [format_difference(difference) for difference in ln.differences]
+        + [_with_seeds(difference, ln.seeds) for difference in ln.differences]
         for ln in result_lines(rows, metrics)
     ]
     texts = ("setting", "start", "arm")

@@ -118,7 +118,11 @@ def test_what_a_grid_names_has_to_exist(before: str, after: str, message: str, g
 
 
 @pytest.mark.parametrize(
-    "matrix", ["matrix = 3", "[matrix]\nclients = []", "[matrix]\nclients = 3", "[quick]\nmatrix = [3]"]
+    "matrix",
+    [
+        *("matrix = 3", "[matrix]\nclients = []", "[matrix]\nclients = 3", "[quick]\nmatrix = [3]"),
+        "[base]\nmatrix = {clients = [2]}",
+    ],
 )
 def test_a_matrix_is_a_list_for_each_key(matrix: str, grid: Path) -> None:
     grid.write_text(f"{matrix}\n[[setting]]\nclients = 2\n")

@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fedrot.simulations.report.findings.shares import Layer, shares_by_layer
-from fedrot.simulations.report.summaries import Row, Summary, by_setting, headline, setting_of
+from fedrot.simulations.report.summaries import (
+    Paired,
+    Row,
+    by_setting,
+    compare_seeds,
+    final_values,
+    headline,
+    setting_of,
+)
 from fedrot.simulations.report.tables import (
     BASELINE,
     Line,
@@ -52,6 +60,7 @@ EFFECTS = {
     "worse": "hurt",
     "within noise": "made no measurable difference",
     "one seed: no interval": "cannot be judged by one seed",
+    "no spread: no interval": "cannot be judged: all seeds differ alike",
     "no seed in common": "cannot be judged: no seed is in both arms",
     "equal but for rounding": "changed nothing but rounding",
     "identical": f"changed nothing: the model is that of {BASELINE}",
@@ -68,22 +77,18 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     for own in by_setting(rows).values():
         metrics = headline(own)
         lines = result_lines(own, metrics)
-        plain = {line.start: line for line in lines if line.arm == BASELINE}
+        compared = {line.start for line in lines if line.arm == BASELINE}
         said += [
-            _verdict(line, plain[line.start], metrics)
-            for line in lines
-            if line.arm == DEFAULT and line.start in plain
+            _verdict(line, metrics) for line in lines if line.arm == DEFAULT and line.start in compared
         ]
     return said
 
 
-def _verdict(line: Line, plain: Line, metrics: Sequence[str]) -> str:
+def _verdict(line: Line, metrics: Sequence[str]) -> str:
     changes = [
-        f"{metric} {_change(before, after)}, {format_difference(difference)}"
-        for metric, before, after, difference in zip(
-            metrics, plain.scores, line.scores, line.differences, strict=True
-        )
-        if before is not None and after is not None
+        f"{metric} {_change(difference)}, {format_difference(difference)}"
+        for metric, difference in zip(metrics, line.differences, strict=True)
+        if difference is not None and difference.n
     ]
     found = {difference.verdict for difference in line.differences if difference is not None}
     effect = next(effect for verdict, effect in EFFECTS.items() if verdict in found)
@@ -92,9 +97,9 @@ def _verdict(line: Line, plain: Line, metrics: Sequence[str]) -> str:
     return f"{_named(line.setting)}, start {line.start}: alignment {effect} ({'; '.join(changes)})."
 
 
-def _change(before: Summary, after: Summary) -> str:
-    style = number_style(before.mean, after.mean)
-    return f"{before.mean:{style}} → {after.mean:{style}}"
+def _change(difference: Paired, decimals: int = 3) -> str:
+    style = number_style(difference.theirs, difference.ours, decimals=decimals)
+    return f"{difference.theirs:{style}} → {difference.ours:{style}}"
 
 
 def doubts(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
@@ -111,22 +116,19 @@ def doubts(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
     ]
 
 
-def costs_of_scrambling(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
+def costs_of_scrambling(rows: Sequence[Row], metrics: Sequence[str]) -> list[str]:
     """Return sentences on the cost of scrambling: every arm against its own run of start same."""
-    same = {(line.setting, line.arm): line for line in lines if line.start == "same"}
-    said = []
-    for line in lines:
-        twin = same.get((line.setting, line.arm))
-        if line.start != "scrambled" or twin is None:
+    values = final_values(rows)
+    changes: dict[tuple[str, str], list[str]] = {}
+    for place, ours in values.items():
+        theirs = values.get(place._replace(start="same"), {})
+        cost = compare_seeds(ours, theirs, place.metric)
+        if place.start != "scrambled" or place.metric not in metrics or not cost.n:
             continue
-        changes = [
-            f"{metric} {theirs.mean:{style}} → {ours.mean:{style}} ({ours.mean - theirs.mean:+{style}})"
-            for metric, ours, theirs in zip(metrics, line.scores, twin.scores, strict=True)
-            if ours is not None and theirs is not None
-            for style in [number_style(ours.mean, theirs.mean, decimals=4)]
-        ]
-        said.append(f"{line.setting}, {line.arm}: {', '.join(changes)}.")
-    return said
+        style = number_style(cost.ours, cost.theirs, decimals=4)
+        said = f"{place.metric} {_change(cost, decimals=4)} ({cost.mean:+{style}})"
+        changes.setdefault((place.setting, place.arm), []).append(said)
+    return [f"{setting}, {arm}: {', '.join(said)}." for (setting, arm), said in changes.items()]
 
 
 def _named(setting: str) -> str:
@@ -165,6 +167,7 @@ def failed(rows: Sequence[Row]) -> list[str]:
         if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
             counts[setting_of(row), str(row["start"]), str(row["arm"])] += int(row["value"])
     return [
-        f"{_named(setting)}, start {start}: {arm} went on without {count} client(s) that failed."
+        f"{_named(setting)}, start {start}: {arm} went on without {count} replies of clients that "
+        "failed, over all rounds and seeds."
         for (setting, start, arm), count in counts.items()
     ]

@@ -147,19 +147,28 @@ def share_table(rows: Sequence[Row]) -> ShareTable | None:
     if all(math.isnan(_given(row, "chance")) for row in aligned):
         return None
     names = [name for name in ("setting", "start", "arm") if len({row.get(name) for row in aligned}) > 1]
-    rounds = sorted({int(row["round"]) for row in aligned})
+    spans = _spans(aligned)
 
     def key(row: Row) -> tuple[Any, ...]:
         return (*(str(row.get(name, "")) for name in names), str(row["part"]))
 
-    spans = {f"{number}": {number} for number in dict.fromkeys((rounds[0], rounds[-1]))}
-    if len(rounds) > 1:
-        spans[f"{rounds[0]} to {rounds[-1]}"] = {*rounds}
-    found = {
-        span: shares_by((row for row in aligned if int(row["round"]) in numbers), key)
-        for span, numbers in spans.items()
-    }
+    found = {span: shares_by(within, key) for span, within in spans.items()}
     lines = []
     for own in dict.fromkeys(map(key, aligned)):
         lines += [[*own, span, *shares[own].cells()] for span, shares in found.items() if own in shares]
     return ShareTable((*names, "part", "rounds"), lines)
+
+
+def _spans(aligned: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of every setting's first round, of its last one, and of all, by these in words."""
+    rounds: dict[str, set[int]] = {}
+    for row in aligned:
+        rounds.setdefault(setting_of(row), set()).add(int(row["round"]))
+    found: dict[str, list[Row]] = {}
+    for row in aligned:
+        number, own = int(row["round"]), rounds[setting_of(row)]
+        first, last = min(own), max(own)
+        ends = [f"{number}"] if number in (first, last) else []
+        for span in ends + ([f"{first} to {last}"] if first != last else []):
+            found.setdefault(span, []).append(row)
+    return dict(sorted(found.items(), key=lambda item: [int(n) for n in item[0].split(" to ")][::-1]))

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedrot.simulations.data.domains import UNSEEN, metric_of
-from fedrot.simulations.report.summaries import CENTRAL, Row
+from fedrot.simulations.federation.run_folder import CENTRAL
+from fedrot.simulations.report.summaries import Row
 from fedrot.simulations.report.tables import pipe_table
 
 HEADER = ("setting", "start", "arm", "merged", "subsets", "own F1", "against own", "unseen F1", "grown")

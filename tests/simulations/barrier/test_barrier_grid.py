@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from fedrot._io import json_line, write_text
-from fedrot.simulations.barrier.barrier_grid import Cell, Grid, shared_rows, trained
+from fedrot.errors import FedrotError
+from fedrot.simulations.barrier.barrier_grid import Cell, Grid, run_grid, shared_rows, trained
 from fedrot.simulations.barrier.barrier_lines import lines_of
 from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
+from fedrot.simulations.barrier.barrier_report import summarise
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models.build import build_model
@@ -123,7 +125,7 @@ def test_the_run_says_what_was_trained_and_how(finished: Path) -> None:
     config = json.loads((finished / "config.json").read_text())
     assert config["cells"]["tokens-disjoint"]["pairs"] == [[0, 1], [2, 3]]
     assert config["cells"]["tokens-disjoint"]["config"]["width"] == 32
-    assert "activation_weight=0.5" in config["methods"]["whole+data"]
+    assert "activation_weight=0.5" in config["methods"]["whole+data"][0]
     assert json.loads((finished / "versions.json").read_text())["torch"] == torch.__version__
     summary = (finished / "summary.md").read_text().splitlines()
     assert len(summary) == 2 + 9
@@ -344,3 +346,37 @@ def test_where_the_data_lies_does_not_count_as_another_setting() -> None:
 
 
 # Methods
+
+
+def test_a_run_of_another_kind_is_not_touched(grid_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "simulated"
+    folder.mkdir()
+    files = {"rows.jsonl": '{"arm": "plain"}\n', "config.json": '{"command": "", "settings": []}'}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(FileExistsError, match="holds a run of another kind"):
+        run_grid(Grid.read(grid_file), folder, "command", print)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+
+
+def test_a_line_whose_distance_is_not_finite_is_one_line() -> None:
+    rows = [
+        {
+            **{"cell": "c", "pair": "0-1", "method": "vanilla", "seconds": 1.0, "after": value},
+            **{"before": value, "position": position, "loss": value},
+        }
+        for position, value in ((0.0, None), (0.5, float("nan")), (1.0, None))
+    ]
+    (line,) = lines_of(rows)
+    assert math.isnan(line.before)
+    assert len(line.barrier.rows) == 3
+    (summary,) = summarise([line])
+    assert summary.method == "vanilla"
+
+
+def test_settings_that_differ_in_capitals_alone_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    task = '[[task]]\nsetting = "{}"\n[task.pairs]\nsame = [[0, 1]]\n'
+    path.write_text(task.format("MLM") + task.format("mlm"))
+    with pytest.raises(FedrotError, match="a setting of its own"):
+        Grid.read(path)

@@ -104,3 +104,10 @@ def test_published_results_stay_small() -> None:
     files = [path for path in (DOCS / "results").rglob("*") if path.is_file()]
     kept = [path for path in files if not drawn & set(path.parts)]
     assert sum(path.stat().st_size for path in kept) < 2_000_000
+
+
+def test_a_copy_of_a_copy_is_the_same(run: Path, tmp_path: Path) -> None:
+    copy = compact(run, tmp_path / "copy")
+    again = compact(copy, tmp_path / "again")
+    for file in copy.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()

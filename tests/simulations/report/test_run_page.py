@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report.findings.sentences import costs_of_scrambling
+from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
 from fedrot.simulations.report.run_page import PAGE, write_report
 from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
@@ -20,6 +20,7 @@ from fedrot.simulations.report.tables import format_score, markdown_table, resul
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
 LEVEL = {"plain": 0.5, "aligned": 0.6, "hurtful": 0.4}
+WOBBLE = {"plain": (0.0, 0.0, 0.0), "aligned": (0.0, 0.001, 0.002), "hurtful": (-0.001, 0.0, 0.001)}
 
 
 def result_rows(setting: str = "main") -> list[dict[str, Any]]:
@@ -28,8 +29,7 @@ def result_rows(setting: str = "main") -> list[dict[str, Any]]:
         for arm in ARMS:
             for seed in SEEDS:
                 for number in range(ROUNDS + 1):
-                    wobble = 0.001 * (seed if arm == "aligned" else 0)
-                    value = LEVEL[arm] * number / ROUNDS + 0.01 * seed + wobble
+                    value = LEVEL[arm] * number / ROUNDS + 0.01 * seed + WOBBLE[arm][seed]
                     about = {"setting": setting, "arm": arm, "start": start, "seed": seed}
                     about |= {"round": number, "scope": "central"}
                     rows.append({**about, "metric": "accuracy", "value": value})
@@ -265,9 +265,36 @@ def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
     for row in rows:
         if (row["start"], row["arm"], row["metric"]) == ("scrambled", "plain", "accuracy"):
             row["value"] -= 0.2
-    plain, aligned, _ = costs_of_scrambling(result_lines(rows, ["accuracy"]), ["accuracy"])
+    plain, aligned, _ = costs_of_scrambling(rows, ["accuracy"])
     assert plain == "main, plain: accuracy 0.5100 → 0.3100 (-0.2000)."
     assert aligned == "main, aligned: accuracy 0.6110 → 0.6110 (+0.0000)."
+
+
+def test_sentences_and_tables_compare_the_seeds_in_common() -> None:
+    """An interrupted grid: seeds 1 and 2 of one arm are missing."""
+    rows = [row for row in result_rows() if row["arm"] != "aligned" or row["seed"] != 1]
+    rows = [row for row in rows if row["start"] == "same" or row["seed"] == 0]
+    (said,) = verdicts([row for row in rows if row["start"] == "same"])
+    # Seeds 0 and 2: plain 0.50 and 0.52, aligned 0.600 and 0.622. All of plain have a mean of 0.510.
+    assert "accuracy 0.510 → 0.611, +0.101" in said
+    (said,) = verdicts(
+        [row for row in rows if row["start"] == "same" and row["seed"] != 1]
+        + [{**row, "value": 9.0} for row in result_rows() if (row["arm"], row["seed"]) == ("plain", 1)]
+    )
+    assert "accuracy 0.510 → 0.611, +0.101" in said
+    plain, *_ = costs_of_scrambling(rows, ["accuracy"])
+    assert plain == "main, plain: accuracy 0.5000 → 0.5000 (+0.0000)."
+    lines = markdown_table([row for row in rows if row["start"] == "same"], ["accuracy"]).splitlines()
+    assert "| aligned | 2 |" in lines[3]
+    fewer = [row for row in result_rows() if row["arm"] != "plain" or row["seed"] != 1]
+    lines = markdown_table([row for row in fewer if row["start"] == "same"], ["accuracy"]).splitlines()
+    assert lines[3].endswith("better (2 seeds) |") or "noise (2 seeds) |" in lines[3]
+
+
+def test_settings_with_one_file_name_keep_their_pictures(run: Path) -> None:
+    write_lines(run / "rows.jsonl", result_rows("a, lr 0.1") + result_rows("a lr 0-1"))
+    write_report(run)
+    assert len(list((run / "plots").glob("a-lr-0-1*-accuracy.png"))) == 2
 
 
 def test_the_markdown_table() -> None:

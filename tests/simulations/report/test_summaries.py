@@ -16,6 +16,7 @@ from fedrot.simulations.report.summaries import (
     paired_difference,
     summarise,
 )
+from fedrot.simulations.report.tables import format_difference
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 from fedrot.simulations.tasks.scores import _CLASSIFICATION, _REGRESSION
 
@@ -128,7 +129,7 @@ HIGHER = (
 @pytest.mark.parametrize("metric", [*LOWER, *HIGHER])
 def test_which_metrics_are_better_where_they_are_lower(metric: str) -> None:
     rows = [
-        row(arm, seed, level + seed / 1000, metric=metric)
+        row(arm, seed, level * (1 + seed / 1000), metric=metric)
         for arm, level in (("plain", 1.0), ("aligned", 0.9))
         for seed in range(3)
     ]
@@ -156,3 +157,18 @@ def test_a_round_ends_when_its_model_is_evaluated() -> None:
     assert metrics_in([*rows, row("plain", 0, 1.0, metric="train-loss", scope="client:0")]) == [
         "accuracy"
     ]
+
+
+@pytest.mark.parametrize("difference", [0.25, -1 / 400])
+def test_seeds_that_differ_alike_have_no_interval(difference: float) -> None:
+    """Two seeds with one difference, as accuracies of few rows may have, would have p = 0."""
+    found = paired_difference([difference, difference])
+    assert (found.verdict, found.mean) == ("no spread: no interval", difference)
+    assert math.isnan(found.p)
+    assert math.isnan(found.ci_low)
+
+
+def test_an_interval_that_excludes_0_does_not_look_like_0() -> None:
+    found = paired_difference([2.0e-4, 2.1e-4, 2.2e-4])
+    assert format_difference(found) == "+0.00021 [+0.00019, +0.00023] better"
+    assert format_difference(paired_difference([0.1, 0.101, 0.102])) == "+0.101 [+0.099, +0.103] better"

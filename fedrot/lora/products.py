@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,12 +56,25 @@ class Terms:
     def distance(self, b: Tensor, a: Tensor) -> float:
         """Return the Frobenius norm of the difference between the sum and ``b @ a``.
 
-        ``|L R|^2`` is the sum of the entries of ``L^T L`` times those of ``R R^T``. In float64 it is
-        right to 1e-8 of the sum's norm, also where float32 vectors of small terms are not orthogonal.
+        It is right to 1e-8 of the sum's norm, also where float32 vectors of small terms are not
+        orthogonal.
         """
-        left = torch.cat([self.u * self.s, -b], 1).double()
-        right = torch.cat([self.vt, a]).double()
-        return float(((left.mT @ left) * (right @ right.mT)).sum().clamp(min=0).sqrt())
+        (left, right), b, a = self._wide, b.double(), a.double()
+        mixed = _inner((left, right), (b, a))
+        return float((self._square - 2 * mixed + _inner((b, a), (b, a))).clamp(min=0).sqrt())
+
+    @cached_property
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        return (self.u * self.s).double(), self.vt.double()
+
+    @cached_property
+    def _square(self) -> Tensor:
+        return _inner(self._wide, self._wide)
+
+
+def _inner(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """Return ``<L R, M N>``, the sum of the entries of ``L^T M`` times those of ``R N^T``."""
+    return ((one[0].mT @ other[0]) * (one[1] @ other[1].mT)).sum()
 
 
 class ProductSum:

@@ -123,8 +123,10 @@ def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric
     common = [seed for seed in ours if seed in theirs]
     differences = [ours[seed] - theirs[seed] for seed in common]
     found = paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
-    means = (float(np.mean([of[seed] for seed in common])) for of in (ours, theirs) if common)
-    return replace(found, **dict(zip(("ours", "theirs"), means, strict=False)))
+    if not common:
+        return found
+    means = (float(np.mean([values[seed] for seed in common])) for values in (ours, theirs))
+    return replace(found, ours=next(means), theirs=next(means))
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:

@@ -63,7 +63,7 @@ class Terms:
         mixed = _inner((left, right), (b, a))
         return float((self._square - 2 * mixed + _inner((b, a), (b, a))).clamp(min=0).sqrt())
 
-    @cached_property
+    @property
     def _wide(self) -> tuple[Tensor, Tensor]:
         return (self.u * self.s).double(), self.vt.double()
 

@@ -69,7 +69,8 @@ class Terms:
 
     @cached_property
     def _square(self) -> Tensor:
-        return _inner(self._wide, self._wide)
+        wide = self._wide
+        return _inner(wide, wide)
 
 
 def _inner(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:

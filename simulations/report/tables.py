@@ -91,8 +91,9 @@ def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool =
 def _with_seeds(difference: Paired | None, seeds: int) -> str:
     """``format_difference``, with the number of seeds where it is not that of the line."""
     shown = format_difference(difference)
-    differ = difference is not None and 0 < difference.n != seeds
-    return f"{shown} ({difference.n} seeds)" if difference is not None and differ else shown
+    if difference is None or difference.n in (0, seeds):
+        return shown
+    return f"{shown} ({difference.n} seeds)"
 
 
 def number_style(*values: float, decimals: int = 3) -> str:

@@ -301,8 +301,7 @@ def average_adapters(
             below 1.
         UpdateError: an update is no adapter, or does not fit the others.
     """
-    given = checked_adapter_options(options)
-    average = AdapterAverage(LoraSettings.of(settings), given, previous, server_round, rank)
+    average = AdapterAverage(settings, options or AdapterOptions(), previous, server_round, rank)
     for update in updates:
         average.add(update)
     return average.result()

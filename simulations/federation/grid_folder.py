@@ -27,8 +27,9 @@ from fedrot.simulations.federation.run_folder import (
     write_csv,
 )
 
-#: What cells of one setting may differ in, from one command to the next.
+#: Lists of a setting that grow from one command to the next.
 _LISTS = ("seeds", "arms", "starts")
+#: What cells of one setting may differ in, from one command to the next.
 _FREE = (*_LISTS, "data_dir")
 
 

@@ -15,6 +15,8 @@ SMALLEST = 1e-7
 WELL_CONDITIONED = 1e-4
 #: A stack begins with room for twice so many products of the first one's rank.
 ROOM = 4
+#: Rows that are copied to float64 at a time.
+BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,23 @@ class Terms:
         It is right to 1e-8 of the sum's norm, also where float32 vectors of small terms are not
         orthogonal.
         """
-        (left, right), b, a = self._wide, b.double(), a.double()
-        mixed = _inner((left, right), (b, a))
-        return float((self._square - 2 * mixed + _inner((b, a), (b, a))).clamp(min=0).sqrt())
-
-    @property
-    def _wide(self) -> tuple[Tensor, Tensor]:
-        return (self.u * self.s).double(), self.vt.double()
+        weights = self.s[: self.u.shape[1], None].double()
+        mixed = (weights * _inner(self.u, b) * _inner(self.vt.mT, a.mT)).sum()
+        other = (_inner(b, b) * _inner(a.mT, a.mT)).sum()
+        return float((self._square - 2 * mixed + other).clamp(min=0).sqrt())
 
     @cached_property
     def _square(self) -> Tensor:
-        wide = self._wide
-        return _inner(wide, wide)
+        weights = self.s[: self.u.shape[1]].double()
+        return (
+            torch.outer(weights, weights) * _inner(self.u, self.u) * _inner(self.vt.mT, self.vt.mT)
+        ).sum()
 
 
-def _inner(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """Return ``<L R, M N>``, the sum of the entries of ``L^T M`` times those of ``R N^T``."""
-    return ((one[0].mT @ other[0]) * (one[1] @ other[1].mT)).sum()
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    """Return ``one^T @ other`` in float64, of which only ``BLOCK`` rows at a time are wide."""
+    blocks = zip(one.split(BLOCK), other.split(BLOCK), strict=True)
+    return torch.stack([x.double().mT @ y.double() for x, y in blocks]).sum(0)
 
 
 class ProductSum:

@@ -199,6 +199,11 @@ class SimulationConfig(BaseModel):
                 "start 'different' needs fraction_train 1: a client that joins in a later round starts "
                 "from the broadcast model"
             )
+        if "different" in self.starts and self.model is not None and not self.lora:
+            raise ValueError(
+                f"start 'different' draws a model for each client, but all have model '{self.model}'; "
+                "take start 'same', with task_head 'different' if their heads shall differ"
+            )
         if self.unseen_data and self.task != "classification":
             raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")
         if "pretrained" in self.starts:

@@ -56,6 +56,10 @@ BAD_OPTIONS = {
     "no seed": (["--seeds", "0"], "Error in --seeds:"),
     "odd heads": (["--width", "30", "--heads", "4"], "not a multiple"),
     "learning rate": (["--lr", "0"], "Error in --lr:"),
+    "one model from different starts": (
+        ["--start", "different", "--model", "minilm"],
+        "draws a model for each client",
+    ),
     "late starters": (["--start", "different", "--fraction-train", "0.5"], "fraction_train 1"),
 }
 

@@ -27,7 +27,7 @@ def settings(benchmark: dict[str, Any]) -> list[Any]:
 
 
 def test_every_choice_is_the_better_one_somewhere(settings: list[Any]) -> None:
-    assert len(settings) == 17
+    assert len(settings) == 18
     assert {one.better for one in settings} == {PLAIN, ALIGNED, WHOLE}
 
 

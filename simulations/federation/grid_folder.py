@@ -104,7 +104,8 @@ class GridFolder:
     def __init__(self, path: Path, configs: Sequence[SimulationConfig], command: str) -> None:
         self.path, self._cells = path, path / "cells"
         self._order = [cell.name for cell in cells_of(configs)]
-        held = _held(path)
+        before = _configuration(path)
+        held = _held(before)
         copied = _compact_copy(path, held)
         if rows_file(path) is not None and not (copied or self._cells.is_dir()):
             raise FileExistsError(
@@ -116,7 +117,7 @@ class GridFolder:
             self._write(name, found)
         for name in (ROWS, ALIGNMENT) if copied else ():
             (path / name).with_suffix(".parquet").unlink(missing_ok=True)
-        commands = "\n".join(dict.fromkeys([*_commands(path), command]))
+        commands = "\n".join(dict.fromkeys([*str(before.get("command") or "").splitlines(), command]))
         write_json(path / "config.json", {"command": commands, "settings": settings})
         write_json(path / "versions.json", versions())
         self._collect()
@@ -210,20 +211,19 @@ def _cell_name(row: Mapping[str, Any]) -> str:
     return _file_name(_title(row["setting"], row["seed"], row["start"], row["arm"]))
 
 
-def _held(path: Path) -> list[dict[str, Any]]:
-    """Return the settings of a folder, none if it is new; fields that came later have their defaults."""
+def _configuration(path: Path) -> dict[str, Any]:
+    """Return the settings and commands of a folder, nothing if it is new."""
     file = path / "config.json"
-    if not file.is_file():
-        return []
-    held = json.loads(file.read_text("utf-8"))["settings"]
-    return [SimulationConfig.model_validate(settings).model_dump(mode="json") for settings in held]
+    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return found
 
 
-def _commands(path: Path) -> list[str]:
-    """Return the commands that a folder was filled by."""
-    file = path / "config.json"
-    said = json.loads(file.read_text("utf-8")).get("command") if file.is_file() else None
-    return str(said or "").splitlines()
+def _held(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a folder's settings; fields that came later have their defaults."""
+    return [
+        SimulationConfig.model_validate(settings).model_dump(mode="json")
+        for settings in configuration.get("settings", ())
+    ]
 
 
 def _united(

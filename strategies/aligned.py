@@ -53,8 +53,8 @@ class Aligned(Strategy):
     """Mixin that aligns every reply before the Flower strategy behind it aggregates.
 
     ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. Put it in
-    front of differential-privacy wrappers, ``class Private(Aligned, ServerSideFixedClipping): ...``;
-    these take ``anchor="global"`` only.
+    front of differential-privacy wrappers such as ``DifferentialPrivacyServerSideFixedClipping``; these
+    take ``anchor="global"`` only.
 
     Replies are aligned and added to the mean one at a time, in the order of arrival. All of a round's
     updates are kept by strategies that look at every update (medians, Krum, privacy wrappers), by the

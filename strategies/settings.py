@@ -152,7 +152,8 @@ class Reporting:
     Example: ``FedRot(config, reporting=Reporting(rows="alignment.jsonl"))``.
 
     Attributes:
-        rows: a JSON-lines file: one row per round, client and group, and one per reply that was dropped.
+        rows: a JSON-lines file: one row per round, client and group, and one per reply that was
+            dropped or failed.
         metrics: a JSON-lines file: one row per round and stage, see ``MetricsLog``.
         tensorboard: a folder for TensorBoard that receives the same metrics; it needs
             ``pip install 'fedrot[tensorboard]'``.

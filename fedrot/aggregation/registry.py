@@ -38,7 +38,8 @@ class AggregationEntry:
     """One registered aggregation, the class ``build``.
 
     Attributes:
-        name: in ``FedRot(aggregation=NAME)``, in arms and in ``fedrot merge --method NAME``.
+        name: in ``FedRot(aggregation=NAME)``, in arms, and, if it needs no score, in
+            ``fedrot merge --method NAME``.
         needs: statistic kinds that every update must bring.
         meaning: one line for the documentation.
         by_tensor: whether every tensor can be merged without the others.

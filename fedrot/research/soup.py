@@ -13,7 +13,7 @@ from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors
 
 
-@register_aggregation("greedy", "the mean of those updates that raise its held-out score")
+@register_aggregation("greedy", "the mean of those updates that do not lower its held-out score")
 class GreedySoup:
     """Greedy soup (Wortsman et al. 2022, recipe 1): the mean of a subset of the updates.
 

@@ -19,9 +19,10 @@ def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Te
     """Return tensors of the same function in canonical form.
 
     * Where the residual stream can be rotated (``symmetry.folds``), the gains of its norms become 1:
-      the weights that read a norm hold its gain, and their biases its bias. Under LayerNorm, what
-      writes the stream is centred. A weight that reads a norm becomes a tensor of its own where it
-      shared storage with an embedding: the model's ``tie_word_embeddings`` has to be false then.
+      the weights that read a norm hold its gain, and their biases its bias, if all of them have one.
+      Under LayerNorm, what writes the stream is centred. A weight that reads a norm becomes a tensor
+      of its own where it shared storage with an embedding: the model's ``tie_word_embeddings`` has to
+      be false then.
     * Redundant attention biases become 0. A key's bias adds the same to every score of a softmax and is
       dropped. A value's bias adds a constant to the block's output, which the output's bias takes up:
       ``b_O <- b_O + sum_h O_h b_V``. A bias that has an effect stays: a key's bias under rotary

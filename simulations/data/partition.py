@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
-SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:FRACTION, column:NAME"
+SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE, column:NAME"
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def parse_partition(spec: str) -> Partition:
         raise PartitionError(f"partition {spec!r}: {value!r} is not a number; use {SPECS}") from None
     fits, advice = {
         "dirichlet": (0 < number < float("inf"), "alpha must be above 0 (0.5 is common)"),
-        "keyclass": (0 < number <= 1, "the fraction must lie in (0, 1], such as 0.8"),
+        "keyclass": (0 < number <= 1, "the share must lie in (0, 1], such as 0.8"),
         "pathological": (number >= 1 and number % 1 == 0, "give a whole number of classes, at least 1"),
     }[kind]
     if not fits:
@@ -76,7 +76,7 @@ def split_clients(
     * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
     * ``pathological:K``: each client holds exactly K classes. With fewer than classes/K clients
       some class has no client; its rows are dropped. Every other partition keeps all rows.
-    * ``keyclass:FRACTION``: see ``_key_class_rows``.
+    * ``keyclass:SHARE``: see ``_key_class_rows``.
     * ``column:NAME``: one client per value of the column, in the order of the values. If there are more
       values than clients, values are grouped: the largest first, each into the smallest group so far.
       The seed has no influence.

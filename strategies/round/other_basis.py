@@ -85,7 +85,8 @@ class OtherBases:
     @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, can only be chosen once every reply has arrived."""
-        return self.options is not None and (self.at_clients or "residual" in self.options.parts)
+        options = self.possible_options
+        return options is not None and (self.at_clients or "residual" in options.parts)
 
     def prepare(self, symmetry: Symmetry) -> None:
         """Verify the model, once, before its residual stream is moved.

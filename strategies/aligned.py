@@ -90,7 +90,7 @@ class Aligned(Strategy):
     not_in_checkpoints: tuple[str, ...] = (
         *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting", "metrics_log"),
         *("other_bases", "comparison", "_checkpoints", "_device", "_broadcast", "_config"),
-        *("_grid", "_timeout", "_sent", "_sent_to_evaluate", "_clients"),
+        *("_grid", "_timeout", "_sent", "_sent_to_evaluate"),
     )
 
     def __init__(
@@ -140,13 +140,12 @@ class Aligned(Strategy):
 
     def summary(self) -> None:
         """Log what is aligned and how replies are taken, then the summary of the strategy behind."""
-        what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'" if self.align else "off"
-        log(INFO, "\t├──> Alignment: %s", what)
+        what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'"
+        log(INFO, "\t├──> Alignment: %s", what if self.align else "off")
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "kept until all have come"
         order = ", in the order of the clients' ids" if self.execution.deterministic else ""
-        spilled = self.execution.spill is not None and not streams
-        where = f", in {self.execution.spill}" if spilled else ""
+        where = f", in {spill}" if (spill := self.execution.spill) and not streams else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         if self.comparison is not None:
             log(INFO, "\t├──> Guard: the better mean by '%s'", self.comparison.guard.metric)
@@ -190,10 +189,11 @@ class Aligned(Strategy):
         raise FedrotError(arguments.LEGACY.format(name=type(self).__name__))
 
     def begin(self, after_round: int | None) -> None:
-        """Prepare the files of reports and metrics for a run, see ``begin_rows``."""
+        """Prepare for a run: files of reports and metrics, see ``begin_rows``, and clients' own ids."""
         begin_rows((self.reporting.rows_path, self.metrics_log.path), after_round)
         self.metrics_log.begin(after_round)
         self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
+        self._clients = self._clients if after_round else {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -21,7 +21,7 @@ from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import canonical
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, check_finite
 
 
 class Unaligned:
@@ -163,7 +163,8 @@ class Aligner(Unaligned):
     def align(self, update: Update, place: int = 0) -> Update | None:
         """Return the update with its statistics in the round's coordinates.
 
-        An update whose statistics cannot follow is dropped.
+        An update is dropped if its statistics cannot follow, or if it is not finite there: the canonical
+        form of an update with huge values overflows.
         """
         plan, tensors, alignment = self.plan, update.tensors, self._matched.get(place)
         if alignment is None:
@@ -175,10 +176,11 @@ class Aligner(Unaligned):
         try:
             given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
             statistics = alignment.transport(given)
+            moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
+            check_finite(moved)
         except FedrotError as error:
             self.this_round.drop(update.client, str(error))
             return None
-        moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
         return replace(update, tensors=moved, statistics=statistics)
 
     def accept(self, update: Update, place: int = 0) -> None:

@@ -168,10 +168,13 @@ class AggregatorMerge:
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
         # To strategies that look at nothing else, the mean is a round's only update.
-        mean = of_mean(merged, wrapped.weighted_by)
+        mean, state = of_mean(merged, wrapped.weighted_by), vars(wrapped.strategy)
+        before = dict(state)  # Flower's strategies replace what they keep, and change nothing in place.
         with without_metrics(wrapped.strategy):
             arrays, _ = wrapped.aggregate(this_round.number, [mean])
         if arrays is None or not this_round.finite(from_arrays(arrays)):
+            state.clear()
+            state.update(before)
             return None, metrics
         return restored(arrays, wrapped.broadcast), metrics
 

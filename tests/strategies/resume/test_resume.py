@@ -36,8 +36,10 @@ from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
+from fedrot.strategies.settings import Checkpointing
+from fedrot.strategies.settings import Reporting as Files
 from tests.models import config_of
-from tests.strategies.classifier import NAME, state
+from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of
 from tests.strategies.resume.killed_run import METRICS, without_clocks
 from tests.strategies.resume.killed_run import ROUNDS as KILLED_ROUNDS
@@ -327,6 +329,36 @@ def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     end = ending(found)
     seeded(0)
     assert ending(run(FedAvg(), _FailingUntil(2), ArrayRecord(SMALL), 3)) == end
+
+
+def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(tmp_path: Path) -> None:
+    def client(index: int, fails_in: int) -> Client:
+        def answer(message: Message) -> Message:
+            number: Any = message.content.config_records["config"]["server-round"]
+            sent = tensors_of(message.content.array_records["arrays"])
+            return failure(message) if number == fails_in else reply(message, sent, 10, index)
+
+        return answer
+
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "checkpoints"
+
+    def aligned(checkpointing: Checkpointing | None = None) -> FedRot:
+        settings = {"checkpointing": checkpointing} if checkpointing else {}
+        return FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Files(rows=rows), **settings)
+
+    def failed(strategy: FedRot, rounds: int, fails_in: int) -> list[int]:
+        nodes = {100 + index: client(index, fails_in) for index in range(3)}
+        nodes[101] = client(1, 0)
+        strategy.start(FakeGrid(nodes), ArrayRecord(state()), num_rounds=rounds)
+        written = map(json.loads, rows.read_text("utf-8").splitlines())
+        return sorted({row["client"] for row in written if "failed" in row})
+
+    for rounds in (1, 2):
+        names = failed(aligned(Checkpointing(folder, resume=folder)), rounds, fails_in=2)
+    assert names == [0, 2]
+    strategy = aligned()
+    assert failed(strategy, 2, fails_in=2) == [0, 2]
+    assert failed(strategy, 1, fails_in=1) == [100, 102]
 
 
 class _FailingUntil(FakeGrid):

@@ -434,6 +434,51 @@ def test_after_a_failed_round_the_next_one_starts_from_the_same_model() -> None:
     assert [m["fedrot-round-failed"] for m in result.train_metrics_clientapp.values()] == [1, 0]
 
 
+class AlignedMomentum(Aligned, FedAvgM):
+    pass
+
+
+def test_a_server_step_that_overflows_fails_one_round() -> None:
+    """FedAvgM keeps the model of its last step, from which the next one goes."""
+    base = {name: t.half() if t.is_floating_point() else t for name, t in state().items()}
+
+    def client(message: Message) -> Message:
+        number: Any = message.content.config_records["config"]["server-round"]
+        sent = tensors_of(message.content.array_records["arrays"])
+        if number == 2:
+            sent["classifier.bias"] = torch.full_like(sent["classifier.bias"], 6e4)
+        return reply(message, sent, 10)
+
+    strategy = AlignedMomentum(
+        SYMMETRY,
+        server_learning_rate=2.0,
+        server_momentum=0.0,
+        fraction_evaluate=0.0,
+        reporting=ALL_METRICS,
+    )
+    result = strategy.start(FakeGrid(dict.fromkeys((1, 2), client)), ArrayRecord(base), num_rounds=4)
+    failed = [metrics["fedrot-round-failed"] for metrics in result.train_metrics_clientapp.values()]
+    assert failed == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("anchor", ["running", "global", "consensus"])
+def test_an_update_whose_canonical_form_overflows_is_dropped(anchor: str) -> None:
+    signs = torch.Generator().manual_seed(0)
+    huge = {
+        name: torch.randn(t.shape, generator=signs).sign() * 1e15 if "layer.0." in name else t
+        for name, t in state().items()
+    }
+    options = fedrot.AlignmentOptions(canonical=True)
+    strategy = FedRot(SYMMETRY, anchor=anchor, options=options, reporting=ALL_METRICS)
+    sent = [*updates(3), huge]
+    messages = broadcast(strategy, state(), clients=4)
+    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert metrics is not None
+    assert metrics["fedrot-replies-dropped"] == 1
+
+
 def test_an_update_far_beyond_the_others_is_dropped_in_whatever_coordinates(tmp_path: Path) -> None:
     sent = updates(5)
     far = {n: state()[n] + 30 * (t - state()[n]) for n, t in updates(5, scramble=False)[4].items()}

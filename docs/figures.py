@@ -1,7 +1,6 @@
 """Figures of the documentation: ``python docs/figures.py`` draws them all.
 
-The line and the adapters are drawn from published rows. The others show small examples, which are
-computed.
+The line is drawn from published rows. The others show small examples, which are computed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from matplotlib.figure import Figure
 
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, lines_of
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.report.plots import MARKERS, PALETTE
-from fedrot.simulations.report.summaries import Place, compare_seeds, final_values
+from fedrot.simulations.report.plots import PALETTE
 
 DOCS = Path(__file__).parent
 #: Readable on white and on dark pages.
@@ -211,44 +209,7 @@ def anchors() -> Figure:
     return figure
 
 
-#: Ways to average adapters, as the figure names them.
-AVERAGES = {
-    "lora-rotate(strength=0.4;by=alternate)": "rotated factors (FedRot-LoRA)",
-    "lora-mean(schedule=freeze-a)": "frozen A (FFA-LoRA)",
-    "lora-exact(gauge=none)": "products, gauge none (FlexLoRA)",
-    "lora-exact(gauge=previous)": "products, gauge previous",
-    "lora-exact(gauge=keep-a)": "products, gauge keep-a",
-}
-
-
-def adapters() -> Figure:
-    """Draw how far the loss of averages of adapters is from that of the mean of factors."""
-    values = final_values(read_rows(DOCS / "results" / "lora"))
-    settings = [place.setting for place in values if (place.arm, place.metric) == ("plain", "loss")]
-    figure, ax = plt.subplots(figsize=(8, 0.8 + 0.62 * len(settings)), layout="constrained")
-    ax.axvline(0, color=GREY, lw=0.8)
-    for number, (arm, name) in enumerate(AVERAGES.items()):
-        offset = 0.13 * (number - (len(AVERAGES) - 1) / 2)
-        found = {
-            row + offset: compare_seeds(values[place], values[place._replace(arm="plain")], "loss")
-            for row, setting in enumerate(settings)
-            if (place := Place(setting, "same", arm, "loss")) in values
-        }
-        means = [difference.mean for difference in found.values()]
-        ends = [[d.mean - d.ci_low, d.ci_high - d.mean] for d in found.values()]
-        style = {"color": PALETTE[number], "fmt": MARKERS[number], "markersize": 4, "elinewidth": 1.2}
-        ax.errorbar(means, list(found), xerr=np.transpose(ends), label=name, **style)
-    ax.set_yticks(range(len(settings)), settings)
-    ax.invert_yaxis()
-    ax.set_xlabel("loss: difference from the mean of factors (left is better)")
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=GREY)
-    return figure
-
-
-FIGURES: tuple[Callable[[], Figure], ...] = (
-    line, rotation, average, permutation, stream, anchors, adapters,
-)  # fmt: skip
+FIGURES: tuple[Callable[[], Figure], ...] = (line, rotation, average, permutation, stream, anchors)
 
 
 def draw(folder: Path) -> None:

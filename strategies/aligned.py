@@ -140,8 +140,8 @@ class Aligned(Strategy):
 
     def summary(self) -> None:
         """Log what is aligned and how replies are taken, then the summary of the strategy behind."""
-        what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'"
-        log(INFO, "\t├──> Alignment: %s", what if self.align else "off")
+        what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'" if self.align else "off"
+        log(INFO, "\t├──> Alignment: %s", what)
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "kept until all have come"
         order = ", in the order of the clients' ids" if self.execution.deterministic else ""

@@ -434,10 +434,6 @@ def test_after_a_failed_round_the_next_one_starts_from_the_same_model() -> None:
     assert [m["fedrot-round-failed"] for m in result.train_metrics_clientapp.values()] == [1, 0]
 
 
-class AlignedMomentum(Aligned, FedAvgM):
-    pass
-
-
 def test_a_server_step_that_overflows_fails_one_round() -> None:
     """FedAvgM keeps the model of its last step, from which the next one goes."""
     base = {name: t.half() if t.is_floating_point() else t for name, t in state().items()}
@@ -449,7 +445,7 @@ def test_a_server_step_that_overflows_fails_one_round() -> None:
             sent["classifier.bias"] = torch.full_like(sent["classifier.bias"], 6e4)
         return reply(message, sent, 10)
 
-    strategy = AlignedMomentum(
+    strategy = behind(FedAvgM)(
         SYMMETRY,
         server_learning_rate=2.0,
         server_momentum=0.0,

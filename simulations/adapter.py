@@ -97,6 +97,12 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+def default_arms(lora: str) -> tuple[str, ...]:
+    """Return the arms of a comparison of adapters: averages of factors and of products."""
+    several = len(set(Adapter.parse(lora).ranks)) > 1
+    return ("lora-pad" if several else "plain", "lora-exact")
+
+
 def check_adapter(config: SimulationConfig) -> None:
     """Raise ``ValueError`` if ``lora`` and the other settings of a configuration do not go together."""
     arms = [Arm.parse(arm) for arm in config.arms]
@@ -118,10 +124,10 @@ def check_adapter(config: SimulationConfig) -> None:
         if lacking:
             raise ValueError(f"lora needs {what}")
     for arm in arms:
-        known = arm.adapters or arm.joined or arm.aligns_adapters or arm.name in ("plain", "aligned")
+        known = arm.adapters or arm.joined or arm.aligns_adapters or arm.name == "plain"
         if not known or arm.aggregation != "mean":
             raise ValueError(
-                f"arm '{arm.name}' is not for adapters; write plain, aligned, joined, "
+                f"arm '{arm.name}' is not for adapters; write plain, joined, "
                 f"{ADAPTERS}@ANCHOR, or {OF_ADAPTERS}METHOD(OPTIONS) with a method of "
                 f"{', '.join(METHODS)}"
             )

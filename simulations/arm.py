@@ -101,9 +101,9 @@ class Arm(BaseModel):
     steps as one client takes. ``#0+2`` at the end merges the replies of these clients alone; ``#pairs``
     and ``#subsets`` stand for an arm each.
 
-    In settings with ``lora`` an arm is ``plain`` (the mean of factors), ``aligned`` (``FedRotLoRA`` with
-    its defaults), ``lora-METHOD(OPTIONS)`` of ``AdapterOptions``, ``lora-exact(gauge=previous)``, or
-    ``adapters@ANCHOR*CHANCE``: ``FedRot`` rotates factors, where there is evidence for it.
+    In settings with ``lora`` an arm is ``plain`` (the mean of factors), ``lora-METHOD(OPTIONS)`` of
+    ``AdapterOptions``, ``lora-exact(gauge=previous)``, or ``adapters@ANCHOR*CHANCE``: ``FedRot`` rotates
+    factors, where there is evidence for it.
     """
 
     model_config = ConfigDict(frozen=True)

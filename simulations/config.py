@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedrot.simulations.adapter import Adapter, check_adapter
+from fedrot.simulations.adapter import Adapter, check_adapter, default_arms
 from fedrot.simulations.arm import LAYERWISE, Arm, expanded
 from fedrot.simulations.data.partition import parse_partition
 from fedrot.simulations.data.sources import BUNDLED, DIGITS
@@ -184,7 +185,9 @@ class SimulationConfig(BaseModel):
         what = [named["data"], values.get("partition", cls.model_fields["partition"].default)]
         what += [task] if task != default else []
         what += [named["architecture"]] if named["architecture"] != own else []
-        arms, clients = values.get("arms"), values.get("clients", cls.model_fields["clients"].default)
+        if isinstance(values.get("lora"), str) and values["lora"]:
+            named.setdefault("arms", default_arms(values["lora"]))
+        arms, clients = named.get("arms"), values.get("clients", cls.model_fields["clients"].default)
         if isinstance(arms, list | tuple) and isinstance(clients, int):
             named["arms"] = expanded([str(arm) for arm in arms], clients)
         return {**named, "setting": values.get("setting") or ", ".join(map(str, what))}
@@ -299,7 +302,8 @@ class SimulationConfig(BaseModel):
             flat[name] = flat.get(name) or None
         for name in ("starts", "arms"):
             if isinstance(flat.get(name), str):
-                flat[name] = tuple(p.strip() for p in flat[name].split(",") if p.strip())
+                parts = re.split(r",(?![^(]*\))", flat[name])  # Not inside of parentheses.
+                flat[name] = tuple(p.strip() for p in parts if p.strip())
         first = flat.pop("first_seed", 0)
         if not isinstance(first, int):
             raise ValueError(f"first_seed is {first!r}; give a whole number")

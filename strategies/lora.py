@@ -20,7 +20,7 @@ from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.lora.adapters import LoraSettings, pairs_of, without_residuals
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
 from fedrot.lora.methods import OF_ANY_RANK
-from fedrot.lora.peft_model import TRAIN
+from fedrot.lora.peft_model import FOLDS, TRAIN
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.round.merge import OF_THE_MEAN, Merge
@@ -118,7 +118,7 @@ class AlignedLoRA(Aligned):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Tell the clients which factors they train."""
+        """Tell the clients which factors they train, and whether a residual will come."""
         check_not_behind(self)
         tables = [name for name in arrays if "lora_embedding_A" in name]
         if tables and self.adapters.schedule == "freeze-a":
@@ -127,6 +127,8 @@ class AlignedLoRA(Aligned):
                 "schedule='freeze-a' it would stay so. Adapt no embeddings, or take 'alternate'."
             )
         config[TRAIN] = {None: "both", "A": "B", "B": "A"}[self.adapters.frozen(server_round)]
+        if self.adapters.folds:
+            config[FOLDS] = True
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
@@ -186,9 +188,11 @@ class AdapterSchema(Schema):
 
     def _check_rank(self, name: str, own: int, most: int) -> None:
         if own > most or not self.smaller:
+            needed = () if self.smaller else ("AdapterOptions('exact')",)
+            needed += ("an initial adapter of the largest rank",) if own > most else ()
             raise UpdateError(
                 f"The factor '{name}' has rank {own}, the broadcast one {most}. Clients of different "
-                "ranks need AdapterOptions('exact'), and an initial adapter of the largest rank."
+                f"ranks need {' and '.join(needed)}."
             )
 
 

@@ -65,10 +65,15 @@ class AdapterOptions:
                 raise FedrotError(
                     f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
                 )
-        if not 0 <= self.strength <= 1:
-            raise FedrotError(f"strength is {self.strength}; it is 0 to 1.")
-        if self.limit is not None and self.limit < 1:
-            raise FedrotError(f"limit is {self.limit}; a sum keeps at least rank 1.")
+        if not isinstance(self.strength, int | float) or not 0 <= self.strength <= 1:
+            raise FedrotError(f"strength is {self.strength!r}; it is a number from 0 to 1.")
+        if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
+            raise FedrotError(f"limit is {self.limit!r}; it is a rank, 1 at least.")
+        for name, method in (("gauge", "exact"), ("strength", "rotate"), ("by", "rotate")):
+            if self.method != method and getattr(self, name) != getattr(type(self), name):
+                raise FedrotError(
+                    f"{name} is an option of method '{method}', and does nothing with '{self.method}'."
+                )
         if self.schedule != "both" and self.method != "mean":
             raise FedrotError(
                 f"schedule is '{self.schedule}', but method '{self.method}' changes both factors. Take "
@@ -120,7 +125,8 @@ class AdapterReport:
             products and the means of their factors; None where factors of different ranks have no mean.
         error: by module, the same for the factors of the result, with their residual if there is one.
         lost: by module, upper bound of the relative error in ``D`` itself, whose sum has a bounded rank
-            (``AdapterOptions.limit``). ``error`` does not contain it.
+            (``AdapterOptions.limit``). Both errors contain an estimate of it, in which the parts that
+            were left out are orthogonal to everything else.
     """
 
     updates: int
@@ -152,7 +158,7 @@ class AdapterReport:
         said = f"{self.updates} {given}: this average is {error} from the mean of their products"
         said += f", the mean of the factors {100 * naive:.1f} %" if naive is not None else ""
         said += f"; factors of {differ} modules have no mean, as ranks differ" if differ else ""
+        if self.mean_lost <= SHOWN:
+            return said
         at_most = f"{100 * self.mean_lost:.1f} %"
-        return said + (
-            f"; the sum's bounded rank adds {at_most} at most" if self.mean_lost > SHOWN else ""
-        )
+        return f"{said}; estimates, as the sum of bounded rank leaves out {at_most} at most"

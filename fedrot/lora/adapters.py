@@ -19,6 +19,15 @@ _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)
 #: What PEFT puts in front of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _RESIDUAL = ".residual"
+#: Fields of ``LoraConfig`` with which an update is no single product ``B A``.
+_NO_PRODUCT = {
+    "target_parameters": "its factors hold several products each (experts of a mixture)",
+    "kasa_config": "KaSA has a diagonal matrix between the factors",
+    "use_bdlora": "the factors of BD-LoRA are block-diagonal",
+}
+#: Values of ``LoraConfig.init_lora_weights`` that leave the base weights as they are. The others (PiSSA,
+#: OLoRA, CorDA, LoftQ, LoRA-GA) subtract something from them that depends on the rank.
+STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 T = TypeVar("T")
 
@@ -59,11 +68,14 @@ class LoraSettings:
     Attributes:
         alpha: of all modules that no pattern names.
         alpha_pattern: alpha by name of a module, or by a regular expression for the end of its name.
+        use_rslora: see above.
+        changed_base: the start that changed the base weights, such as ``pissa``; empty if none did.
     """
 
     alpha: float = 8.0
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
+    changed_base: str = ""
 
     def __post_init__(self) -> None:
         for alpha in (self.alpha, *self.alpha_pattern.values()):
@@ -85,16 +97,19 @@ class LoraSettings:
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
                 'of the model, peft_model.peft_config["default"], or the content of adapter_config.json.'
             )
-        if found.get("target_parameters"):
-            raise FedrotError(
-                "The adapter has target_parameters (experts of a mixture): its factors hold several "
-                "products each, which fedrot does not average. Adapt modules, target_modules=[...]."
-            )
+        for name, what in _NO_PRODUCT.items():
+            if found.get(name):
+                raise FedrotError(
+                    f"The adapter has {name}: {what}, which fedrot does not average. Take a LoraConfig "
+                    "with target_modules and without this field."
+                )
         kind = str(getattr(found.get("peft_type"), "value", found.get("peft_type") or "LORA"))
         if kind != "LORA":
             raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
         patterns = {str(key): float(value) for key, value in (found.get("alpha_pattern") or {}).items()}
-        return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")))
+        start = found.get("init_lora_weights")
+        changed = "" if start in STARTS else str(start)
+        return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")), changed)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""
@@ -147,8 +162,8 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
 
 def check_rank(rank: int) -> None:
     """Raise ``FedrotError`` if no adapter has this rank."""
-    if rank < 1:
-        raise FedrotError(f"rank is {rank}; an adapter has rank 1 at least.")
+    if not isinstance(rank, int) or rank < 1:
+        raise FedrotError(f"rank is {rank!r}; it is a whole number, 1 at least.")
 
 
 def residual_name(pair: Pair) -> str:

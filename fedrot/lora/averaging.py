@@ -97,9 +97,12 @@ class AdapterAverage:
             statistics: ``trained``, the rows of task heads that the client trained, see ``Mean``.
 
         Raises:
-            UpdateError: it is none, holds NaN or Inf, or has other modules or sizes than the first.
-                Nothing has been added then.
+            FedrotError: it is no ``AdapterUpdate``.
+            UpdateError: it is no adapter, holds NaN or Inf, has other modules or sizes than the first,
+                or another rank though its start changed the base weights. Nothing has been added then.
         """
+        if not isinstance(update, AdapterUpdate):
+            raise FedrotError(f"A {type(update).__name__} is given in place of an AdapterUpdate.")
         tensors, pairs = update.tensors, pairs_of(update.tensors)
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
@@ -109,6 +112,7 @@ class AdapterAverage:
         self._check(pairs, read)
         for pair in pairs:  # Their errors have to come before anything is added.
             self._check_frozen(pair, *read[pair.module])
+            self._check_start(pair, settings, read[pair.module][0])
             self._padding(pair, read[pair.module][0])
         scales = {pair.module: settings.scale(pair.module, len(read[pair.module][0])) for pair in pairs}
         if not self._updates:
@@ -176,10 +180,11 @@ class AdapterAverage:
         given = wanted.transposed if pair.of_embedding else wanted
         found = METHODS[self.options.method](given, self.options.gauge, seed)
         if found is None:
+            ranks = sorted(self._modules[pair.module].ranks)
+            of = "factors of different ranks have no mean"
+            what = of if len(ranks) > 1 else f"a mean of factors has no other rank ({len(wanted.s)})"
             raise UpdateError(
-                f"The clients' ranks of '{pair.module}' are {sorted(self._modules[pair.module].ranks)}: "
-                "factors of different ranks have no mean, or not the one of the result. Take "
-                "method='exact'."
+                f"The clients' ranks of '{pair.module}' are {ranks}: {what}. Take method='exact'."
             )
         found = transposed(found) if pair.of_embedding else found
         frozen = self.options.frozen(self.server_round)
@@ -222,6 +227,19 @@ class AdapterAverage:
             raise UpdateError(
                 f"The factor '{name}' is not the one that the client received, but {frozen} is frozen "
                 "in this round. Call fedrot.lora.train_only(model, config) before the client trains."
+            )
+
+    def _check_start(self, pair: Pair, settings: LoraSettings, a: Tensor) -> None:
+        """Raise ``UpdateError`` if ranks differ where a start takes from the base by its rank."""
+        if not settings.changed_base:
+            return
+        received, added = self._received(pair, a), self._modules.get(pair.module)
+        rank = len(received[0]) if received else min(added.ranks) if added else len(a)
+        if len(a) != rank:
+            raise UpdateError(
+                f"'{pair.module}' has rank {len(a)}, others {rank}. With init_lora_weights="
+                f"'{settings.changed_base}' base weights depend on the rank, so that adapters of "
+                "different ranks belong to different models. Take one rank, or another start."
             )
 
     def _rotated(self, pair: Pair, sent: Factors) -> Factors:

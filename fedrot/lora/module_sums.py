@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -51,9 +53,14 @@ class ModuleSums:
         return Wanted(first.u, first.s / (self.weight * scale), first.vt, *near)
 
     def error(self, terms: Terms, found: Factors, scale: float) -> float:
-        """Return ``|D - s B A| / |D|``; 0 if both are 0."""
+        """Return ``|D - s B A| / |D|``; 0 if both are 0.
+
+        What the bounded sum left out counts as orthogonal to the rest of ``D`` and to ``B A``.
+        """
         a, b = found
-        return share(terms.distance(self.weight * scale * b, a), terms.norm)
+        left_out = self.products.left_out
+        distance = math.hypot(terms.distance(self.weight * scale * b, a), left_out)
+        return share(distance, math.hypot(terms.norm, left_out))
 
     def rest(self, terms: Terms, found: Factors, scale: float) -> Tensor:
         """Return the dense ``D - s B A``, ``[out, in]``."""

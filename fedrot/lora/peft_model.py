@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from fedrot.tensors import Tensors
 
 #: Key of the training configuration that says which factors a client trains: A, B or both.
 TRAIN = "fedrot-train"
+#: Key that says whether a residual for the base weights will come.
+FOLDS = "fedrot-folds"
 #: Name of a module's base weight before a residual was added.
 _BASE = "fedrot_base_weight"
 
@@ -60,6 +62,13 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: b
     from peft import set_peft_model_state_dict
 
     own = adapter_tensors(model, adapter)
+    inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?"
+    named = [name for name in tensors if name not in own and re.search(f"{inside}$", name)]
+    if named:
+        raise UpdateError(
+            f"The received tensor '{named[0]}' has the adapter's name in it, as model.state_dict() has. "
+            "Send adapter_tensors(model)."
+        )
     merged = [n for n, m in model.named_modules() if adapter in getattr(m, "merged_adapters", ())]
     if merged:
         raise FedrotError(
@@ -73,7 +82,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default", best: b
             "one differ, or one of them is missing. Client and server need the same LoraConfig; a "
             "client's rank may be smaller, not larger."
         )
-    _fold(model, tensors)
+    _fold(model, tensors, adapter)
     set_peft_model_state_dict(model, cut, adapter_name=adapter)
 
 
@@ -91,13 +100,19 @@ def train_only(model: Any, factors: str | Mapping[str, Any], adapter: str = "def
         adapter: name of the model's adapter.
 
     Raises:
-        FedrotError: the value is not ``A``, ``B`` or ``both``.
+        FedrotError: the value is not ``A``, ``B`` or ``both``; or the configuration says that a residual
+            will come (``residual="fold"``), which the model's base weights cannot take.
     """
-    chosen = factors if isinstance(factors, str) else str(factors.get(TRAIN, "both"))
+    given = {TRAIN: factors} if isinstance(factors, str) else factors
+    chosen = str(given.get(TRAIN, "both")) if isinstance(given, Mapping) else str(given)
     if chosen not in ("A", "B", "both"):
-        raise FedrotError(f"Factors to train are '{chosen}'; they are A, B or both.")
+        raise FedrotError(
+            f"Factors to train are '{chosen}'; they are A, B or both, or a training configuration."
+        )
     _check_adapter(model, adapter)
     parameters = factor_parameters(model, adapter)
+    if given.get(FOLDS):
+        _check_foldable(model, [pair.module for pair in pairs_of(parameters)], adapter)
     for pair in pairs_of(parameters):
         parameters[pair.a].requires_grad_(chosen in ("A", "both"))
         parameters[pair.b].requires_grad_(chosen in ("B", "both"))
@@ -121,17 +136,14 @@ def _check_adapter(model: Any, adapter: str) -> None:
     LoraSettings.of(configs[adapter])
 
 
-def _fold(model: Any, tensors: Tensors) -> None:
+def _fold(model: Any, tensors: Tensors, adapter: str) -> None:
     """Set each base weight to what it was at first, plus its residual if there is one."""
-    found, pairs, owners = [], pairs_of(tensors), Counter[int]()
-    if any(residual_name(pair) in tensors for pair in pairs):
-        owners.update(id(getattr(m, "_parameters", {}).get("weight")) for m in model.modules())
-    for pair in pairs:
-        layer, residual = model.get_submodule(pair.module), tensors.get(residual_name(pair))
-        if residual is not None:
-            _check_foldable(pair.module, layer, owners)
-        if residual is not None or hasattr(layer, _BASE):
-            found.append((layer, residual))
+    residuals = {pair.module: tensors.get(residual_name(pair)) for pair in pairs_of(tensors)}
+    _check_foldable(
+        model, [name for name, residual in residuals.items() if residual is not None], adapter
+    )
+    layers = ((model.get_submodule(name), residual) for name, residual in residuals.items())
+    found = [(layer, r) for layer, r in layers if r is not None or hasattr(layer, _BASE)]
     folded = [layer for layer, residual in found if residual is not None]
     half = {str(layer.get_base_layer().weight.dtype) for layer in folded}
     if half & {"torch.float16", "torch.bfloat16"}:
@@ -149,25 +161,28 @@ def _fold(model: Any, tensors: Tensors) -> None:
             weight.copy_(base if residual is None else base + _laid_out(layer, residual, base))
 
 
-def _check_foldable(module: str, layer: Any, owners: Mapping[int, int]) -> None:
-    """Raise ``FedrotError`` if a layer's weights are quantised, or are also those of another layer.
-
-    Args:
-        owners: how many modules have a weight, by its ``id``.
-    """
-    weight = getattr(layer.get_base_layer(), "weight", None)
-    if weight is None:
-        problem = "are not in one tensor 'weight'"
-    elif not weight.is_floating_point():
-        problem = "are quantised"
-    elif owners[id(weight)] > 1:
-        problem = "are those of another module, too (tied embeddings)"
-    else:
+def _check_foldable(model: Any, modules: Sequence[str], adapter: str) -> None:
+    """Raise ``FedrotError`` if the base weights of one of these modules cannot take a residual."""
+    if not modules:
         return
-    raise FedrotError(
-        f"The base weights of '{module}' {problem}, and cannot take a residual. Give "
-        "AdapterOptions(residual='drop') at the server."
-    )
+    owners = Counter(id(getattr(m, "_parameters", {}).get("weight")) for m in model.modules())
+    conditional = getattr(model.peft_config[adapter], "alora_invocation_tokens", None)
+    for module in modules:
+        weight = getattr(model.get_submodule(module).get_base_layer(), "weight", None)
+        if weight is None:
+            problem = "are not in one tensor 'weight'"
+        elif not weight.is_floating_point():
+            problem = "are quantised"
+        elif owners[id(weight)] > 1:
+            problem = "are those of another module, too (tied embeddings)"
+        elif conditional:
+            problem = "act on every token, while this adapter waits for its invocation tokens"
+        else:
+            continue
+        raise FedrotError(
+            f"The base weights of '{module}' {problem}, and cannot take a residual. Give "
+            "AdapterOptions(residual='drop') at the server."
+        )
 
 
 def _laid_out(layer: Any, residual: Tensor, base: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,11 +93,12 @@ class ProductSum:
 
     Attributes:
         lost: upper bound of the Frobenius norm of what compressions left out.
+        left_out: that norm, if the parts that they left out are orthogonal to each other.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.lost = 0.0
+        self.lost = self.left_out = 0.0
         self._left, self._right = torch.empty(0, 0), torch.empty(0, 0)  # [terms, out], [terms, in]
         self._used = 0
         #: Singular values of the first terms, which are orthogonal.
@@ -126,7 +128,8 @@ class ProductSum:
 
     def _compress(self, rank: int) -> None:
         kept = self.terms(rank)
-        self.lost += kept.tail(rank)
+        tail = kept.tail(rank)
+        self.lost, self.left_out = self.lost + tail, math.hypot(self.left_out, tail)
         self._used, self._known = len(kept.vt), kept.s[:rank]
         torch.mul(kept.u.mT, self._known[:, None], out=self._left[: self._used])
         self._right[: self._used] = kept.vt

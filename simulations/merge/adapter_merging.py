@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fedrot._io import replacing, write_json
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
-from fedrot.lora.adapters import factors, pairs_of
+from fedrot.lora.adapters import STARTS, factors, pairs_of
 from fedrot.lora.averaging import AdapterAverage
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import about, refuse_filled
@@ -26,7 +26,6 @@ METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
 _ALIKE = ("base_model_name_or_path", "task_type", "fan_in_fan_out", "use_dora")
 #: Starts of adapters that leave the base weights as they are; others, such as PiSSA, change them.
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class AdapterMergeSettings(BaseModel):
@@ -83,7 +82,7 @@ def merge_adapters(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
                     f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
                 )
-        if config.get("init_lora_weights") not in _STARTS:
+        if config.get("init_lora_weights") not in STARTS:
             raise FedrotError(
                 f"'{folder}' was started by {config['init_lora_weights']}, which changes the base "
                 "weights. Save it as an adapter of the original base (PEFT: save_pretrained with "
@@ -96,7 +95,8 @@ def merge_adapters(
     rank = settings.rank or (largest if differ else None)
     if settings.method == "mean" and not differ and rank not in (None, largest):
         raise FedrotError(f"A mean of factors keeps their rank {largest}. Leave --rank out.")
-    average = AdapterAverage(scales[0], AdapterOptions(settings.method, "none"), rank=rank)
+    gauge = {"gauge": "none"} if settings.method == "exact" else {}
+    average = AdapterAverage(scales[0], AdapterOptions(settings.method, **gauge), rank=rank)
     for folder, weight, scale in zip(folders, weights, scales, strict=True):
         with about(folder):
             average.add(AdapterUpdate(_tensors(folder), weight, scale))

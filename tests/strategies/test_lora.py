@@ -108,15 +108,23 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
     assert ERROR_OF_FACTORS not in result.train_metrics_clientapp[2]
 
 
-@pytest.mark.parametrize(("method", "rank"), [("exact", 5), ("mean", 2)])
-def test_other_ranks_are_refused(method: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "rank", "needed"),
+    [
+        ("exact", 5, "need an initial adapter of the largest rank"),
+        ("mean", 2, r"need AdapterOptions\('exact'\)\."),
+        ("mean", 5, r"need AdapterOptions\('exact'\) and an initial adapter of the largest rank"),
+    ],
+)
+def test_other_ranks_are_refused(method: str, rank: int, needed: str) -> None:
     def train(message: Message) -> Message:
         return reply(message, floats(adapter(0, rank)), 1, 0)
 
     strategy = FedRotLoRA(
         CONFIG, AdapterOptions(method), min_train_nodes=1, min_available_nodes=1, **EVERY
     )
-    with pytest.raises(FedrotError, match=rf"query.lora_A.weight' has rank {rank}, the broadcast one 3"):
+    said = rf"query.lora_A.weight' has rank {rank}, the broadcast one 3\. Clients .* {needed}"
+    with pytest.raises(FedrotError, match=said):
         strategy.start(FakeGrid({100: train}), ArrayRecord(floats(adapter(9))), 1)
 
 

@@ -298,6 +298,21 @@ def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
         assert torch.linalg.norm(found[of_a] - mean[of_a]) < 0.1 * torch.linalg.norm(mean[of_a])
 
 
+def test_a_start_that_changed_the_base_needs_one_rank() -> None:
+    pissa = LoraSettings.of({"lora_alpha": 6, "init_lora_weights": "pissa"})
+    sent = [AdapterUpdate(adapter(i, rank), 1.0, pissa) for i, rank in enumerate((3, 3, 2))]
+    average_adapters(sent[:2], pissa, AdapterOptions("exact"))
+    said = "'pissa' base weights depend on the rank"
+    with pytest.raises(UpdateError, match=said):
+        average_adapters(sent, pissa, AdapterOptions("exact"))
+    with pytest.raises(UpdateError, match=said):
+        average_adapters(sent[:1], pissa, AdapterOptions("exact"), previous=adapter(9, 4))
+    with pytest.raises(FedrotError, match="A dict is given in place of an AdapterUpdate"):
+        average_adapters([adapter(0)], SETTINGS)  # type: ignore[list-item]
+    with pytest.raises(FedrotError, match=r"rank is 2\.5; it is a whole number"):
+        average_adapters(sent[:1], SETTINGS, rank=2.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(deadline=None)
 @given(seed=st.integers(0, 1000), limit=st.integers(1, 6), near=st.booleans())

@@ -99,7 +99,28 @@ def test_a_bounded_sum_keeps_four_times_the_largest_rank() -> None:
     many = [drawn(2) for _ in range(20)]
     _, report = average_adapters(updates(many, [1.0] * 20), SETTINGS, AdapterOptions("exact"))
     assert report.lost["m"] > 0.1
-    assert "the sum's bounded rank adds" in str(report)
+    assert "; estimates, as the sum of bounded rank leaves out" in str(report)
+
+
+@pytest.mark.parametrize("method", ["mean", "exact"])
+@pytest.mark.parametrize("apart", [0.3, 1.0])
+def test_errors_of_many_adapters_are_near_the_true_ones(method: str, apart: float) -> None:
+    """A bounded sum leaves out a part of the mean product, which the errors have to contain."""
+    generator = torch.Generator().manual_seed(3)
+    start = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 60), (50, 3))
+    ]
+    clients = []
+    for _ in range(40):
+        a, b = (
+            t + apart * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in start
+        )
+        clients.append({"m.lora_A.weight": a, "m.lora_B.weight": b})
+    found, report = average_adapters(updates(clients, [1.0] * 40), SETTINGS, AdapterOptions(method))
+    dense = torch.stack([product(client, "m") for client in clients]).mean(0)
+    true = float(torch.linalg.norm(product(found, "m") - dense) / torch.linalg.norm(dense))
+    assert report.lost["m"] > true / 2
+    assert report.error["m"] == pytest.approx(true, rel=0.05)
 
 
 def test_a_stack_begins_anew() -> None:
@@ -171,8 +192,11 @@ def test_ranks_may_differ_in_stacks() -> None:
         ({"method": "exact", "schedule": "freeze-a"}, "method 'exact' changes both factors"),
         ({"method": "stack"}, "Give residual='fold'"),
         ({"schedule": "freeze-a", "residual": "fold"}, "there is nothing to fold"),
-        ({"strength": 1.5}, "strength is 1.5; it is 0 to 1"),
-        ({"limit": 0}, "at least rank 1"),
+        ({"strength": 1.5}, "strength is 1.5; it is a number from 0 to 1"),
+        ({"method": "rotate", "strength": "0.4"}, "strength is '0.4'; it is a number from 0 to 1"),
+        ({"limit": 0}, "limit is 0; it is a rank, 1 at least"),
+        ({"gauge": "none"}, "gauge is an option of method 'exact', and does nothing with 'mean'"),
+        ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

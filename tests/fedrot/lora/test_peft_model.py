@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import TRAIN, adapter_tensors, load_adapter, train_only
 from fedrot.lora.adapters import LoraSettings, factors, pairs_of, residual_name
+from fedrot.lora.peft_model import FOLDS
 from tests.fedrot.lora.test_peft import bert, outputs
 
 
@@ -188,6 +189,37 @@ def test_experts_of_a_mixture_are_refused() -> None:
     config = {"lora_alpha": 4, "target_parameters": ["experts.gate_up_proj"]}
     with pytest.raises(FedrotError, match="has target_parameters"):
         LoraSettings.of(config)
+
+
+@pytest.mark.parametrize("field", ["kasa_config", "use_bdlora"])
+def test_kinds_of_adapters_that_are_no_product_are_refused(field: str) -> None:
+    with pytest.raises(FedrotError, match=f"The adapter has {field}: .* which fedrot does not average"):
+        LoraSettings.of({"lora_alpha": 4, field: {"beta": 1e-4}})
+
+
+def test_names_of_a_state_dict_are_told_from_those_of_an_adapter() -> None:
+    model = layers()
+    sent = {n: t for n, t in model.state_dict().items() if "lora_" in n}
+    assert next(iter(sent)).endswith("linear.lora_A.default.weight")
+    with pytest.raises(UpdateError, match=r"has the adapter's name in it.*adapter_tensors"):
+        load_adapter(model, sent)
+
+
+def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None:
+    tied: Any = Layers()
+    tied.head = nn.Linear(6, 30, bias=False)
+    tied.head.weight = tied.wte.weight
+    shared = adapted(tied, target_modules=["wte"])
+    train_only(shared, {TRAIN: "both"})
+    with pytest.raises(FedrotError, match="are those of another module, too"):
+        train_only(shared, {TRAIN: "both", FOLDS: True})
+    conditional = adapted(Layers(), target_modules=["linear"])
+    train_only(conditional, {FOLDS: True})
+    conditional.peft_config["default"].alora_invocation_tokens = [3]
+    with pytest.raises(FedrotError, match="this adapter waits for its invocation tokens"):
+        train_only(conditional, {FOLDS: True})
+    with pytest.raises(FedrotError, match="Factors to train are 'None'"):
+        train_only(shared, None)  # type: ignore[arg-type]
 
 
 def test_biases_of_factors_travel_like_other_tensors() -> None:

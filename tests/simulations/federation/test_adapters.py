@@ -187,10 +187,14 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"starts": "different"}, "lora needs start 'same'"),
         ({"data": "goemotions_ekman,digits"}, "lora needs one data set"),
         ({"arms": "whole"}, "arm 'whole' is not for adapters; write plain"),
+        ({"arms": "aligned"}, "arm 'aligned' is not for adapters; write plain"),
         ({"arms": "lora-mean@global"}, "it averages adapters; write lora-METHOD"),
         ({"arms": "lora-best"}, "Unknown method 'best' of adapters"),
         ({"arms": "lora-exact(ridge=1)"}, "unknown option 'ridge'; one of gauge"),
-        ({"lora": "r=2+4,targets=q"}, "arm 'plain': factors of different ranks have no mean"),
+        (
+            {"lora": "r=2+4,targets=q", "arms": "plain"},
+            "arm 'plain': factors of different ranks have no mean",
+        ),
         ({"arms": "lora-mean(residual=fold)", "server": "adam"}, "has no step for base weights"),
         ({"arms": "adapters/greedy"}, "arm 'adapters/greedy' is not for adapters"),
         ({"arms": "adapters", "server": "adam"}, "has no arms of adapters"),
@@ -203,6 +207,18 @@ def test_what_does_not_go_with_adapters_is_refused(changes: dict[str, Any], said
     settings = {**SMALL, "model": "some/model", "lora": LORA, **changes}
     with pytest.raises(ValueError, match=said.replace("(", r"\(").replace("+", r"\+")):
         SimulationConfig.from_flat(settings)
+
+
+def test_arms_of_adapters_unless_they_are_named() -> None:
+    given = {name: value for name, value in SMALL.items() if name != "arms"}
+    one, several = (
+        SimulationConfig.from_flat({**given, "model": "some/model", "lora": f"r={ranks},targets=q"})
+        for ranks in ("4", "2+4")
+    )
+    assert one.arms == ("plain", "lora-exact")
+    assert several.arms == ("lora-pad", "lora-exact")
+    with pytest.raises(ValueError, match="Unknown schedule 'freeze-a,by=both'"):
+        SimulationConfig.from_flat({**SMALL, "arms": "plain,lora-mean(schedule=freeze-a,by=both)"})
 
 
 def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:

@@ -1,6 +1,7 @@
 """Figures of the documentation: ``python docs/figures.py`` draws them all.
 
-The line is drawn from published rows. The others show small examples, which are computed.
+The line and the adapters are drawn from published rows. The others show small examples, which are
+computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from matplotlib.figure import Figure
 
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, lines_of
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.report.plots import PALETTE
+from fedrot.simulations.report.plots import MARKERS, PALETTE
+from fedrot.simulations.report.summaries import compare_seeds, final_values
 
 DOCS = Path(__file__).parent
 #: Readable on white and on dark pages.
@@ -209,7 +211,45 @@ def anchors() -> Figure:
     return figure
 
 
-FIGURES: tuple[Callable[[], Figure], ...] = (line, rotation, average, permutation, stream, anchors)
+#: Ways to average adapters, as the figure names them, and the mean of factors to compare with.
+AVERAGES = {
+    "lora-exact(gauge=none)": "products (the default)",
+    "lora-exact(gauge=previous)": "products, gauge previous",
+    "lora-exact(gauge=keep-a)": "products, gauge keep-a",
+    "lora-rotate(strength=0.4;by=alternate)": "rotated factors (FedRot-LoRA)",
+    "lora-mean(schedule=freeze-a)": "frozen A (FFA-LoRA)",
+}
+MEANS_OF_FACTORS = ("plain", "lora-pad")
+
+
+def adapters() -> Figure:
+    """Draw how far the loss of averages of adapters is from that of the mean of factors."""
+    values = final_values(read_rows(DOCS / "results" / "lora"))
+    bases = [place for place in values if place.arm in MEANS_OF_FACTORS and place.metric == "loss"]
+    figure, ax = plt.subplots(figsize=(8, 1.0 + 0.45 * len(bases)), layout="constrained")
+    ax.axvline(0, color=GREY, lw=0.8)
+    for number, (arm, name) in enumerate(AVERAGES.items()):
+        offset = 0.15 * (number - (len(AVERAGES) - 1) / 2)
+        found = {
+            row + offset: compare_seeds(values[place], values[base], "loss")
+            for row, base in enumerate(bases)
+            if (place := base._replace(arm=arm)) in values
+        }
+        means = [difference.mean for difference in found.values()]
+        ends = [[d.mean - d.ci_low, d.ci_high - d.mean] for d in found.values()]
+        style = {"color": PALETTE[number], "fmt": MARKERS[number], "markersize": 4, "elinewidth": 1.2}
+        ax.errorbar(means, list(found), xerr=np.transpose(ends), label=name, **style)
+    ax.set_yticks(range(len(bases)), [base.setting for base in bases])
+    ax.set_ylim(len(bases) - 0.5, -0.5)
+    ax.set_xlabel("loss: difference from the mean of factors (left is better)")
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=GREY)
+    return figure
+
+
+FIGURES: tuple[Callable[[], Figure], ...] = (
+    line, rotation, average, permutation, stream, anchors, adapters,
+)  # fmt: skip
 
 
 def draw(folder: Path) -> None:

@@ -61,7 +61,8 @@ def balanced(of: Wanted) -> Factors:
 
     If the rank of the product is smaller than that of the factors, ``B`` is 0 in the rest, and the
     remaining rows of ``A`` come from the part of the old ``A`` outside of the product's row space: a
-    direction in which both are 0 would never be trained again.
+    direction in which both are 0 would never be trained again. The largest entry of each row of ``A`` is
+    positive, so that the factors do not depend on signs that a decomposition chooses.
     """
     u, s, vt = _terms(of)
     kept, root = of.mean or of.previous, s.sqrt()
@@ -72,7 +73,9 @@ def balanced(of: Wanted) -> Factors:
         _, outside, directions = _around(kept[0], vt)
         rest = directions[:, len(s) :].mT @ outside
     a = torch.cat([root[:, None] * vt, rest])
-    return a, torch.cat([u * root, u.new_zeros(len(u), len(rest))], 1)
+    b = torch.cat([u * root, u.new_zeros(len(u), len(rest))], 1)
+    signs = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
+    return signs * a, signs.mT * b
 
 
 def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,7 +67,10 @@ def test_a_round_is_the_average_of_the_replies(method: str) -> None:
 
 
 def test_the_mean_is_that_of_fedavg() -> None:
-    ours, theirs = (started(s(**EVERY), 3) for s in (lambda **k: FedRotLoRA(CONFIG, **k), FedAvg))
+    ours, theirs = (
+        started(s(**EVERY), 3)
+        for s in (lambda **k: FedRotLoRA(CONFIG, AdapterOptions("mean"), **k), FedAvg)
+    )
     tensors = theirs.arrays.to_torch_state_dict()
     for name, tensor in ours.arrays.to_torch_state_dict().items():
         assert torch.allclose(tensor, tensors[name], atol=1e-5)
@@ -77,7 +80,7 @@ def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", logger="flwr"):
         started(FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY), 2)
     lines = [record.getMessage() for record in caplog.records]
-    assert any("Adapters: exact, gauge 'keep-a'" in line for line in lines)
+    assert any("Adapters: exact, gauge 'none'" in line for line in lines)
     said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average is ")]
     assert len(said) == 2  # At the round's end and at the run's.
     assert not any("was off" in line or "is off" in line for line in lines)
@@ -198,7 +201,7 @@ def of_the_schedule(index: int, seen: list[str]) -> Callable[[Message], Message]
 )
 def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) -> None:
     seen: list[str] = []
-    options = AdapterOptions(schedule=schedule)
+    options = AdapterOptions("mean", schedule=schedule)
     grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
     result = FedRotLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(floats(adapter(9))), 3)
     assert seen[::2] == list(said)
@@ -208,7 +211,7 @@ def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) 
 
 def test_residuals_travel_to_the_clients_and_not_back() -> None:
     seen: list[str] = []
-    options = AdapterOptions(residual="fold")
+    options = AdapterOptions("mean", residual="fold")
     grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
     start = floats(adapter(9))
     found = FedRotLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(start), 2)
@@ -233,7 +236,9 @@ class AdamLoRA(AlignedLoRA, FedAdam):
     """FedAdam behind an average of adapters."""
 
 
-@pytest.mark.parametrize("options", [AdapterOptions(), AdapterOptions("exact", "previous")], ids=str)
+@pytest.mark.parametrize(
+    "options", [AdapterOptions("mean"), AdapterOptions("exact", "previous")], ids=str
+)
 def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
     eta, tau, beta = 0.1, 1e-3, 0.9
     strategy = AdamLoRA(CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
@@ -252,17 +257,22 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
         assert all(torch.allclose(found[name], theirs[name], atol=1e-4) for name in start)
 
 
+def test_the_default_is_what_the_comparison_recommends() -> None:
+    assert AdamLoRA(CONFIG, **EVERY).adapters == AdapterOptions("mean")
+    assert FedRotLoRA(CONFIG, **EVERY).adapters == AdapterOptions("exact", "none")
+
+
 def test_what_cannot_stand_behind_is_refused() -> None:
     median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
     with pytest.raises(FedrotError, match=r"MedianLoRA averages adapters itself, and FedMedian looks"):
         median(CONFIG)
     with pytest.raises(FedrotError, match=r"changes the base weights, for which FedAdam has no step"):
-        AdamLoRA(CONFIG, AdapterOptions(residual="fold"))
+        AdamLoRA(CONFIG, AdapterOptions("mean", residual="fold"))
 
 
 def test_a_run_goes_on_from_the_result_of_another() -> None:
     """A residual stays where the next run adds none."""
-    folded = started(FedRotLoRA(CONFIG, AdapterOptions(residual="fold"), **EVERY)).arrays
+    folded = started(FedRotLoRA(CONFIG, AdapterOptions("mean", residual="fold"), **EVERY)).arrays
     residuals = {n: t for n, t in folded.to_torch_state_dict().items() if "residual" in n}
     for strategy in (FedRotLoRA(CONFIG, **EVERY), AdamLoRA(CONFIG, eta=0.01, **EVERY)):
         grid = FakeGrid({100 + i: client(i) for i in range(3)})
@@ -279,7 +289,7 @@ def test_clients_may_send_the_residual_back() -> None:
             sent = {n: t + 0.3 * step[n] if n in step else t for n, t in start.items() if keep(n)}
             return reply(message, sent, 10, index)
 
-        strategy = FedRotLoRA(CONFIG, AdapterOptions(residual="fold"), **EVERY)
+        strategy = FedRotLoRA(CONFIG, AdapterOptions("mean", residual="fold"), **EVERY)
         grid = FakeGrid({100 + i: train for i in range(2)})
         result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 3)
         return result.arrays.to_torch_state_dict(), result.train_metrics_clientapp
@@ -297,7 +307,7 @@ def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
     seen: list[str] = []
     strategy = FedRotLoRA(
         CONFIG,
-        AdapterOptions(schedule="alternate"),
+        AdapterOptions("mean", schedule="alternate"),
         execution=Execution(wire=torch.float16),
         **EVERY,
     )
@@ -313,7 +323,7 @@ def test_more_that_does_not_go_together_is_refused() -> None:
     with pytest.raises(FedrotError, match="norm_bound compares tensors of one shape"):
         FedRotLoRA(CONFIG, AdapterOptions("exact"), robustness=Robustness(norm_bound=3.0))
     table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}
-    strategy = FedRotLoRA(CONFIG, AdapterOptions(schedule="freeze-a"), **EVERY)
+    strategy = FedRotLoRA(CONFIG, AdapterOptions("mean", schedule="freeze-a"), **EVERY)
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
     with pytest.raises(FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"):
         strategy.start(grid, ArrayRecord(table), 1)

@@ -20,6 +20,7 @@ Adapter = dict[str, Tensor]
 IN, OUT = 9, 7
 MODULES = {"base_model.model.layer.query": (IN, OUT), "base_model.model.classifier": (IN, 2)}
 SETTINGS = LoraSettings(alpha=6.0)
+KEEP_A = AdapterOptions("exact", "keep-a")
 
 
 def adapter(seed: int, rank: int = 3, start: Adapter | None = None) -> Adapter:
@@ -98,7 +99,7 @@ def test_the_exact_product_does_not_depend_on_coordinates(gauge: str) -> None:
 
 def test_the_mean_is_that_of_the_tensors() -> None:
     asked = updates([adapter(i) for i in range(3)])
-    found, report = average_adapters(asked, SETTINGS)
+    found, report = average_adapters(asked, SETTINGS, AdapterOptions("mean"))
     for name, tensor in found.items():
         expected = sum(u.weight * u.tensors[name] for u in asked) / 8
         assert torch.allclose(tensor, expected, atol=1e-12)
@@ -109,18 +110,36 @@ def test_the_mean_is_that_of_the_tensors() -> None:
         assert report.error[module] == pytest.approx(float(error), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["mean", "rotate", "exact"])
+@pytest.mark.parametrize("options", [*map(AdapterOptions, ("mean", "rotate")), KEEP_A], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
-def test_equal_clients_come_back_as_they_are(method: str, count: int) -> None:
+def test_equal_clients_come_back_as_they_are(options: AdapterOptions, count: int) -> None:
     # Of two outputs, the product has rank 2, so that only the first module's factors are determined.
     given = adapter(4)
-    found, report = average_adapters(updates([given] * count), SETTINGS, AdapterOptions(method))
+    found, report = average_adapters(updates([given] * count), SETTINGS, options)
     assert found.keys() == given.keys()
     for module in MODULES:
         assert torch.allclose(product(found, module), product(given, module), atol=1e-10)
-    for name in (name for name in given if "classifier" not in name or method != "exact"):
+    for name in (name for name in given if "classifier" not in name or options != KEEP_A):
         assert torch.allclose(found[name], given[name], atol=1e-9), name
     assert max(report.error.values()) < 1e-6
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), count=st.integers(1, 3))
+def test_without_a_gauge_factors_are_balanced_and_depend_on_the_product_alone(
+    seed: int, count: int
+) -> None:
+    given = adapter(seed)
+    clients = [scrambled(given, seed + i) for i in range(count)]
+    found, _ = average_adapters(updates(clients, [1.0] * count), SETTINGS)
+    again, _ = average_adapters(updates([given], [1.0]), SETTINGS)
+    for module in MODULES:
+        assert torch.allclose(product(found, module), product(given, module), atol=1e-8)
+        a, b = (found[f"{module}.lora_{factor}.weight"] for factor in "AB")
+        rank = min(3, len(b))
+        assert torch.allclose(a[:rank] @ a[:rank].mT, (b.mT @ b)[:rank, :rank], atol=1e-7)
+    query = {name: tensor for name, tensor in found.items() if "query" in name}
+    assert all(torch.allclose(tensor, again[name], atol=1e-7) for name, tensor in query.items())
 
 
 def test_alphas_of_clients_enter_through_the_products() -> None:
@@ -187,7 +206,7 @@ def test_rotation_undoes_rotations() -> None:
     for name in start:
         assert torch.allclose(found[name], start[name], atol=1e-10)
     assert max(report.error.values()) < 1e-6
-    _, plain = average_adapters(updates(clients), SETTINGS)
+    _, plain = average_adapters(updates(clients), SETTINGS, AdapterOptions("mean"))
     assert min(plain.error.values()) > 0.05
     # The report tells what rotating has spared.
     assert report.error_of_factors == pytest.approx(plain.error_of_factors)
@@ -286,8 +305,8 @@ def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
 
     start = {"q.lora_A.weight": drawn(8, 200), "q.lora_B.weight": torch.zeros(150, 8).double()}
     sent = [{name: t + apart * drawn(*t.shape) for name, t in start.items()} for _ in range(4)]
-    found, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact"))
-    mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS)
+    found, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, KEEP_A)
+    mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("mean"))
     near_mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact", "mean"))
     size, most = (sum(float(t.square().sum()) for t in of.values()) for of in (found, mean))
     assert size < 2 * most

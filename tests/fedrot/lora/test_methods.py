@@ -145,7 +145,7 @@ def test_a_frozen_factor_stays_and_the_mean_is_exact(
 ) -> None:
     start = adapter(0)
     sent = [{n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()} for i in (1, 2)]
-    options = AdapterOptions(schedule=schedule)
+    options = AdapterOptions("mean", schedule=schedule)
     found = averaged(sent, options, start, server_round)
     for module in MODULES:
         assert torch.equal(found[f"{module}.{frozen}"], start[f"{module}.{frozen}"])
@@ -191,11 +191,14 @@ def test_ranks_may_differ_in_stacks() -> None:
         ({"by": "C"}, "Unknown by 'C'"),
         ({"method": "exact", "schedule": "freeze-a"}, "method 'exact' changes both factors"),
         ({"method": "stack"}, "Give residual='fold'"),
-        ({"schedule": "freeze-a", "residual": "fold"}, "there is nothing to fold"),
+        ({"method": "mean", "schedule": "freeze-a", "residual": "fold"}, "there is nothing to fold"),
         ({"strength": 1.5}, "strength is 1.5; it is a number from 0 to 1"),
         ({"method": "rotate", "strength": "0.4"}, "strength is '0.4'; it is a number from 0 to 1"),
         ({"limit": 0}, "limit is 0; it is a rank, 1 at least"),
-        ({"gauge": "none"}, "gauge is an option of method 'exact', and does nothing with 'mean'"),
+        (
+            {"method": "mean", "gauge": "mean"},
+            "gauge is an option of method 'exact', and does nothing with 'mean'",
+        ),
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],
 )

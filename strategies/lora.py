@@ -157,8 +157,8 @@ class AlignedLoRA(Aligned):
 class FedRotLoRA(AlignedLoRA, FedAvg):
     """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
-    It averages the products ``B A``; ``AdapterOptions("mean")`` averages the factors, as ``FedAvg`` does.
-    Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
+    It averages the products ``B A``; ``AdapterOptions("mean")`` averages the factors, as ``FedAvg``
+    does. Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
 
     Example: ``FedRotLoRA(peft_config, fraction_train=0.5)``.
     """

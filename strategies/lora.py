@@ -54,8 +54,7 @@ class AlignedLoRA(Aligned):
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
             in the tensors.
-        adapters: how adapters are averaged. None averages the products in front of FedAvg, and the
-            factors in front of a server optimiser (docs/results/lora.md).
+        adapters: how adapters are averaged; None averages the factors.
         *args: of the base strategy.
         **kwargs: of the base strategy, and of ``Aligned`` without ``symmetry``, ``aggregation``,
             ``anchor``, ``options``, ``align``, ``other_basis`` and ``guard``.
@@ -96,8 +95,6 @@ class AlignedLoRA(Aligned):
                 f"{name} averages adapters itself, and {behind.__name__} looks at every update. Behind "
                 f"it can stand {able}."
             )
-        if adapters is None and behind is not FedAvg:
-            self.adapters = AdapterOptions("mean")
         if self.robustness.norm_bound is not None and self.adapters.method in OF_ANY_RANK:
             raise FedrotError(
                 f"norm_bound compares tensors of one shape, and method '{self.adapters.method}' takes "
@@ -157,10 +154,9 @@ class AlignedLoRA(Aligned):
 class FedRotLoRA(AlignedLoRA, FedAvg):
     """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
-    It averages the products ``B A``; ``AdapterOptions("mean")`` averages the factors, as ``FedAvg``
-    does. Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
+    Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
 
-    Example: ``FedRotLoRA(peft_config, fraction_train=0.5)``.
+    Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
     """
 
 

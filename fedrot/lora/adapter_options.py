@@ -24,13 +24,13 @@ class AdapterOptions:
     """Options for averages of adapters.
 
     Attributes:
-        method: ``exact`` averages the products, and keeps the best approximation of the result's rank
-            (FlexLoRA, with ``gauge="none"``). ``mean`` averages the factors (FedIT). ``pad`` does so for
-            clients of different ranks: smaller factors are padded with zeros (as HetLoRA, which also
-            weights clients by the size of their updates and prunes). ``rotate`` rotates each client's
-            factors to those that it received, or to the mean so far, and averages them. ``stack`` adds
-            the mean product to the base weights, and begins anew with a random ``A`` and ``B = 0``
-            (FLoRA); it needs ``residual="fold"``.
+        method: ``mean`` averages the factors (FedIT). ``pad`` does so for clients of different ranks:
+            smaller factors are padded with zeros (as HetLoRA, which also weights clients by the size of
+            their updates and prunes). ``rotate`` rotates each client's factors to those that it
+            received, or to the mean so far, and averages them. ``exact`` averages the products, and
+            keeps the best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
+            ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
+            ``B = 0`` (FLoRA); it needs ``residual="fold"``.
         gauge: of ``exact``, which pair of factors the product is given: ``none``, ``previous``, ``mean``
             or ``keep-a``, see ``fedrot.lora.gauges``.
         strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
@@ -50,7 +50,7 @@ class AdapterOptions:
         FedrotError: a value is unknown, or two of them do not go together.
     """
 
-    method: str = "exact"
+    method: str = "mean"
     gauge: str = "none"
     strength: float = 1.0
     by: str = "both"

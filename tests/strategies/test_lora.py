@@ -67,10 +67,7 @@ def test_a_round_is_the_average_of_the_replies(method: str) -> None:
 
 
 def test_the_mean_is_that_of_fedavg() -> None:
-    ours, theirs = (
-        started(s(**EVERY), 3)
-        for s in (lambda **k: FedRotLoRA(CONFIG, AdapterOptions("mean"), **k), FedAvg)
-    )
+    ours, theirs = (started(s(**EVERY), 3) for s in (lambda **k: FedRotLoRA(CONFIG, **k), FedAvg))
     tensors = theirs.arrays.to_torch_state_dict()
     for name, tensor in ours.arrays.to_torch_state_dict().items():
         assert torch.allclose(tensor, tensors[name], atol=1e-5)
@@ -255,11 +252,6 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
         plain = FedAdam(eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
         theirs = floats(started(plain).arrays.to_torch_state_dict())
         assert all(torch.allclose(found[name], theirs[name], atol=1e-4) for name in start)
-
-
-def test_the_default_is_what_the_comparison_recommends() -> None:
-    assert AdamLoRA(CONFIG, **EVERY).adapters == AdapterOptions("mean")
-    assert FedRotLoRA(CONFIG, **EVERY).adapters == AdapterOptions("exact", "none")
 
 
 def test_what_cannot_stand_behind_is_refused() -> None:

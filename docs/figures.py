@@ -213,7 +213,7 @@ def anchors() -> Figure:
 
 #: Ways to average adapters, as the figure names them, and the mean of factors to compare with.
 AVERAGES = {
-    "lora-exact(gauge=none)": "products (the default)",
+    "lora-exact(gauge=none)": "products, gauge none (FlexLoRA)",
     "lora-exact(gauge=previous)": "products, gauge previous",
     "lora-exact(gauge=keep-a)": "products, gauge keep-a",
     "lora-rotate(strength=0.4;by=alternate)": "rotated factors (FedRot-LoRA)",
@@ -225,7 +225,11 @@ MEANS_OF_FACTORS = ("plain", "lora-pad")
 def adapters() -> Figure:
     """Draw how far the loss of averages of adapters is from that of the mean of factors."""
     values = final_values(read_rows(DOCS / "results" / "lora"))
-    bases = [place for place in values if place.arm in MEANS_OF_FACTORS and place.metric == "loss"]
+    bases = [
+        place
+        for place, seeds in values.items()
+        if place.arm in MEANS_OF_FACTORS and place.metric == "loss" and len(seeds) > 1
+    ]
     figure, ax = plt.subplots(figsize=(8, 1.0 + 0.45 * len(bases)), layout="constrained")
     ax.axvline(0, color=GREY, lw=0.8)
     for number, (arm, name) in enumerate(AVERAGES.items()):

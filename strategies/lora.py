@@ -188,8 +188,8 @@ class AdapterSchema(Schema):
 
     def _check_rank(self, name: str, own: int, most: int) -> None:
         if own > most or not self.smaller:
-            needed = () if self.smaller else ("AdapterOptions('exact')",)
-            needed += ("an initial adapter of the largest rank",) if own > most else ()
+            needed = [] if self.smaller else ["AdapterOptions('exact')"]
+            needed += ["an initial adapter of the largest rank"] if own > most else []
             raise UpdateError(
                 f"The factor '{name}' has rank {own}, the broadcast one {most}. Clients of different "
                 f"ranks need {' and '.join(needed)}."

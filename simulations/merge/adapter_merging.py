@@ -95,8 +95,7 @@ def merge_adapters(
     rank = settings.rank or (largest if differ else None)
     if settings.method == "mean" and not differ and rank not in (None, largest):
         raise FedrotError(f"A mean of factors keeps their rank {largest}. Leave --rank out.")
-    gauge = {"gauge": "none"} if settings.method == "exact" else {}
-    average = AdapterAverage(scales[0], AdapterOptions(settings.method, **gauge), rank=rank)
+    average = AdapterAverage(scales[0], AdapterOptions(settings.method), rank=rank)
     for folder, weight, scale in zip(folders, weights, scales, strict=True):
         with about(folder):
             average.add(AdapterUpdate(_tensors(folder), weight, scale))

@@ -131,7 +131,7 @@ def check_adapter(config: SimulationConfig) -> None:
                 f"{ADAPTERS}@ANCHOR, or {OF_ADAPTERS}METHOD(OPTIONS) with a method of "
                 f"{', '.join(METHODS)}"
             )
-        own = arm.adapters or AdapterOptions("mean")
+        own = arm.adapters or AdapterOptions()
         if len(set(adapter.ranks)) > 1 and not arm.joined and own.method not in OF_ANY_RANK:
             raise ValueError(
                 f"arm '{arm.name}': factors of different ranks have no mean; methods for them are "

@@ -225,8 +225,6 @@ class YogiStrategy(AdapterCell, AlignedLoRA, FedYogi):
     """``FedYogi`` of averaged adapters for one cell."""
 
 
-#: Arm ``plain`` averages the factors.
-FEDIT = AdapterOptions("mean")
 #: The strategy of adapters by ``SimulationConfig.server``.
 OF_ADAPTERS = {"mean": AdapterStrategy, "adam": AdamStrategy, "yogi": YogiStrategy}
 
@@ -237,7 +235,7 @@ def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
     if not config.lora or cell.arm.aligns_adapters:
         return ArmStrategy(cell, model, report)
     network: Any = model
-    settings, options = network.peft_config["default"], cell.arm.adapters or FEDIT
+    settings, options = network.peft_config["default"], cell.arm.adapters or AdapterOptions()
     rate = {} if config.server == "mean" else {"eta": config.server_lr}
     return OF_ADAPTERS[config.server](cell, model, report, settings, options, **rate)
 

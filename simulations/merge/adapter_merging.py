@@ -25,7 +25,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
 _ALIKE = ("base_model_name_or_path", "task_type", "fan_in_fan_out", "use_dora")
-#: Starts of adapters that leave the base weights as they are; others, such as PiSSA, change them.
 
 
 class AdapterMergeSettings(BaseModel):

@@ -88,13 +88,19 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple
             "list. Send ArrayRecord(model.state_dict())."
         )
     extra = (other for other in update if other not in shapes)
-    like = next((o for o in extra if o.endswith(f".{name}") or name.endswith(f".{o}")), None)
+    like = next((other for other in extra if _alike(other, name)), None)
     instead = f"; '{like}' came in its place" if like else ""
     count = sum(other not in update for other in shapes)
     return (
         f"The tensor '{name}' is missing ({count} of {len(shapes)} are){instead}. Send every tensor of "
         "the model, under the name that it came with."
     )
+
+
+def _alike(other: str, name: str) -> bool:
+    """Return whether two names differ by a prefix, or by the name of PEFT's usual adapter."""
+    unnamed = other.replace(".default", "")
+    return unnamed == name or other.endswith(f".{name}") or name.endswith(f".{other}")
 
 
 def check_finite(update: Tensors) -> None:

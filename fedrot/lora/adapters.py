@@ -24,10 +24,11 @@ _NO_PRODUCT = {
     "target_parameters": "its factors hold several products each (experts of a mixture)",
     "kasa_config": "KaSA has a diagonal matrix between the factors",
     "use_bdlora": "the factors of BD-LoRA are block-diagonal",
+    "monteclora_config": "MonteCLoRA learns noise in the coordinates of A",
 }
 #: Values of ``LoraConfig.init_lora_weights`` that leave the base weights as they are. The others (PiSSA,
 #: OLoRA, CorDA, LoftQ, LoRA-GA) subtract something from them that depends on the rank.
-STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class LoraSettings:
             raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
         patterns = {str(key): float(value) for key, value in (found.get("alpha_pattern") or {}).items()}
         start = found.get("init_lora_weights")
-        changed = "" if start in STARTS else str(start)
+        changed = "" if start in _STARTS else str(start)
         return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")), changed)
 
     def scale(self, module: str, rank: int) -> float:

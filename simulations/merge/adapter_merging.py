@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fedrot._io import replacing, write_json
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
-from fedrot.lora.adapters import STARTS, factors, pairs_of
+from fedrot.lora.adapters import factors, pairs_of
 from fedrot.lora.averaging import AdapterAverage
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import about, refuse_filled
@@ -73,7 +73,8 @@ def merge_adapters(
         if inside:
             raise FedrotError(f"'{out}' is inside '{inside}'. Write the result beside the adapters.")
     configs = [_config(folder) for folder in folders]
-    for folder, config in zip(folders, configs, strict=True):
+    scales = list(map(LoraSettings.of, configs))
+    for folder, config, scale in zip(folders, configs, scales, strict=True):
         for field in _ALIKE:
             # Older versions of PEFT leave out fields that they do not know.
             if (config.get(field) or None) != (configs[0].get(field) or None):
@@ -81,13 +82,12 @@ def merge_adapters(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
                     f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
                 )
-        if config.get("init_lora_weights") not in STARTS:
+        if scale.changed_base:
             raise FedrotError(
-                f"'{folder}' was started by {config['init_lora_weights']}, which changes the base "
+                f"'{folder}' was started by {scale.changed_base}, which changes the base "
                 "weights. Save it as an adapter of the original base (PEFT: save_pretrained with "
                 "path_initial_model_for_weight_conversion)."
             )
-    scales = list(map(LoraSettings.of, configs))
     ranks = [_ranks(_tensors(folder)) for folder in folders]
     differ = any(own != ranks[0] for own in ranks)
     largest = max(rank for own in ranks for rank in own.values())

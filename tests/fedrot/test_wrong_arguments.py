@@ -92,6 +92,13 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
             "'module.bert.embeddings.word_embeddings.weight' came in its place",
         ),
         (
+            lambda model, state: _align(
+                {n.replace("query.", "query.default."): t for n, t in state.items()}, state
+            ),
+            fedrot.UpdateError,
+            "query.default.weight' came in its place",
+        ),
+        (
             lambda model, state: _align({str(i): t for i, t in enumerate(state.values())}, state),
             fedrot.UpdateError,
             "numbers in place of names",

@@ -191,7 +191,7 @@ def test_experts_of_a_mixture_are_refused() -> None:
         LoraSettings.of(config)
 
 
-@pytest.mark.parametrize("field", ["kasa_config", "use_bdlora"])
+@pytest.mark.parametrize("field", ["kasa_config", "use_bdlora", "monteclora_config"])
 def test_kinds_of_adapters_that_are_no_product_are_refused(field: str) -> None:
     with pytest.raises(FedrotError, match=f"The adapter has {field}: .* which fedrot does not average"):
         LoraSettings.of({"lora_alpha": 4, field: {"beta": 1e-4}})

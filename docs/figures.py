@@ -224,7 +224,8 @@ MEANS_OF_FACTORS = ("plain", "lora-pad")
 
 def adapters() -> Figure:
     """Draw how far the loss of averages of adapters is from that of the mean of factors."""
-    values = final_values(read_rows(DOCS / "results" / "lora"))
+    rows = [row for grid in ("lora", "lora-llm") for row in read_rows(DOCS / "results" / grid)]
+    values = final_values(rows)
     bases = [
         place
         for place, seeds in values.items()

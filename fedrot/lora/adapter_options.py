@@ -31,8 +31,8 @@ class AdapterOptions:
             keeps the best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
             ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
             ``B = 0`` (FLoRA); it needs ``residual="fold"``.
-        gauge: of ``exact``, which pair of factors the product is given: ``none``, ``previous``, ``mean``
-            or ``keep-a``, see ``fedrot.lora.gauges``.
+        gauge: of ``exact``, which pair of factors the product is given: ``keep-a``, ``none``,
+            ``previous`` or ``mean``, see ``fedrot.lora.gauges``.
         strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
         by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``; ``alternate`` from ``A``
             in odd rounds and from ``B`` in even ones (FedRot-LoRA).
@@ -51,7 +51,7 @@ class AdapterOptions:
     """
 
     method: str = "mean"
-    gauge: str = "none"
+    gauge: str = "keep-a"
     strength: float = 1.0
     by: str = "both"
     limit: int | None = None

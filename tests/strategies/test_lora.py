@@ -77,7 +77,7 @@ def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", logger="flwr"):
         started(FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY), 2)
     lines = [record.getMessage() for record in caplog.records]
-    assert any("Adapters: exact, gauge 'none'" in line for line in lines)
+    assert any("Adapters: exact, gauge 'keep-a'" in line for line in lines)
     said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average is ")]
     assert len(said) == 2  # At the round's end and at the run's.
     assert not any("was off" in line or "is off" in line for line in lines)

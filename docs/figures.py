@@ -226,11 +226,7 @@ def adapters() -> Figure:
     """Draw how far the loss of averages of adapters is from that of the mean of factors."""
     rows = [row for grid in ("lora", "lora-llm") for row in read_rows(DOCS / "results" / grid)]
     values = final_values(rows)
-    bases = [
-        place
-        for place, seeds in values.items()
-        if place.arm in MEANS_OF_FACTORS and place.metric == "loss" and len(seeds) > 1
-    ]
+    bases = [place for place in values if place.arm in MEANS_OF_FACTORS and place.metric == "loss"]
     figure, ax = plt.subplots(figsize=(8, 1.0 + 0.45 * len(bases)), layout="constrained")
     ax.axvline(0, color=GREY, lw=0.8)
     for number, (arm, name) in enumerate(AVERAGES.items()):

@@ -72,9 +72,8 @@ def merge_adapters(
         inside = next((folder for folder in folders if folder.resolve() in out.resolve().parents), None)
         if inside:
             raise FedrotError(f"'{out}' is inside '{inside}'. Write the result beside the adapters.")
-    configs = [_config(folder) for folder in folders]
-    scales = list(map(LoraSettings.of, configs))
-    for folder, config, scale in zip(folders, configs, scales, strict=True):
+    configs, loras = zip(*map(_config, folders), strict=True)
+    for folder, config, lora in zip(folders, configs, loras, strict=True):
         for field in _ALIKE:
             # Older versions of PEFT leave out fields that they do not know.
             if (config.get(field) or None) != (configs[0].get(field) or None):
@@ -82,9 +81,9 @@ def merge_adapters(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
                     f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
                 )
-        if scale.changed_base:
+        if lora.changed_base:
             raise FedrotError(
-                f"'{folder}' was started by {scale.changed_base}, which changes the base "
+                f"'{folder}' was started by {lora.changed_base}, which changes the base "
                 "weights. Save it as an adapter of the original base (PEFT: save_pretrained with "
                 "path_initial_model_for_weight_conversion)."
             )
@@ -94,10 +93,10 @@ def merge_adapters(
     rank = settings.rank or (largest if differ else None)
     if settings.method == "mean" and not differ and rank not in (None, largest):
         raise FedrotError(f"A mean of factors keeps their rank {largest}. Leave --rank out.")
-    average = AdapterAverage(scales[0], AdapterOptions(settings.method), rank=rank)
-    for folder, weight, scale in zip(folders, weights, scales, strict=True):
+    average = AdapterAverage(loras[0], AdapterOptions(settings.method), rank=rank)
+    for folder, weight, lora in zip(folders, weights, loras, strict=True):
         with about(folder):
-            average.add(AdapterUpdate(_tensors(folder), weight, scale))
+            average.add(AdapterUpdate(_tensors(folder), weight, lora))
     merged, report = average.result()
     if out is not None:
         changes = {} if rank is None else {"r": rank, "rank_pattern": {}}
@@ -105,7 +104,7 @@ def merge_adapters(
     return report
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
     missing = next((name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()), None)
     if missing:
         raise FedrotError(
@@ -114,10 +113,9 @@ def _config(folder: Path) -> dict[str, Any]:
         )
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        LoraSettings.of(found)
+        return found, LoraSettings.of(found)
     except ValueError as error:
         raise FedrotError(f"'{folder / CONFIG}': {error}") from error
-    return dict(found)
 
 
 def _tensors(folder: Path) -> Tensors:

@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
-from fedrot.lora.averaging import KEPT_RANKS, AdapterAverage
+from fedrot.lora.averaging import KEPT_RANKS, AdapterAverage, average_adapters
 
 #: Inputs and outputs of the linear layers of one block.
 SHAPES = {
@@ -56,12 +56,17 @@ def adapter(seed: int, rank: int, layers: int) -> dict[str, Tensor]:
     return found
 
 
+def warm_up(rank: int) -> None:
+    """Average adapters of one layer, so many that a sum is full: loads libraries and their buffers."""
+    few = (AdapterUpdate(adapter(n, rank, 1), 1.0, SETTINGS) for n in range(2 * KEPT_RANKS + 1))
+    average_adapters(few, SETTINGS, AdapterOptions("exact"))
+
+
 def ours(clients: int, rank: int, layers: int) -> tuple[float, float, float]:
     """Return seconds, memory in adapters beside the sums, and the share that was lost."""
     seconds, average = 0.0, AdapterAverage(SETTINGS, AdapterOptions("exact"))
     size = sum(t.nbytes for t in adapter(0, rank, layers).values())
-    average.add(AdapterUpdate(adapter(0, rank, layers), 1.0, SETTINGS))  # Imports and threads.
-    average = AdapterAverage(SETTINGS, AdapterOptions("exact"))
+    warm_up(rank)
     reset_peak()
     before = status("VmRSS")
     for client in range(clients):

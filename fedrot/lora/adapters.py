@@ -191,7 +191,7 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
             f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} have no common "
             "rank. Adapters of grouped convolutions are not supported."
         )
-    return a.flatten(1), b.flatten(1)
+    return a.detach().flatten(1), b.detach().flatten(1)
 
 
 def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from fedrot.lora.adapters import (
 )
 from fedrot.lora.gauges import Factors, Wanted, rotated, transposed
 from fedrot.lora.methods import METHODS
-from fedrot.lora.module_sums import ModuleSums, share
+from fedrot.lora.module_sums import ModuleSums, in_threads, share
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: Without a limit of its own, a sum of products keeps so many times the largest rank so far.
@@ -48,6 +48,17 @@ class AdapterUpdate:
     tensors: Tensors
     weight: float
     settings: LoraSettings
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    """One module's factors and residual, the scale of its product, and the errors of the report."""
+
+    tensors: dict[str, Tensor]
+    scale: float
+    error_of_factors: float | None
+    error: float
+    lost: float
 
 
 @dataclass
@@ -131,12 +142,15 @@ class AdapterAverage:
             self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
         if others:
             self._others.fold(others, update.weight, statistics)
-        for pair in pairs:
+
+        def fold(pair: Pair) -> None:
             a, b = wide_factors(tensors, pair)
             sent = a, b * scales[pair.module]
             module = self._modules[pair.module]
             module.products.limit = self._limit(pair, *sent)
             module.add(sent, self._rotated(pair, sent), update.weight, self._padding(pair, sent[0]))
+
+        in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
 
     def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
@@ -149,30 +163,41 @@ class AdapterAverage:
         if not self._updates:
             raise FedrotError("There are no adapters to average.")
         tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
-        naive: dict[str, float | None] = {}
-        error, lost = dict[str, float](), dict[str, float]()
-        for pair in self._pairs:
-            module = self._modules[pair.module]
-            terms = module.products.terms()
-            received = self._received(pair, terms.vt)
-            own = self.rank or (len(received[0]) if received else max(module.ranks))
-            scale = self.settings.scale(pair.module, own)
-            merged = self._merged(pair, module.wanted(terms, own, scale, received))
-            for name, matrix in zip((pair.a, pair.b), merged, strict=True):
-                tensors[name] = shaped(matrix, self._shapes[name]).to(self._like[name])
-            found = wide_factors(tensors, pair)
-            _rescale(tensors, pair.bias, self._scales[pair.module] / scale)
-            mean = module.factors(scale, as_sent=True)
-            naive[pair.module] = None if mean is None else module.error(terms, mean, scale)
-            error[pair.module] = module.error(terms, found, scale)
-            lost[pair.module] = share(module.products.lost, terms.norm)
-            residual, before = residual_name(pair), (self.previous or {}).get(residual_name(pair))
-            if self.options.folds:
-                rest, error[pair.module] = module.rest(terms, found, scale), 0.0
-                tensors[residual] = rest if before is None else rest + before.to(rest)
-            elif before is not None:
-                tensors[residual] = before
-        return tensors, AdapterReport(self._updates, naive, error, lost)
+        found = in_threads(self._averaged, self._pairs, self._like[self._pairs[0].a].device)
+        for pair, module in zip(self._pairs, found, strict=True):
+            tensors |= module.tensors
+            _rescale(tensors, pair.bias, self._scales[pair.module] / module.scale)
+        modules = dict(zip([pair.module for pair in self._pairs], found, strict=True))
+        return tensors, AdapterReport(
+            self._updates,
+            error_of_factors={name: module.error_of_factors for name, module in modules.items()},
+            error={name: module.error for name, module in modules.items()},
+            lost={name: module.lost for name, module in modules.items()},
+        )
+
+    def _averaged(self, pair: Pair) -> _Averaged:
+        module = self._modules[pair.module]
+        terms = module.products.terms()
+        received = self._received(pair, terms.vt)
+        own = self.rank or (len(received[0]) if received else max(module.ranks))
+        scale = self.settings.scale(pair.module, own)
+        merged = self._merged(pair, module.wanted(terms, own, scale, received))
+        tensors = {
+            name: shaped(matrix, self._shapes[name]).to(self._like[name])
+            for name, matrix in zip((pair.a, pair.b), merged, strict=True)
+        }
+        found = wide_factors(tensors, pair)
+        mean = module.factors(scale, as_sent=True)
+        of_factors = None if mean is None else module.error(terms, mean, scale)
+        error = module.error(terms, found, scale)
+        residual, before = residual_name(pair), (self.previous or {}).get(residual_name(pair))
+        if self.options.folds:
+            rest, error = module.rest(terms, found, scale), 0.0
+            tensors[residual] = rest if before is None else rest + before.to(rest)
+        elif before is not None:
+            tensors[residual] = before
+        lost = share(module.products.lost, terms.norm)
+        return _Averaged(tensors, scale, of_factors, error, lost)
 
     def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
         """Return the new factors of a module."""

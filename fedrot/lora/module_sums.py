@@ -1,15 +1,26 @@
-"""``ModuleSums``: the sums of one module's products and factors over the clients."""
+"""``ModuleSums``: the sums of one module's products and factors over the clients; ``in_threads``."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fedrot.aggregation.mean import Mean
 from fedrot.lora.gauges import Factors, Wanted
 from fedrot.lora.products import ProductSum, Terms
+
+_Item, _Found = TypeVar("_Item"), TypeVar("_Found")
+
+#: So many modules are computed at a time, each of which needs memory for its intermediate results.
+MOST_AT_A_TIME = 8
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class ModuleSums:
@@ -71,3 +82,29 @@ class ModuleSums:
 def share(part: float, whole: float) -> float:
     """Return ``part / whole``; 0 if both are 0."""
     return part / whole if whole > 0 else float(part > 0)
+
+
+def in_threads(
+    work: Callable[[_Item], _Found], items: Sequence[_Item], device: torch.device
+) -> list[_Found]:
+    """Return ``work`` of every item; on a CPU, PyTorch's threads are divided among several items.
+
+    The matrices of one module are too small for several threads to be of use. PyTorch's number of
+    threads, which holds for the process, is lower meanwhile and restored afterwards.
+
+    Args:
+        work: reads and writes what belongs to its item alone.
+        device: where ``work`` computes.
+    """
+    with _ONE_AT_A_TIME:
+        threads = torch.get_num_threads()
+        workers = min(threads, len(items), MOST_AT_A_TIME)
+        if workers < 2 or device.type != "cpu":
+            return [work(item) for item in items]
+        each = threads // workers
+        torch.set_num_threads(each)
+        try:
+            with ThreadPoolExecutor(workers, "fedrot", torch.set_num_threads, (each,)) as pool:
+                return list(pool.map(work, items))
+        finally:
+            torch.set_num_threads(threads)

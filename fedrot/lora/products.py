@@ -16,7 +16,7 @@ SMALLEST = 1e-7
 WELL_CONDITIONED = 1e-4
 #: A stack begins with room for twice so many products of the first one's rank.
 ROOM = 4
-#: Rows that are copied to float64 at a time.
+#: Rows, or columns, that are copied to float64 at a time.
 BLOCK = 1024
 
 
@@ -202,8 +202,11 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gram(rows: Tensor, known: Tensor) -> Tensor:
     """Return ``X X^T`` in float64, of which the squares of the first, orthogonal rows are known."""
-    wide, count = rows.double(), len(known)
-    new = wide[count:] @ wide.mT
+    count = len(known)
+    new = known.new_zeros(len(rows) - count, len(rows))
+    for block in rows.split(BLOCK, 1):
+        wide = block.double()
+        new.addmm_(wide[count:], wide.mT)
     gram = torch.block_diag(torch.diag(known), new[:, count:])
     gram[count:, :count] = new[:, :count]
     gram[:count, count:] = new[:, :count].mT

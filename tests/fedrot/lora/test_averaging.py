@@ -584,6 +584,17 @@ def test_adapters_and_what_was_received_may_have_other_dtypes() -> None:
             assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in sent.items()}
 
 
+def test_factors_may_be_parameters_of_a_model() -> None:
+    sent = adapter(0)
+    trained = {name: tensor.clone().requires_grad_() for name, tensor in sent.items()}
+    for options in (KEEP_A, AdapterOptions("mean")):
+        found, _ = average_adapters(updates([trained, adapter(1)]), SETTINGS, options)
+        expected, _ = average_adapters(updates([sent, adapter(1)]), SETTINGS, options)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor)
+            assert not found[name].requires_grad, name
+
+
 def test_devices_may_differ_from_the_cpu() -> None:
     """On the device ``meta``, which has no numbers, the sum fails where it first reads one."""
     total = ProductSum(4)

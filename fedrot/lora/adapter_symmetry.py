@@ -10,11 +10,16 @@ from torch import Tensor
 from fedrot.errors import UpdateError
 from fedrot.lora.adapters import pairs_of, without_residuals
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
+from fedrot.symmetry.groups import NO_LAYER, PARTS, Group, Slice, Slot, Symmetry
 
 #: The part of ``AlignmentOptions`` that these groups belong to.
 ADAPTERS = "adapters"
 _LAYER = re.compile(r"\.(\d+)\.")
+_REFUSED = {
+    part: f"these are LoRA adapters. Write AlignmentOptions(parts=('{ADAPTERS}',))."
+    for part in PARTS
+    if part != ADAPTERS
+}
 
 
 def adapter_symmetry(tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]]) -> Symmetry:
@@ -46,4 +51,4 @@ def adapter_symmetry(tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]]
         slots = (Slot(pair.a, 0, Slice(0, rank)), Slot(pair.b, 1, Slice(0, rank)))
         groups.append(Group(pair.module, layer, ADAPTERS, HeadRotation(1, rank), slots))
     layers = 1 + max(group.layer for group in groups)
-    return Symmetry("lora", layers, tuple(groups), shapes)
+    return Symmetry("lora", layers, tuple(groups), shapes, refused=_REFUSED)

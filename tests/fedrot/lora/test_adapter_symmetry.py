@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAdam
 
 import fedrot
 from fedrot import AlignmentOptions
-from fedrot.errors import UpdateError
+from fedrot.errors import SymmetryError, UpdateError
 from fedrot.lora import AdapterOptions, adapter_symmetry, adapter_tensors, load_adapter
 from fedrot.strategies import Aligned, FedRot, align_mod
 from tests.fedrot.lora.test_averaging import IN, MODULES, Adapter, adapter
@@ -168,3 +168,15 @@ def test_factors_need_a_common_rank() -> None:
     module = next(iter(MODULES))
     with pytest.raises(UpdateError, match="have no common rank"):
         adapter_symmetry({f"{module}.lora_A.weight": (3, IN), f"{module}.lora_B.weight": (7, 2)})
+
+
+def test_options_of_whole_models_are_refused_before_clients_train() -> None:
+    start = adapter(0)
+    symmetry = adapter_symmetry(start)
+    said = r"these are LoRA adapters\. Write AlignmentOptions\(parts=\('adapters',\)\)"
+    with pytest.raises(SymmetryError, match=said):
+        fedrot.align(adapter(1), start, symmetry)
+    grid = FakeGrid({100 + i: turning(i, []) for i in range(3)})
+    with pytest.raises(SymmetryError, match=said):
+        FedRot(symmetry).start(grid, ArrayRecord(floats(start)), 1)
+    assert not grid.asked

@@ -177,9 +177,9 @@ class AdapterAverage:
 
     def _averaged(self, pair: Pair) -> _Averaged:
         module = self._modules[pair.module]
-        terms = module.products.terms()
+        own = self.rank or (len(self.previous[pair.a]) if self.previous else max(module.ranks))
+        terms = module.products.terms(own)
         received = self._received(pair, terms.vt)
-        own = self.rank or (len(received[0]) if received else max(module.ranks))
         scale = self.settings.scale(pair.module, own)
         merged = self._merged(pair, module.wanted(terms, own, scale, received))
         tensors = {
@@ -188,16 +188,16 @@ class AdapterAverage:
         }
         found = wide_factors(tensors, pair)
         mean = module.factors(scale, as_sent=True)
-        of_factors = None if mean is None else module.error(terms, mean, scale)
-        error = module.error(terms, found, scale)
+        compared = [found] if mean is None else [found, mean]
+        error, *of_factors = module.errors(terms, scale, *compared)
         residual, before = residual_name(pair), (self.previous or {}).get(residual_name(pair))
         if self.options.folds:
-            rest, error = module.rest(terms, found, scale), 0.0
+            rest, error = module.rest(found, scale), 0.0
             tensors[residual] = rest if before is None else rest + before.to(rest)
         elif before is not None:
             tensors[residual] = before
         lost = share(module.products.lost, terms.norm)
-        return _Averaged(tensors, scale, of_factors, error, lost)
+        return _Averaged(tensors, scale, of_factors[0] if of_factors else None, error, lost)
 
     def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
         """Return the new factors of a module."""

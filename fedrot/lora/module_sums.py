@@ -63,20 +63,20 @@ class ModuleSums:
         )
         return Wanted(first.u, first.s / (self.weight * scale), first.vt, *near)
 
-    def error(self, terms: Terms, found: Factors, scale: float) -> float:
-        """Return ``|D - s B A| / |D|``; 0 if both are 0.
+    def errors(self, terms: Terms, scale: float, *found: Factors) -> list[float]:
+        """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
         What the bounded sum left out counts as orthogonal to the rest of ``D`` and to ``B A``.
         """
-        a, b = found
         left_out = self.products.left_out
-        distance = math.hypot(terms.distance(self.weight * scale * b, a), left_out)
-        return share(distance, math.hypot(terms.norm, left_out))
+        whole = math.hypot(terms.norm, left_out)
+        distances = self.products.distances(*((self.weight * scale * b, a) for a, b in found))
+        return [share(math.hypot(distance, left_out), whole) for distance in distances]
 
-    def rest(self, terms: Terms, found: Factors, scale: float) -> Tensor:
+    def rest(self, found: Factors, scale: float) -> Tensor:
         """Return the dense ``D - s B A``, ``[out, in]``."""
         a, b = found
-        return (terms.u * (terms.s / self.weight)) @ terms.vt - scale * b @ a
+        return self.products.dense() / self.weight - scale * b @ a
 
 
 def share(part: float, whole: float) -> float:

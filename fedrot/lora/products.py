@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ SMALLEST = 1e-7
 WELL_CONDITIONED = 1e-4
 #: A stack begins with room for twice so many products of the first one's rank.
 ROOM = 4
-#: Rows, or columns, that are copied to float64 at a time.
+#: Columns that are copied to float64 at a time.
 BLOCK = 1024
 
 
@@ -55,30 +54,6 @@ class Terms:
             u, vt = _extended(u, missing), _extended(vt.mT, missing).mT
             s = torch.cat([s, s.new_zeros(missing)])
         return Terms(u[:, :rank], s[:rank], vt[:rank])
-
-    def distance(self, b: Tensor, a: Tensor) -> float:
-        """Return the Frobenius norm of the difference between the sum and ``b @ a``.
-
-        It is right to 1e-8 of the sum's norm, also where float32 vectors of small terms are not
-        orthogonal.
-        """
-        weights = self.s[: self.u.shape[1], None].double()
-        mixed = (weights * _inner(self.u, b) * _inner(self.vt.mT, a.mT)).sum()
-        other = (_inner(b, b) * _inner(a.mT, a.mT)).sum()
-        return float((self._square - 2 * mixed + other).clamp(min=0).sqrt())
-
-    @cached_property
-    def _square(self) -> Tensor:
-        weights = self.s[: self.u.shape[1]].double()
-        return (
-            torch.outer(weights, weights) * _inner(self.u, self.u) * _inner(self.vt.mT, self.vt.mT)
-        ).sum()
-
-
-def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """Return ``one^T @ other`` in float64, of which only ``BLOCK`` rows at a time are wide."""
-    blocks = zip(one.split(BLOCK), other.split(BLOCK), strict=True)
-    return torch.stack([x.double().mT @ y.double() for x, y in blocks]).sum(0)
 
 
 class ProductSum:
@@ -125,6 +100,23 @@ class ProductSum:
         """Return the decomposition of the sum, with the vectors of its first terms."""
         left, right = self._left[: self._used].mT, self._right[: self._used]
         return decomposed(left, right, self._known, most)
+
+    def distances(self, *factors: tuple[Tensor, Tensor]) -> list[float]:
+        """Return the Frobenius norm of the difference between the sum and each ``b @ a``.
+
+        It is right to 1e-8 of the norm of what was added.
+        """
+        left, right = self._left[: self._used], self._right[: self._used]
+        own, found = (_inner(left, left) * _inner(right, right)).sum(), []
+        for b, a in factors:
+            mixed = (_inner(left, b.mT) * _inner(right, a)).sum()
+            other = (_inner(b.mT, b.mT) * _inner(a, a)).sum()
+            found.append(float((own - 2 * mixed + other).clamp(min=0).sqrt()))
+        return found
+
+    def dense(self) -> Tensor:
+        """Return the sum, ``[out, in]``."""
+        return self._left[: self._used].mT @ self._right[: self._used]
 
     def _compress(self, rank: int) -> None:
         kept = self.terms(rank)
@@ -203,14 +195,19 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
 def _gram(rows: Tensor, known: Tensor) -> Tensor:
     """Return ``X X^T`` in float64, of which the squares of the first, orthogonal rows are known."""
     count = len(known)
-    new = known.new_zeros(len(rows) - count, len(rows))
-    for block in rows.split(BLOCK, 1):
-        wide = block.double()
-        new.addmm_(wide[count:], wide.mT)
+    new = _inner(rows[count:], rows)
     gram = torch.block_diag(torch.diag(known), new[:, count:])
     gram[count:, :count] = new[:, :count]
     gram[:count, count:] = new[:, :count].mT
     return gram
+
+
+def _inner(rows: Tensor, others: Tensor) -> Tensor:
+    """Return ``rows @ others^T`` in float64, of which only ``BLOCK`` columns at a time are wide."""
+    found = rows.new_zeros(len(rows), len(others), dtype=torch.float64)
+    for one, other in zip(rows.split(BLOCK, 1), others.split(BLOCK, 1), strict=True):
+        found.addmm_(one.double(), other.double().mT)
+    return found
 
 
 def _extended(basis: Tensor, count: int) -> Tensor:

@@ -16,7 +16,8 @@ from fedrot.aggregation.mean import Mean
 from fedrot.lora.gauges import Factors, Wanted
 from fedrot.lora.products import ProductSum, Terms
 
-_Item, _Found = TypeVar("_Item"), TypeVar("_Found")
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 #: So many modules are computed at a time, each of which needs memory for its intermediate results.
 MOST_AT_A_TIME = 8

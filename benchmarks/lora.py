@@ -2,7 +2,8 @@
 
 Ours is timed on all linear layers of a LLaMA 3.2 1B shape. Each adapter is drawn before it is added,
 and drawing is not timed. PEFT forms dense updates and takes their SVD, so both are compared on one
-layer, with the same adapters in the same run. Memory is the high-water mark of the resident set above
+layer, with the same adapters in the same run; so are the other methods, against a mean of all tensors
+as FedAvg computes it. Memory is the high-water mark of the resident set above
 that before, in units of one adapter, less what the sums keep. It is measured in a process of its own
 whose allocator returns what is freed: the client's adapter, the means of the factors, and copies.
 
@@ -39,6 +40,15 @@ SHAPES = {
     "down_proj": (8192, 2048),
 }
 SETTINGS = LoraSettings(alpha=32)
+#: Methods that are timed on one layer.
+METHODS = {
+    "mean": AdapterOptions("mean"),
+    "rotate": AdapterOptions("rotate"),
+    "exact, none": AdapterOptions("exact", gauge="none"),
+    "exact, keep-a": AdapterOptions("exact", gauge="keep-a"),
+    "mean, fold": AdapterOptions("mean", residual="fold"),
+    "stack, fold": AdapterOptions("stack", residual="fold"),
+}
 #: Limits: seconds, adapters beside the sums, and how many times faster than PEFT.
 BARS = {"seconds": 10.0, "adapters": 2.0, "speed-up": 10.0}
 
@@ -62,9 +72,11 @@ def warm_up(rank: int) -> None:
     average_adapters(few, SETTINGS, AdapterOptions("exact"))
 
 
-def ours(clients: int, rank: int, layers: int) -> tuple[float, float, float]:
+def ours(
+    clients: int, rank: int, layers: int, options: AdapterOptions = METHODS["exact, keep-a"]
+) -> tuple[float, float, float]:
     """Return seconds, memory in adapters beside the sums, and the share that was lost."""
-    seconds, average = 0.0, AdapterAverage(SETTINGS, AdapterOptions("exact"))
+    seconds, average = 0.0, AdapterAverage(SETTINGS, options)
     size = sum(t.nbytes for t in adapter(0, rank, layers).values())
     warm_up(rank)
     reset_peak()
@@ -81,6 +93,18 @@ def ours(clients: int, rank: int, layers: int) -> tuple[float, float, float]:
     # A sum is full at twice the ranks that it keeps; means of the factors take one adapter.
     beside = (status("VmHWM") - before) / size - 2 * KEPT_RANKS
     return seconds, beside, max(report.lost.values())
+
+
+def fedavg(clients: int, rank: int, layers: int) -> float:
+    """Return the seconds of a mean of all tensors."""
+    seconds, mean = 0.0, {}
+    for client in range(clients):
+        update = adapter(client, rank, layers)
+        start = time.perf_counter()
+        for name, tensor in update.items():
+            mean[name] = mean.get(name, 0) + tensor / clients
+        seconds += time.perf_counter() - start
+    return seconds
 
 
 class Block(nn.Module):
@@ -129,17 +153,22 @@ def main() -> None:
     given = parser.parse_args()
     seconds, _, lost = ours(given.clients, given.rank, given.layers)
     adapters = memory(given.clients, given.rank, given.layers)
-    one, peer = ours(given.clients, given.rank, 1)[0], theirs(given.clients, given.rank)
+    methods = {name: ours(given.clients, given.rank, 1, how)[0] for name, how in METHODS.items()}
+    methods["FedAvg"] = fedavg(given.clients, given.rank, 1)
+    one, peer = methods["exact, keep-a"], theirs(given.clients, given.rank)
     found = {"seconds": seconds, "adapters": adapters, "speed-up": peer / one}
     print_ = Console(highlight=False).print
     print_(f"{given.clients} adapters of rank {given.rank}, {given.layers} layers of a LLaMA 3.2 1B")
     print_(f"all layers: {seconds:.1f} s, {adapters:.1f} adapters beside the sums; lost {lost:.1e}")
     print_(f"one layer: {one:.2f} s, PEFT's svd {peer:.2f} s: {peer / one:.1f} times as long")
+    for name, of_method in methods.items():
+        print_(f"one layer, {name}: {of_method:.3f} s")
     for name, bar in BARS.items():
         met = found[name] >= bar if name == "speed-up" else found[name] <= bar
         print_(f"{name}: {found[name]:.2f}, bar {bar:g}: {'met' if met else 'missed'}")
     if given.json:
-        given.json.write_text(json.dumps({**found, "lost": lost, "clients": given.clients}, indent=1))
+        rows = {**found, "lost": lost, "clients": given.clients, "one layer": methods}
+        given.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -213,9 +213,9 @@ def anchors() -> Figure:
 
 #: Ways to average adapters, as the figure names them, and the mean of factors to compare with.
 AVERAGES = {
-    "lora-exact(gauge=none)": "products, gauge none (FlexLoRA)",
-    "lora-exact(gauge=previous)": "products, gauge previous",
-    "lora-exact(gauge=keep-a)": "products, gauge keep-a",
+    "lora-exact(gauge=none)": "products, none (FlexLoRA)",
+    "lora-exact(gauge=previous)": "products, previous",
+    "lora-exact(gauge=keep-a)": "products, keep-a",
     "lora-rotate(strength=0.4;by=alternate)": "rotated factors (FedRot-LoRA)",
     "lora-mean(schedule=freeze-a)": "frozen A (FFA-LoRA)",
 }

@@ -1,11 +1,13 @@
 """Compact copies of run folders: the form in which ``docs/results`` keeps published runs.
 
 ``python -m fedrot.simulations.report.compact runs/one-shot docs/results/one-shot`` writes one. Rows
-become Parquet files. Plots and page are left out: ``fedrot report`` draws them again.
+become Parquet files, and ``partition.json`` loses its spaces. Plots and page are left out: ``fedrot
+report`` draws them again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -17,7 +19,8 @@ from fedrot._io import replacing
 from fedrot.simulations.federation.run_folder import read_rows, rows_file
 
 ROWS = ("rows.jsonl", "alignment.jsonl")
-SMALL = ("config.json", "versions.json", "status.json", "partition.json", "models.jsonl", "summary.md")
+PARTITION = "partition.json"
+SMALL = ("config.json", "versions.json", "status.json", "models.jsonl", "summary.md")
 
 
 def compact(run: Path, out: Path) -> Path:
@@ -30,6 +33,10 @@ def compact(run: Path, out: Path) -> Path:
     for name in SMALL:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
+    if (run / PARTITION).exists():
+        partition = json.loads((run / PARTITION).read_text())
+        with replacing(out / PARTITION) as temporary:
+            temporary.write_text(json.dumps(partition, separators=(",", ":")))
     return out
 
 

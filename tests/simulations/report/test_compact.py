@@ -61,6 +61,16 @@ def test_alignments_are_rounded_and_results_are_not(run: Path, tmp_path: Path) -
     assert (found["client"], found["group"]) == (0, "layer.0.qk")
 
 
+def test_a_copied_partition_is_the_same_in_less_space(run: Path, tmp_path: Path) -> None:
+    partition = {"emotion": {"label_names": ["anger", "joy"], "seeds": {"0": {"sizes": [26, 90]}}}}
+    (run / "partition.json").write_text(json.dumps(partition, indent=2), encoding="utf-8")
+    copy = compact(run, tmp_path / "copy")
+    files = run / "partition.json", copy / "partition.json"
+    whole, small = (json.loads(file.read_text()) for file in files)
+    assert small == whole
+    assert files[1].stat().st_size < files[0].stat().st_size
+
+
 def test_a_compact_copy_counts_as_a_run(run: Path, tmp_path: Path) -> None:
     copy = compact(run, tmp_path / "copy")
     with pytest.raises(FileExistsError, match="already holds a run"):

@@ -28,7 +28,7 @@ _NO_PRODUCT = {
 }
 #: Values of ``LoraConfig.init_lora_weights`` that leave the base weights as they are. The others (PiSSA,
 #: OLoRA, CorDA, LoftQ, LoRA-GA) subtract something from them that depends on the rank.
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 T = TypeVar("T")
 
@@ -109,6 +109,11 @@ class LoraSettings:
             raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
         patterns = {str(key): float(value) for key, value in (found.get("alpha_pattern") or {}).items()}
         start = found.get("init_lora_weights")
+        if start == "mica":
+            raise FedrotError(
+                "The adapter has init_lora_weights='mica': clients train A from 0 while B is frozen. "
+                "fedrot has no method for it. Take another start, or Flower's FedAvg."
+            )
         changed = "" if start in _STARTS else str(start)
         return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")), changed)
 

@@ -20,7 +20,7 @@ def fitted(
     """Return an adapter of a smaller rank: the best approximation of the products.
 
     A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
-    first ``rank`` directions of the adapter's own. At the start, where products are 0, they are these.
+    first ``rank`` directions of the adapter's own. A product of 0, as at the start, stays 0.
 
     Args:
         settings: the ``LoraConfig`` of either: they have one alpha, and the ranks are those of tensors.
@@ -43,8 +43,8 @@ def fitted(
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
         b = own * b
         cut = (a[:wanted], b[:, :wanted])
-        first = decomposed(b, a, most=wanted).first(wanted) if best else None
-        if first is not None and first.norm > 0:
+        if best:
+            first = decomposed(b, a, most=wanted).first(wanted)
             product = Wanted(first.u, first.s, first.vt, None, cut)
             table = pair.of_embedding
             near = transposed(balanced(product.transposed)) if table else balanced(product)

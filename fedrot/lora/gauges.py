@@ -32,6 +32,7 @@ class Wanted:
         u, s, vt: the terms of the product, ``[out, rank]``, ``[rank]``, ``[rank, in]``.
         mean: the clients' mean factors ``A [rank, in]``, ``B [out, rank]``, None if their ranks differ.
         previous: the factors that the clients received, None if unknown or of another rank.
+        of_embedding: whether this is the transposed product of an embedding.
     """
 
     u: Tensor
@@ -39,6 +40,7 @@ class Wanted:
     vt: Tensor
     mean: Factors | None
     previous: Factors | None
+    of_embedding: bool = False
 
     @property
     def transposed(self) -> Wanted:
@@ -48,7 +50,7 @@ class Wanted:
         at LoRA's start. Adapters of embeddings start the other way round: ``A`` is 0.
         """
         mean, previous = (f and transposed(f) for f in (self.mean, self.previous))
-        return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous)
+        return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous, True)
 
 
 def transposed(factors: Factors) -> Factors:

@@ -22,10 +22,11 @@ def _exact(of: Wanted, gauge: str, seed: int) -> Factors | None:
 
 
 def _anew(of: Wanted, gauge: str, seed: int) -> Factors | None:
-    """Return a start of LoRA as PEFT draws it for linear layers: ``A`` kaiming uniform, ``B = 0``."""
-    drawn = torch.rand(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    bound = of.vt.shape[1] ** -0.5
-    return ((2 * drawn - 1) * bound).to(of.vt), torch.zeros_like(of.u)
+    """Return a start of LoRA as PEFT draws it: ``A`` uniform, for embeddings normal, and ``B = 0``."""
+    draw = torch.randn if of.of_embedding else torch.rand
+    drawn = draw(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    a = drawn if of.of_embedding else (2 * drawn - 1) * of.vt.shape[1] ** -0.5
+    return a.to(of.vt), torch.zeros_like(of.u)
 
 
 #: The methods by name.

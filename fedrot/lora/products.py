@@ -10,6 +10,9 @@ from torch import Tensor
 
 #: Terms below this share of the largest are rounding errors of float32.
 SMALLEST = 1e-7
+#: A sum of products below this many times ``eps`` of the sum of their sizes is a rounding error of
+#: factors whose product is 0, such as those of PEFT's start ``orthogonal``.
+ROUNDING = 10.0
 #: Cholesky factors whose smallest pivot is above this share of the largest are as good as eigenvectors,
 #: and take a tenth of their time.
 WELL_CONDITIONED = 1e-4
@@ -140,6 +143,8 @@ def decomposed(
 ) -> Terms:
     """Return the singular value decomposition of ``left @ right``, which is not formed.
 
+    All singular values are 0 if the product is a rounding error of what it sums.
+
     Args:
         left: ``[out, k]``.
         right: ``[k, in]``.
@@ -150,8 +155,13 @@ def decomposed(
     narrow = left.shape[1] <= min(len(left), right.shape[1])
     if narrow and left.dtype == torch.float32:
         known = left.new_empty(0) if known is None else known.to(left)
-        return _by_gram(left, right, known.double(), most)
-    return _by_qr(left, right, most)
+        found = _by_gram(left, right, known.double(), most)
+    else:
+        found = _by_qr(left, right, most)
+    norms = torch.linalg.vector_norm(left, dim=0) * torch.linalg.vector_norm(right, dim=1)
+    if found.norm <= ROUNDING * torch.finfo(left.dtype).eps * float(norms.sum()):
+        return Terms(found.u, torch.zeros_like(found.s), found.vt)
+    return found
 
 
 def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:

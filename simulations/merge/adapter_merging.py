@@ -24,7 +24,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Methods that need no adapter that all of them were trained from.
 METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
-_ALIKE = ("base_model_name_or_path", "task_type", "fan_in_fan_out", "use_dora")
+_ALIKE = (
+    "base_model_name_or_path",
+    "task_type",
+    "fan_in_fan_out",
+    "use_dora",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "layer_replication",
+)
 
 
 class AdapterMergeSettings(BaseModel):

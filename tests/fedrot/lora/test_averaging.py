@@ -408,8 +408,25 @@ def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -
     cut = fitted(start, SETTINGS, rank)
     for module in MODULES:
         a = f"{module}.lora_A.weight"
-        assert torch.equal(cut[a], start[a][:rank])
+        assert torch.allclose(cut[a], start[a][:rank], atol=1e-12)
         assert not product(cut, module).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_whose_product_is_rounding_noise_stay_trainable(dtype: torch.dtype) -> None:
+    """PEFT's start ``orthogonal`` has two large factors with ``B A = 0``."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=dtype))[0]
+    a = q[:, :3] @ torch.randn(3, IN, generator=generator, dtype=dtype)
+    b = torch.randn(OUT, 3, generator=generator, dtype=dtype) @ q[:, 3:].mT
+    assert (b @ a).any()
+    start = {"m.lora_A.weight": a, "m.lora_B.weight": b}
+    for gauge in GAUGES:
+        found, _ = average_adapters(updates([start] * 3), SETTINGS, AdapterOptions("exact", gauge))
+        for cut, part in ((found, a), (fitted(start, SETTINGS, 2), a[:2])):
+            assert not cut["m.lora_B.weight"].any()
+            own = cut["m.lora_A.weight"]
+            assert torch.allclose(own.mT @ own, part.mT @ part, atol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [1, 2])

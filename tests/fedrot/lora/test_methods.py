@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import AdapterOptions, average_adapters, fitted
+from fedrot.lora import AdapterOptions, adapter_tensors, average_adapters, fitted
 from fedrot.lora.averaging import AdapterAverage
 from fedrot.matching.procrustes import polar
 from tests.fedrot.lora.test_averaging import (
@@ -134,6 +135,17 @@ def test_a_stack_begins_anew() -> None:
         assert a.std() > 0.4 * width**-0.5
         assert torch.equal(a, again[f"{module}.{A}"])
         assert not torch.equal(a, later[f"{module}.{A}"])
+
+
+def test_a_stack_begins_anew_as_peft_starts_embeddings() -> None:
+    table = peft.get_peft_model(
+        torch.nn.Sequential(torch.nn.Embedding(400, 64)), peft.LoraConfig(r=8, target_modules=["0"])
+    )
+    start = adapter_tensors(table)
+    found = averaged([start], AdapterOptions("stack", residual="fold"), start)
+    a, b = (f"base_model.model.0.lora_embedding_{factor}" for factor in "AB")
+    assert not found[a].any()
+    assert float(found[b].std()) == pytest.approx(float(start[b].std()), rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,11 @@ def test_kinds_of_adapters_that_are_no_product_are_refused(field: str) -> None:
         LoraSettings.of({"lora_alpha": 4, field: {"beta": 1e-4}})
 
 
+def test_a_start_that_freezes_b_is_refused() -> None:
+    with pytest.raises(FedrotError, match="init_lora_weights='mica'"):
+        LoraSettings.of({"lora_alpha": 4, "init_lora_weights": "mica"})
+
+
 def test_names_of_a_state_dict_are_told_from_those_of_an_adapter() -> None:
     model = layers()
     sent = {n: t for n, t in model.state_dict().items() if "lora_" in n}

@@ -85,6 +85,7 @@ def test_equal_ranks_stay_and_dry_runs_write_nothing(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     a, b, wide = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2), saved(tmp_path / "c", 3, rank=4)
     other = saved(tmp_path / "dora", 3, use_dora=True)
+    tokens = saved(tmp_path / "tokens", 3, trainable_token_indices=[1, 2])
     pissa = saved(tmp_path / "pissa", 3, init_lora_weights="pissa")
     few = saved(tmp_path / "few", 3, target_modules=["query"])
     (tmp_path / "empty").mkdir()
@@ -94,6 +95,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ([a, b, "--method", "ties"], "Unknown method 'ties'; choose from exact, mean"),
         ([a, tmp_path / "empty"], "has no adapter_config.json. Give folders of LoRA adapters"),
         ([a, other], "has use_dora True"),
+        ([a, tokens], "has trainable_token_indices [1, 2]"),
         ([a, pissa], "was started by pissa, which changes the base weights"),
         ([a, few], "few': The module"),
         ([a, wide, "--method", "mean"], "factors of different ranks have no mean"),

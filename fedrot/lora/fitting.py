@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, check_rank, pairs_of, shaped, wide_factors
-from fedrot.lora.gauges import Wanted, balanced, rotated, transposed
+from fedrot.lora.gauges import Wanted, keep_a, near_previous, transposed
 from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors
 
@@ -46,9 +46,9 @@ def fitted(
         if best:
             first = decomposed(b, a, most=wanted).first(wanted)
             product = Wanted(first.u, first.s, first.vt, None, cut)
-            table = pair.of_embedding
-            near = transposed(balanced(product.transposed)) if table else balanced(product)
-            cut = rotated(near, cut)
+            # A product of 0 needs no direction of A, and keep_a changes none.
+            near = near_previous if first.s.any() else keep_a
+            cut = transposed(near(product.transposed)) if pair.of_embedding else near(product)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):
             found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
         if pair.bias in tensors:

@@ -59,10 +59,10 @@ class ModuleSums:
     def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
         """Return the mean product in units of a scale, and the factors that a gauge may follow."""
         first = terms.first(rank)
-        mean, near = (
+        mean, previous = (
             f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)
         )
-        return Wanted(first.u, first.s / (self.weight * scale), first.vt, mean, near)
+        return Wanted(first.u, first.s / (self.weight * scale), first.vt, mean, previous)
 
     def errors(self, terms: Terms, scale: float, *found: Factors) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.

@@ -109,9 +109,11 @@ def sharing_clients(
     expected = {}
     for name in names:
         some = [i for i, without in enumerate(lacking) if name not in without]
-        picked = ([a[i] for i in some] for a in (data, [w[name] for w in weights], shares))
+        sent = [w[name] for w in weights]
         expected[name] = (
-            least_squares(*picked) if some else mean([w[name] for w in weights], shares)  # type: ignore[arg-type]
+            least_squares([data[i] for i in some], [sent[i] for i in some], [shares[i] for i in some])
+            if some
+            else mean(sent, shares)
         )
     return clients, expected
 

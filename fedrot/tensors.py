@@ -38,8 +38,9 @@ class Shaped(Protocol):
         """The size of every axis."""
 
 
-#: Norm of a tensor above which sums of squared distances could overflow float32.
-LARGEST_NORM = 1e17
+#: Norms of tensors that alignment computes with. Squares of larger norms, summed over all tensors of a
+#: model, could overflow float32 (3.4e38); squares of smaller ones are denormal (below 1.2e-38).
+SMALLEST_NORM, LARGEST_NORM = 1e-17, 1e17
 
 #: Update weights outside of this range would overflow or vanish in float32 sums.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12

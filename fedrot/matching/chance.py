@@ -5,10 +5,14 @@ the client's difference from the anchor is isotropic and small beside the anchor
 free dimensions on ``n`` entries removes the share ``k / n`` of its squared norm: the part along the
 group's orbit. Elsewhere a null model is drawn and matched like a client: ``t a + s g`` with standard
 Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anchor and its distance.
+
+A group moves if it removes more than a quantile of what noise removes, see ``ONCE_IN``: of the beta
+distribution for groups with free dimensions, and by ``deviation`` for orders and signs.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,16 +24,23 @@ from torch import Tensor
 
 from fedrot.matching.pairs import count_once, entries_once
 from fedrot.symmetry.groups import Group
-from fedrot.tensors import Tensors
+from fedrot.tensors import SMALLEST_NORM, Tensors
 
 #: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.
 NEAR = 0.05
 
+#: Variances below this, in units of an update's, are rounding.
+NO_NOISE = 1e-6
+
 #: Null models are drawn until their free dimensions or units are so many, but at most ``MOST_DRAWS``.
 ENOUGH, MOST_DRAWS = 2000, 8
 
-#: From noise alone, a group exceeds ``requirement`` once in so many times at most.
-ONCE_IN = 1000
+#: From noise alone, a group exceeds ``requirement`` once in so many times at most. So at most 1 % of
+#: rounds move anything by noise, in rounds of up to 100,000 pairs of client and group.
+ONCE_IN = 10_000_000
+
+#: The norms on the grid of ``deviation``: so many, each larger than the one before by this factor.
+_LEVELS, _STEP = 100, 1.2
 
 
 @dataclass(frozen=True)
@@ -68,10 +79,14 @@ class Spread:
         )
 
     def factor(self, group: Group, entries: int) -> float:
-        """Return the factor on the share that chance removes from isotropic noise on ``entries``."""
+        """Return the factor on the share that chance removes from isotropic noise on ``entries``.
+
+        Of an anchor that is hardly more than the update itself, nothing is known: the factor is 1.
+        """
         share = group.kind.free / entries
         across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
-        return along / (share * along + (1 - share) * across) if share else 1.0
+        known = min(across, along) > NO_NOISE
+        return along / (share * along + (1 - share) * across) if share and known else 1.0
 
 
 def near_share(
@@ -99,7 +114,9 @@ def entries_of(group: Group, tensors: Tensors) -> int:
     return count_once(group.slots, {s.tensor: tuple(tensors[s.tensor].shape) for s in group.slots})
 
 
-def requirement(group: Group, before: float, chance: float, factor: float) -> float:
+def requirement(
+    group: Group, before: float, chance: float, factor: float, deviation: float = 0.0
+) -> float:
     """Return the squared distance that a group has to remove to be beyond chance.
 
     It is ``factor`` times chance. Of few free dimensions noise removes more than that now and then: then
@@ -108,14 +125,38 @@ def requirement(group: Group, before: float, chance: float, factor: float) -> fl
 
     Args:
         before: the group's squared distance to the anchor.
-        chance: the squared distance that chance removes.
+        chance: the squared distance that chance removes on average.
         factor: ``AlignmentOptions.chance``.
+        deviation: see ``deviation``; for groups without free dimensions.
     """
-    if factor == 0 or chance <= 0 or before <= 0:
+    if factor == 0 or before <= 0:
         return 0.0
-    share = min(chance / before, 1.0)
+    share = min(max(chance / before, 0.0), 1.0)
     times = factor * share / (1 + (factor - 1) * share)
-    return before * max(times, _quantile(group.kind.free, share))
+    return max(before * max(times, _quantile(group.kind.free, share)), chance + deviation)
+
+
+def deviation(group: Group, anchor: Tensors, element: Tensor, size: float) -> float:
+    """Return how much more than on average noise removes, at most, but once in ``ONCE_IN`` times.
+
+    For orders and signs. On the null model ``t a + s g``, an element ``h`` removes more than ``h'`` by
+    ``2 s <h a - h' a, g>`` and a constant. So what the best element removes is a Lipschitz function of
+    ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where
+    ``D`` is the largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013,
+    Theorem 5.6). Units that stay in place do not count: ``D`` is at most four times the squared norm of
+    those that move. Which move is not known before: the bound holds on a grid of ``_LEVELS`` norms.
+
+    Args:
+        anchor: the anchor's tensors.
+        element: the best one found.
+        size: ``s``, the size of the noise.
+    """
+    norm = 0.0
+    for slot in group.slots:
+        rows = slot.rows(anchor[slot.tensor].detach(), torch.float64)
+        moved = group.kind.moved(element.abs() if slot.unsigned else element).to(rows.device)
+        norm += float(rows.reshape(len(moved), -1)[moved].square().sum())
+    return 2 * size * math.sqrt(2 * 4 * _STEP * norm * math.log(ONCE_IN * _LEVELS))
 
 
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
@@ -140,43 +181,51 @@ def _quantile(free: int, share: float) -> float:
     return float(betaincinv(free / 2, free / 2 * (1 / share - 1), 1 - 1 / ONCE_IN))
 
 
-def null_models(
-    groups: Sequence[Group], anchor: Tensors, client: Tensors
-) -> Iterator[dict[str, Tensor]]:
-    """Yield null models of a client: its tensors, with those of the groups replaced.
+@dataclass(frozen=True)
+class Line:
+    """A null model ``t a + s g`` of a client: ``slope`` is ``t``, ``size`` is ``s``."""
+
+    slope: float
+    size: float
+
+    def drawn(self, a: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a random tensor in place of the anchor's tensor ``a``."""
+        noise = torch.randn(a.shape, generator=generator, dtype=torch.float32)
+        return self.slope * a + self.size * noise.to(a)
+
+
+def line_of(group: Group, anchor: Tensors, client: Tensors) -> Line:
+    """Return the null model of a client on the entries that a group acts on."""
+    return _line(entries_once(group.slots, anchor, client), entries_of(group, anchor))
+
+
+def null_models(lines: Mapping[Group, Line], anchor: Tensors, client: Tensors) -> Iterator[Tensors]:
+    """Yield null models of a client: its tensors, with those of some groups replaced.
 
     The groups share no tensor. The numbers are drawn on the CPU with a seed of each group's own, so that
     every run draws the same.
     """
-    lines = [
-        (group, *_line(entries_once(group.slots, anchor, client), entries_of(group, anchor)))
-        for group in groups
-    ]
-    seeds = {group.name: zlib.crc32(group.name.encode()) for group in groups}
+    seeds = {group.name: zlib.crc32(group.name.encode()) for group in lines}
     generators = {name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()}
-    fewest = min(max(group.kind.free, group.kind.units) for group in groups)
+    fewest = min(max(group.kind.free, group.kind.units) for group in lines)
     for _ in range(min(-(-ENOUGH // fewest), MOST_DRAWS)):
         drawn = {}
-        for group, slope, size in lines:
+        for group, line in lines.items():
             for name in dict.fromkeys(slot.tensor for slot in group.slots):
-                drawn[name] = _drawn(anchor[name].detach(), slope, size, generators[group.name])
+                drawn[name] = line.drawn(anchor[name].detach(), generators[group.name])
         yield {**client, **drawn}
 
 
-def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> tuple[float, float]:
-    """Return ``t`` and ``s`` of the null model of blocks, as pairs of anchor and client."""
+def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> Line:
+    """Return the null model of blocks, as pairs of anchor and client."""
     products = torch.zeros(3, dtype=torch.float64)
     for pair in pairs:
         a, c = (t.double().flatten() for t in pair)
         products += torch.stack([a @ a, a @ c, c @ c]).cpu()
     aa, ac, cc = products.tolist()
-    slope = ac / aa if aa > 0 else 0.0
-    return slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5
-
-
-def _drawn(a: Tensor, slope: float, size: float, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(a.shape, generator=generator, dtype=torch.float32)
-    return slope * a + size * noise.to(a)
+    # An anchor without a normal scale would need a slope that overflows float32.
+    slope = ac / aa if aa > SMALLEST_NORM**2 else 0.0
+    return Line(slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5)
 
 
 def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
@@ -206,6 +255,6 @@ def null_model(anchor: Tensors, client: Tensors, groups: Iterable[Group]) -> dic
         key = (c.data_ptr(), tuple(c.shape))
         if key not in drawn:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            drawn[key] = _drawn(a, *_line([(a, c)], a.numel()), generator)
+            drawn[key] = _line([(a, c)], a.numel()).drawn(a, generator)
         null[name] = drawn[key]
     return null

@@ -6,13 +6,14 @@ heads, rotations, signs and the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedrot.matching.chance import beyond, null_models, without_common_tensors
+from fedrot.matching.chance import beyond, deviation, line_of, null_models, without_common_tensors
 from fedrot.matching.pairs import distance_once
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
@@ -41,6 +42,14 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
         key=lambda descent: descent.objective,
     )
     return best.solution(problem.total(groups), best.problem.total(groups))
+
+
+@dataclass(frozen=True)
+class _Chance:
+    """What chance removes from a group: on average, None if not known, and how much more it may be."""
+
+    mean: float | None
+    deviation: float = 0.0
 
 
 def _coupled(groups: Sequence[Group]) -> bool:
@@ -122,7 +131,7 @@ class _Descent:
             found = [
                 move
                 for group, match, chance in zip(groups, matches, chances, strict=True)
-                if (move := self._accepted(group, match, chance, group.name in enough)) is not None
+                if (move := self._accepted(group, match, chance.mean, group.name in enough)) is not None
             ]
             self.moves += found
             later = (group for groups in [*self.stages.values()][place + 1 :] for group in groups)
@@ -130,42 +139,50 @@ class _Descent:
             if self.coupled or _tensors(m.group for m in found) & _tensors(later):
                 self.problem = self.problem.moved(found)
 
-    def _chances(self, groups: Sequence[Group], matches: Sequence[Match]) -> list[float | None]:
-        """Return the squared distance that chance removes from each group, None where it is not known.
+    def _chances(self, groups: Sequence[Group], matches: Sequence[Match]) -> list[_Chance]:
+        """Return what chance removes from each group.
 
         Far from the anchor it is drawn, unless nothing depends on it.
         """
         problem = self.problem
         if not problem.chance_known:
-            return [None] * len(groups)
-        near = [problem.near_chance(g, m.before) for g, m in zip(groups, matches, strict=True)]
-        both = list(zip(groups, matches, near, strict=True))
-        asked = problem.options.chance > 0
-        far = [g for g, m, c in both if c is None and m.element is not None and asked]
+            return [_Chance(None)] * len(groups)
+        asked, found, far = problem.options.chance > 0, list[_Chance](), dict[Group, Tensor]()
+        for group, match in zip(groups, matches, strict=True):
+            near = problem.near_chance(group, match.before)
+            found.append(_Chance(0.0 if near is None and match.element is None else near))
+            if near is None and match.element is not None and asked:
+                far[group] = match.element
         drawn = self._drawn(far)
-        known = {g.name: c for g, m, c in both if c is not None} | drawn
-        return [known.get(g.name, 0.0 if m.element is None else None) for g, m, _ in both]
+        return [drawn.get(group.name, chance) for group, chance in zip(groups, found, strict=True)]
 
-    def _drawn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the squared distance that chance removes from each group: the mean over null models."""
-        anchor = self.problem.anchor.forgetful()
+    def _drawn(self, elements: Mapping[Group, Tensor]) -> dict[str, _Chance]:
+        """Return what chance removes from each group by null models; ``elements`` are the best found."""
+        anchor, client = self.problem.anchor.forgetful(), self.problem.client
         options = replace(self.problem.options, chance=0.0, threshold=0.0)
-        found: dict[str, list[float]] = {group.name: [] for group in groups}
-        for batch in without_common_tensors(groups):
-            for client in null_models(batch, anchor.tensors, self.problem.client):
-                null = replace(self.problem, anchor=anchor, client=client, options=options)
-                for group, match in zip(batch, match_stage(batch, null), strict=True):
-                    found[group.name].append(match.gain)
-        return {name: sum(gains) / len(gains) for name, gains in found.items()}
+        drawn: dict[str, _Chance] = {}
+        for batch in without_common_tensors(elements):
+            lines = {group: line_of(group, anchor.tensors, client) for group in batch}
+            gains: dict[str, list[float]] = {group.name: [] for group in batch}
+            for null in null_models(lines, anchor.tensors, client):
+                problem = replace(self.problem, anchor=anchor, client=null, options=options)
+                for group, match in zip(batch, match_stage(batch, problem), strict=True):
+                    gains[group.name].append(match.gain)
+            for group, line in lines.items():
+                more = 0.0
+                if not group.kind.free:
+                    more = deviation(group, anchor.tensors, elements[group], line.size)
+                drawn[group.name] = _Chance(statistics.fmean(gains[group.name]), more)
+        return drawn
 
     def _beyond(
-        self, groups: Sequence[Group], matches: Sequence[Match], chances: Sequence[float | None]
+        self, groups: Sequence[Group], matches: Sequence[Match], chances: Sequence[_Chance]
     ) -> set[str]:
         """Return the names of the groups that remove enough; those of one action are judged together."""
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
-            row = (group.name, match.gain, self.problem.required(group, match.before, chance))
-            by_action.setdefault(type(group.kind), []).append(row)
+            needed = self.problem.required(group, match.before, chance.mean, chance.deviation)
+            by_action.setdefault(type(group.kind), []).append((group.name, match.gain, needed))
         names: set[str] = set()
         for rows in by_action.values():
             given, gains, required = zip(*rows, strict=True)

@@ -18,7 +18,7 @@ from fedrot.matching.pairs import Pair, by_sign, distance_once, pairs, squared_d
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Symmetry
 from fedrot.symmetry.moves import Move, apply_moves
-from fedrot.tensors import Tensors, check_finite
+from fedrot.tensors import SMALLEST_NORM, Tensors, check_finite
 
 #: The fields of an anchor that hold what is computed from its tensors.
 _OF_TENSORS = ("_separation", "_sizes", "_squares")
@@ -155,14 +155,35 @@ class Problem:
         share = near_share(group, anchor.tensors, anchor.size(group), before, anchor.spread)
         return None if share is None else share * before
 
-    def required(self, group: Group, before: float, chance: float | None) -> float:
+    def required(
+        self, group: Group, before: float, chance: float | None, deviation: float = 0.0
+    ) -> float:
         """Return the squared distance that a group has to remove to be beyond chance.
 
-        Inside a moved head it is nothing: the head's place was chosen for the best element.
+        Inside a moved head it is nothing: the head's place was chosen for the best element. Without a
+        normal scale no element is beyond chance.
         """
+        if not self.scaled(group, before):
+            return math.inf
         if chance is None or group.within in self.applied:
             return 0.0
-        return requirement(group, before, chance, self.options.chance)
+        return requirement(group, before, chance, self.options.chance, deviation)
+
+    def least(self, group: Group, before: float, chance: float | None) -> float:
+        """Return a lower bound of what is required, for groups that need not be solved exactly."""
+        needed = self.required(group, before, chance)
+        times = 0.0 if chance is None else self.options.chance * chance
+        return needed if needed == math.inf else min(needed, times)
+
+    def scaled(self, group: Group, before: float) -> bool:
+        """Return whether anchor and client can be compared: their blocks are not 0 or denormal.
+
+        Products of smaller numbers vanish in float32, so that the best element would be rounding.
+        """
+        if before <= self.anchor.size(group) / 4:
+            return True  # neither can be 0
+        blocks = (torch.stack([torch.linalg.vector_norm(t) for t in pair]) for pair in self.pairs(group))
+        return float(torch.stack(list(blocks)).amax(0).min()) >= SMALLEST_NORM
 
     def floor(self, group: Group, before: float) -> float:
         """Return the squared distance that a group has to remove by ``AlignmentOptions.threshold``."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import reduce
+from sys import float_info
 from typing import Any, cast
 
 import torch
@@ -88,13 +89,16 @@ class HeadSolver(ABC):
                 own = diagonal_blocks(addition, len(addition) // action.units)
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
             chance = problem.near_chance(group, before[-1])
-            required.append(problem.required(group, before[-1], chance))
+            required.append(problem.least(group, before[-1], chance))
             floors.append(problem.floor(group, before[-1]))
         cross, weight = torch.stack(crosses), torch.stack(weights)
         ceiling = self.ceiling(action, cross) if any(required) or any(floors) else None
         most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()
+        # Where nothing can be compared, a bound says nothing.
+        most = [gain if needed < torch.inf else 0.0 for gain, needed in zip(most, required, strict=True)]
         matches = [Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)]
-        enough = beyond(most, required)
+        # Where chance is drawn later, a group may be evidence for the others until then.
+        enough = beyond(most, [max(needed, float_info.min) for needed in required])
         left = [i for i, gain in enumerate(most) if enough[i] and gain >= floors[i]]
         if left:
             precise = blocks[0][1].dtype == torch.float64

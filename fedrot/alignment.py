@@ -137,7 +137,8 @@ def align(
 
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
-            floating-point, not finite, or on another device than the anchor's.
+            floating-point, not finite, or on another device than the anchor's; or the two cannot be
+            matched, because their canonical form overflows, say.
         SymmetryError: the symmetry is none, a part cannot be moved in this model, or no solver is
             registered for a group's action.
         FedrotError: the options are none.
@@ -152,6 +153,27 @@ def align(
         symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
+    problem = _problem(update, anchor, symmetry, options, activations, token_counts)
+    try:
+        with torch.no_grad():
+            moves, report = solve(problem, groups)
+    except FedrotError:
+        raise
+    except (ArithmeticError, ValueError, torch.linalg.LinAlgError) as error:
+        raise UpdateError(f"The update cannot be matched to its anchor: {error}.") from error
+    report = replace(report, seconds=time.perf_counter() - start)
+    return Alignment(symmetry, moves, report, bool(options.canonical))
+
+
+def _problem(
+    update: Tensors,
+    anchor: Anchor,
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+    activations: Activations | None,
+    token_counts: Tensor | None,
+) -> Problem:
+    """Return the matching problem, with both models in the form in which they are compared."""
     if options.canonical:
         # The stream alone is matched in one pass, in which each tensor is read once.
         form = CanonicalView if {*options.parts} == {"residual"} else canonical
@@ -163,10 +185,7 @@ def align(
     if token_counts is not None:
         anchor = Anchor(by_frequency(anchor.tensors, symmetry, token_counts))
         update = by_frequency(update, symmetry, token_counts)
-    with torch.no_grad():
-        moves, report = solve(Problem(anchor, update, symmetry, options, activations), groups)
-    report = replace(report, seconds=time.perf_counter() - start)
-    return Alignment(symmetry, moves, report, bool(options.canonical))
+    return Problem(anchor, update, symmetry, options, activations)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:

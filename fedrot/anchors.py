@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
 from fedrot.collect.activations import Activations
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.chance import Spread
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
@@ -81,8 +82,22 @@ class GlobalAnchor:
         """Choose the anchor from all updates of the round."""
 
     def align(self, update: Tensors, place: int = 0) -> Alignment:
-        """Return the alignment of one update."""
-        return self.find(update, self.current)
+        """Return the alignment of one update.
+
+        An anchor made of other clients' updates may be what cannot be matched: then the update is
+        aligned to the broadcast model.
+
+        Raises:
+            UpdateError: the update cannot be aligned to the broadcast model either.
+        """
+        try:
+            return self.find(update, self.current)
+        except UpdateError:
+            if self.current is self.broadcast:
+                raise
+            alignment = self.find(update, self.broadcast)
+            self.current = self.current.forgetful()  # it knows nothing of this update
+            return alignment
 
     def accept(self, aligned: Tensors, weight: float) -> None:
         """Take note of an update that ``align`` has aligned and that is part of the round's mean."""
@@ -136,24 +151,35 @@ class MedoidAnchor(GlobalAnchor):
     needs_all = True
 
     def prepare(self, updates: Sequence[Weighted]) -> None:
-        """Align every pair of updates, and take the update nearest to all others."""
+        """Align every pair of updates, and take the update nearest to all others.
+
+        An update that cannot be aligned is nobody's anchor: fewest failures count before distances.
+        """
         anchors = [Anchor(update, Spread(1.0)) for update, _ in updates]
-        spread = [0.0] * len(updates)
+        failed, spread = [0] * len(updates), [0.0] * len(updates)
         for i, (_, weight_i) in enumerate(updates):
             for j, (update_j, weight_j) in enumerate(updates[:i]):
-                after = self.find(update_j, anchors[i]).report.after
+                try:
+                    after = self.find(update_j, anchors[i]).report.after
+                except UpdateError:
+                    failed[i], failed[j] = failed[i] + 1, failed[j] + 1
+                    continue
                 spread[i] += weight_j * after
                 spread[j] += weight_i * after
-        if updates:
-            self._centre = min(range(len(updates)), key=spread.__getitem__)
-            update = updates[self._centre][0]
-            self._of_centre = self.find(update, self.broadcast)
-            aligned = self._of_centre.apply(update)
-            self.current = Anchor(aligned, self.broadcast.spread_after(1.0))
+        self._centre, self._of_centre = -1, None
+        for place in sorted(range(len(updates)), key=lambda i: (failed[i], spread[i])):
+            update = updates[place][0]
+            with suppress(UpdateError):
+                self._of_centre = self.find(update, self.broadcast)
+                self._centre = place
+                self.current = Anchor(self._of_centre.apply(update), self.broadcast.spread_after(1.0))
+                return
 
     def align(self, update: Tensors, place: int = 0) -> Alignment:
         """Return the alignment of one update; the medoid itself is aligned to the broadcast model."""
-        return self._of_centre if place == self._centre else self.find(update, self.current)
+        if place == self._centre and self._of_centre is not None:
+            return self._of_centre
+        return super().align(update)
 
 
 class ConsensusAnchor(GlobalAnchor):
@@ -167,30 +193,37 @@ class ConsensusAnchor(GlobalAnchor):
 
     def prepare(self, updates: Sequence[Weighted]) -> None:
         """Find the alignments of all updates. Alignments are kept, aligned models are not."""
-        order = sorted(range(len(updates)), key=lambda i: (-updates[i][1], _norm(updates[i][0])))
-        given = [updates[i] for i in order]
-        running, found = RunningAnchor(self.broadcast, self.find), list[Alignment]()
-        for update, weight in given:
-            found.append(running.align(update))
-            running.accept(found[-1].apply(update), weight)
+        running = RunningAnchor(self.broadcast, self.find)
+        self._found, self._refused = dict[int, Alignment](), dict[int, UpdateError]()
+        for place in sorted(range(len(updates)), key=lambda i: (-updates[i][1], _norm(updates[i][0]))):
+            update, weight = updates[place]
+            try:
+                alignment = running.align(update)
+                running.accept(alignment.apply(update), weight)
+            except UpdateError as error:
+                self._refused[place] = error
+            else:
+                self._found[place] = alignment
         previous = float("inf")
-        for _ in range(CONSENSUS_PASSES if len(found) > 1 else 0):
+        for _ in range(CONSENSUS_PASSES if len(self._found) > 1 else 0):
             mean = Mean()
-            for (update, weight), alignment in zip(given, found, strict=True):
-                mean.add(alignment.apply(update), weight)
+            for place, alignment in self._found.items():
+                mean.add(alignment.apply(updates[place][0]), updates[place][1])
             anchor = Anchor(mean.current, running.current.spread)
-            found = [
-                self.find(update, anchor.containing(weight / mean.weight, alignment.moved))
-                for (update, weight), alignment in zip(given, found, strict=True)
-            ]
-            total = sum(w * a.report.after for (_, w), a in zip(given, found, strict=True))
+            for place, alignment in self._found.items():
+                update, weight = updates[place]
+                own = anchor.containing(weight / mean.weight, alignment.moved)
+                with suppress(UpdateError):  # the mean cannot be matched: the alignment stays
+                    self._found[place] = self.find(update, own)
+            total = sum(updates[place][1] * found.report.after for place, found in self._found.items())
             if total >= previous * (1 - CONSENSUS_TOLERANCE):
                 break
             previous = total
-        self._found = dict(zip(order, found, strict=True))
 
     def align(self, update: Tensors, place: int = 0) -> Alignment:
         """Return the alignment found for the update at this place."""
+        if place in self._refused:
+            raise self._refused[place]
         return self._found[place]
 
 

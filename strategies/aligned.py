@@ -144,7 +144,7 @@ class Aligned(Strategy):
         log(INFO, "\t├──> Alignment: %s", what)
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "kept until all have come"
-        order = ", in the order of the clients' ids" if self.execution.deterministic else ""
+        order = ", in an order that their contents give" if self.execution.deterministic else ""
         where = f", in {spill}" if (spill := self.execution.spill) and not streams else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         if self.comparison is not None:
@@ -324,7 +324,7 @@ class Aligned(Strategy):
             inbox,
             aligner,
             merge,
-            waiting=Waiting(store) if self.waits else None,
+            waiting=Waiting(store, self.execution.deterministic) if self.waits else None,
             norm_bound=self.robustness.norm_bound,
             on_update=self.on_update,
         )

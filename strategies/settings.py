@@ -109,8 +109,9 @@ class Execution:
             it is. The server keeps its own precision. Clients read the model with ``from_arrays``, and
             may answer in any precision.
         spill: a folder for updates that wait for others; None keeps them in memory.
-        deterministic: take replies in the order of the clients' own ids, so that two runs agree to the
-            last bit. This keeps all of a round's updates until every reply has arrived.
+        deterministic: take replies in an order that depends on their contents, not on who answers first,
+            so that two runs agree to the last bit. No client can choose its place. This keeps all of a
+            round's updates until every reply has arrived.
 
     Raises:
         FedrotError: ``wire`` is no precision, or ``spill`` no folder.

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fedrot.aggregation import Mean, Statistics
 from fedrot.alignment import Alignment, align
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
+from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import Tensors, check_update
+from fedrot.tensors import Tensors, check_finite, check_update
 
 #: Tensors in a packet start at multiples of this many bytes: aligned for every dtype and vector load.
 _ALIGNED = 256
@@ -93,13 +94,17 @@ def align_by_layer(
     anchor may be on any device. The device holds the part that was yielded last, its anchor, and the
     next part.
 
+    A part that cannot be matched is yielded as it is.
+
     Raises:
-        UpdateError: see ``align``. Names and shapes are checked before the first part.
+        UpdateError: names or shapes differ, or the canonical form overflows; before the first part.
     """
     options = (options or AlignmentOptions()).for_model(symmetry)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     for tensors in (update, anchor.tensors):
         check_update(tensors, symmetry.shapes)
+    if options.canonical:
+        check_finite(canonical(update, symmetry.rotated if options.rotates else symmetry))
     parts = parts_of(symmetry, options)
     # Packets without groups stay as they are and need no anchor.
     wanted = [
@@ -127,7 +132,11 @@ def _matched_part(
     found = next(copies)
     ours = dict(zip(part.shapes, found, strict=False))
     theirs = dict(zip(part.shapes, found[len(ours) :] or found, strict=True))
-    return ours, align(ours, replace(anchor, tensors=theirs), part, options)
+    try:
+        return ours, align(ours, replace(anchor, tensors=theirs), part, options)
+    except UpdateError:
+        # Other parts may be in a mean already. This one stays as it is: the same function.
+        return ours, Alignment(part, (), AlignmentReport((), 0.0, 0.0, 0.0), bool(options.canonical))
 
 
 def merged_report(parts: Iterable[AlignmentReport], symmetry: Symmetry) -> AlignmentReport:

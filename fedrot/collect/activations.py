@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import random_inputs
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.actions import HeadRotation, InsideHeads
 from fedrot.symmetry.canonical import check_folded
 from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
@@ -74,6 +74,15 @@ class _Moments:
         self.count += len(a)
         new = [s.double() for s in (a.sum(0), c.sum(0), a.mT @ a, c.mT @ c, a.mT @ c)]
         self.sums = [s.add_(n) for s, n in zip(self.sums, new, strict=True)] if self.sums else new
+
+    def check(self, group: str) -> None:
+        """Raise ``UpdateError`` if the sums of one of the two models are not finite."""
+        for model, squares in (("anchor", self.sums[2]), ("client", self.sums[3])):
+            if not bool(torch.isfinite(squares.diagonal()).all()):
+                raise UpdateError(
+                    f"The {model}'s activations of '{group}' are not finite, or their squares overflow: "
+                    "models cannot be matched by them. Check the client's training."
+                )
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the covariances of the anchor, of the client, and between the two."""
@@ -179,7 +188,7 @@ def collect_activations(
     Raises:
         FedrotError: no batch, or an unknown choice.
         UpdateError: a model's tensors are not the symmetry's, or not canonical although the symmetry
-            rotates the residual stream.
+            rotates the residual stream; or its activations overflow.
     """
     check_symmetry(symmetry)
     known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS[:2]}
@@ -214,6 +223,8 @@ def collect_activations(
         chosen = list(by_site.values())
         if group.part == "residual" and residual in ("first", "last"):
             chosen = chosen[:1] if residual == "first" else chosen[-1:]
+        for m in chosen:
+            m.check(name)
         scaled = [_scaled(group.kind, how, *m.centred()) for m in chosen]
         matrices[name] = torch.stack(scaled).mean(0)
     return Activations(matrices, {name: by_name[name].within for name in matrices})

@@ -176,7 +176,7 @@ def _quantile(free: int, share: float) -> float:
     """Return the share that isotropic noise exceeds once in ``ONCE_IN`` times, given its mean."""
     from scipy.special import betaincinv
 
-    if not free or share >= 1:
+    if not free or not 0 < share < 1:
         return share
     return float(betaincinv(free / 2, free / 2 * (1 / share - 1), 1 - 1 / ONCE_IN))
 

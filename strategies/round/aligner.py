@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment
-from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, align_round, finder
-from fedrot.errors import FedrotError
+from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, finder
+from fedrot.errors import UpdateError
 from fedrot.matching.pairs import model_distance
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
@@ -34,8 +36,12 @@ class Unaligned:
         """Look at all updates of the round; return their places in the order to align them in."""
         return range(len(updates))
 
-    def align(self, update: Update, place: int = 0) -> Update | None:
-        """Return the update in the round's coordinates, or None if it is dropped."""
+    def align(self, update: Update, place: int = 0) -> Update:
+        """Return the update in the round's coordinates.
+
+        Raises:
+            FedrotError: the update has to be dropped.
+        """
         return update
 
     def accept(self, update: Update, place: int = 0) -> None:
@@ -92,6 +98,10 @@ class Plan:
             return RunningAnchor(Anchor(base), find, shared)
         return ANCHORS[self.anchor](Anchor(base), find)
 
+    def to_one(self, base: Tensors, mixed: bool = True) -> GlobalAnchor:
+        """Return the anchor that aligns every update to ``base`` itself."""
+        return replace(self, anchor="global").rule(base, mixed)
+
     def of_others(self, mixed: bool) -> tuple[AlignmentOptions | None, Evidence | None]:
         """Return options and evidence for updates from other bases; none if there are none.
 
@@ -128,7 +138,8 @@ class Aligner(Unaligned):
         if others.needs_all:
             places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
             self.this_round.other_basis = len(places)
-            base, counts = others.base(updates, places, base), others.counts(updates, symmetry)
+            base = others.base(updates, places, base, self._fits)
+            counts = others.counts(updates, symmetry)
             if others.at_clients and places and self._exchange is not None:
                 asked = (updates, base, symmetry, self._exchange, self.this_round)
                 self._matched = others.matched_at_clients(*asked)
@@ -145,8 +156,18 @@ class Aligner(Unaligned):
             self.rule.prepare([(self._there(update.tensors), update.weight) for update in given])
         return [*sorted(self._matched), *rest]
 
+    def _fits(self, base: Tensors) -> bool:
+        """Return whether the broadcast model can be aligned to the coordinates of ``base``."""
+        with suppress(UpdateError):
+            self.plan.to_one(self._there(base)).align(self._there(self.broadcast))
+            return True
+        return False
+
     def _all_aligned(self, updates: Sequence[Update], rule: GlobalAnchor) -> dict[int, Alignment]:
-        """Return the alignments of all updates by place: of their clients, or by a rule of their own."""
+        """Return the alignments of all updates by place: of their clients, or by a rule of their own.
+
+        Updates that cannot be aligned are left out.
+        """
         rest = [place for place in range(len(updates)) if place not in self._matched]
         if rule.needs_all:
             rule.prepare([(self._there(updates[p].tensors), updates[p].weight) for p in rest])
@@ -156,15 +177,18 @@ class Aligner(Unaligned):
             rule.include(alignment.apply(self._there(update.tensors)), update.weight)
         for index, place in enumerate(rest):
             tensors = self._there(updates[place].tensors)
-            found[place] = rule.align(tensors, index)
-            rule.accept(found[place].apply(tensors), updates[place].weight)
+            with suppress(UpdateError):
+                alignment = rule.align(tensors, index)
+                rule.accept(alignment.apply(tensors), updates[place].weight)
+                found[place] = alignment
         return found
 
-    def align(self, update: Update, place: int = 0) -> Update | None:
+    def align(self, update: Update, place: int = 0) -> Update:
         """Return the update with its statistics in the round's coordinates.
 
-        An update is dropped if its statistics cannot follow, or if it is not finite there: the canonical
-        form of an update with huge values overflows.
+        Raises:
+            FedrotError: it cannot be aligned, its statistics cannot follow, or it is not finite there:
+                the canonical form of an update with huge values overflows.
         """
         plan, tensors, alignment = self.plan, update.tensors, self._matched.get(place)
         if alignment is None:
@@ -172,15 +196,11 @@ class Aligner(Unaligned):
                 self.this_round.other_basis += in_other_basis(update, self.broadcast, plan.symmetry)
             tensors = self._there(tensors)
             alignment = self.rule.align(tensors, self._places.get(place, place))
+        given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
+        statistics = alignment.transport(given)
+        moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
+        check_finite(moved)
         self.this_round.report(update.client, alignment.report)
-        try:
-            given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
-            statistics = alignment.transport(given)
-            moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
-            check_finite(moved)
-        except FedrotError as error:
-            self.this_round.drop(update.client, str(error))
-            return None
         return replace(update, tensors=moved, statistics=statistics)
 
     def accept(self, update: Update, place: int = 0) -> None:
@@ -189,14 +209,20 @@ class Aligner(Unaligned):
         note(update.tensors, update.weight)
 
     def distances(self, updates: Sequence[Update]) -> Iterator[float]:
-        """Yield every update's distance from the broadcast model, after alignment to it."""
+        """Yield every update's distance from the broadcast model, after alignment to it.
+
+        It is infinite where an update cannot be aligned.
+        """
         plan, base = self.plan, on_device(self.broadcast, self.plan.device)
         mixed = any(in_other_basis(update, self.broadcast, plan.symmetry) for update in updates)
-        given = ((on_device(update.tensors, plan.device), update.weight) for update in updates)
-        how = (plan.symmetry, plan.options, "global", *plan.of_others(mixed))
-        for result in align_round(given, base, *how):
-            form = canonical(base, plan.symmetry) if result.alignment.canonical else base
-            yield model_distance(result.tensors, form)
+        rule = plan.to_one(base, mixed)
+        for update in updates:
+            tensors, distance = on_device(update.tensors, plan.device), math.inf
+            with suppress(UpdateError):
+                alignment = rule.align(tensors)
+                form = canonical(base, plan.symmetry) if alignment.canonical else base
+                distance = model_distance(alignment.apply(tensors), form)
+            yield distance
 
     def close(self) -> None:
         """Say how many replies came from another basis."""
@@ -209,7 +235,7 @@ class Aligner(Unaligned):
 class LayerwiseAligner(Aligner):
     """Prepares updates for ``LayerwiseMerge``, which aligns them; here they stay in host memory."""
 
-    def align(self, update: Update, place: int = 0) -> Update | None:
+    def align(self, update: Update, place: int = 0) -> Update:
         """Return the update with the broadcast model's integers."""
         self.this_round.other_basis += in_other_basis(update, self.broadcast, self.plan.symmetry)
         return replace(update, tensors=without_integers(update.tensors, self.broadcast))

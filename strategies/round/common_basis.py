@@ -19,6 +19,9 @@ from fedrot.strategies.round.update import Update
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors, check_finite
 
+#: Share of the mean's weight above which the mean of the other clients would be rounding.
+LARGEST_SHARE = 0.999
+
 
 def learned_together(
     updates: Sequence[Update],
@@ -32,23 +35,23 @@ def learned_together(
     """Return the alignments of all updates after the clients have learned a common basis.
 
     In every pass all clients learn at the same time, each against the mean of the others as they were
-    after the pass before. A client that gives no valid answer keeps what it had.
+    after the pass before. A client that gives no valid answer keeps what it had, and so does one that is
+    nearly all of the mean.
 
     Args:
-        found: the alignments to start from, by place.
+        found: the alignments to start from, by place; updates without one take no part.
         base: the round's coordinates, for reports.
     """
     symmetry = symmetry.rotated if others.rotates else symmetry
     now = dict(found)
     for number in range(others.learning_passes):
         mean = Mean()
-        for place, update in enumerate(updates):
-            mean.add(now[place].apply(update.tensors), update.weight)
-        requests = [
-            _request(update, now[place], mean, others, exchange) for place, update in enumerate(updates)
-        ]
+        for place, alignment in now.items():
+            mean.add(alignment.apply(updates[place].tensors), updates[place].weight)
+        asked = [place for place in now if updates[place].weight <= LARGEST_SHARE * mean.weight]
+        requests = [_request(updates[p], now[p], mean, others, exchange) for p in asked]
         learned = 0
-        for place, answer in answers(requests, updates, range(len(updates)), exchange, this_round):
+        for place, answer in answers(requests, updates, asked, exchange, this_round):
             update = updates[place]
             try:
                 moves = compact([*now[place].moves, *read_moves(answer, symmetry)])
@@ -58,7 +61,7 @@ def learned_together(
                 log(WARNING, "Client %d keeps its rotations: %s", update.client, error)
                 continue
             now[place], learned = alignment, learned + 1
-        log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, learned, len(updates))
+        log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, learned, len(now))
     return now
 
 

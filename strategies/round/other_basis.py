@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import NamedTuple
@@ -127,19 +127,27 @@ class OtherBases:
         if self.rotates:
             check_rotates(symmetry)
 
-    def base(self, updates: Sequence[Update], places: Sequence[int], broadcast: Tensors) -> Tensors:
+    def base(
+        self,
+        updates: Sequence[Update],
+        places: Sequence[int],
+        broadcast: Tensors,
+        fits: Callable[[Tensors], bool],
+    ) -> Tensors:
         """Return the model whose coordinates the round takes.
 
         This is the broadcast model. If most updates come from another basis and the residual stream is
-        matched, it is the heaviest of these, which are at ``places``.
+        matched, it is the heaviest of these, which are at ``places``, to which models can be aligned.
         """
         matched = self.options is not None and "residual" in self.options.parts
         if not matched or 2 * len(places) <= len(updates):
             return broadcast
-        heaviest = max((updates[place] for place in places), key=lambda update: update.weight)
-        counts, message = (len(places), len(updates)), "%d of %d replies come from other bases; "
-        log(INFO, message + "the anchor is client %d's model.", *counts, heaviest.client)
-        return heaviest.tensors
+        for update in sorted((updates[place] for place in places), key=lambda one: -one.weight):
+            if fits(update.tensors):
+                counts, message = (len(places), len(updates)), "%d of %d replies come from other bases; "
+                log(INFO, message + "the anchor is client %d's model.", *counts, update.client)
+                return update.tensors
+        return broadcast
 
     def counts(self, updates: Sequence[Update], symmetry: Symmetry) -> Tensor | None:
         """Return how often each token occurs: the strategy's own counts, or the sum of the clients'.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, INFO, WARNING
 from typing import Any, TypeVar
 
+import torch
 from flwr.common import log
 
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.report import AlignmentReport, moved_units
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.reporting.json_log import log_fields
@@ -50,6 +52,21 @@ class Round:
         self.dropped.append((client, reason))
         fields = {"client": client, "dropped": reason}
         self._log(WARNING, fields, "Reply of client %d dropped: %s", client, reason)
+
+    @contextmanager
+    def dropping(self, client: int) -> Iterator[None]:
+        """Drop a client's reply if the ``with`` block fails: nothing that a client sends ends a run.
+
+        A wrong description of the model and a lack of memory are no client's fault, and pass.
+        """
+        try:
+            yield
+        except (SymmetryError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except FedrotError as error:
+            self.drop(client, str(error))
+        except Exception as error:
+            self.drop(client, f"It cannot be aligned, {type(error).__name__}: {error}")
 
     def fail(self, client: int, reason: str, who: str = "Received error in reply from node") -> None:
         """Note a client that answered with an error."""

@@ -33,31 +33,35 @@ def run_round(
     the merge takes it.
 
     Args:
-        waiting: keeps all updates until every reply has arrived, in the order of the clients' ids;
-            None keeps one at a time.
+        waiting: keeps all updates until every reply has arrived; None keeps one at a time.
         norm_bound: see ``Robustness``; it needs ``waiting``.
         on_update: called with every aligned update, before it is merged.
     """
 
     def take(update: Update | None, place: int = 0) -> None:
-        aligned = aligner.align(update, place) if update is not None else None
+        aligned = None
+        if update is not None:
+            with this_round.dropping(update.client):
+                aligned = aligner.align(update, place)
         if aligned is not None:
             on_update(aligned)
             if merge.add(aligned):
                 aligner.accept(aligned, place)
 
+    this_round = inbox.this_round
     # ``map`` keeps no item: a loop variable would keep one until the next reply has come.
-    updates = map(inbox.read, inbox.this_round.waited(replies))
+    updates = map(inbox.read, this_round.waited(replies))
     if waiting is None:
         _exhaust(map(take, updates))
         inbox.close()
     else:
         _exhaust(map(waiting.add, updates))
         inbox.close()
+        waiting.close()
         if norm_bound is not None:
             far = beyond(list(aligner.distances(waiting)), norm_bound)
             for place, reason in far.items():
-                inbox.this_round.drop(waiting[place].client, reason)
+                this_round.drop(waiting[place].client, reason)
             waiting.remove(far)
         for place in aligner.prepare(waiting):
             take(waiting[place], place)

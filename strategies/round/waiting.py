@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import tempfile
-from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from torch import Tensor
@@ -94,20 +94,31 @@ def _mapped(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 class Waiting(Sequence[Update]):
-    """The updates of a round, sorted by the clients' own ids.
+    """The updates of a round that wait for each other, in the order of arrival until they are sorted.
 
     With a store on disk, each update is read anew, as memory maps, whenever it is asked for.
+
+    Args:
+        store: keeps the updates.
+        sorts: order them by what all clients sent together, whatever the order of arrival. A client
+            cannot choose its place: for that it would have to know every other client's update.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._updates: list[tuple[tuple[int, int], Callable[[], Update]]] = []
+    def __init__(self, store: Store, sorts: bool = False) -> None:
+        self._store, self._sorts = store, sorts
+        self._updates: list[tuple[int, Callable[[], Update]]] = []
 
     def add(self, update: Update | None) -> None:
         """Keep an update; None is left out."""
         if update is not None:
-            held = update.order, _held(update, self._store)
-            insort(self._updates, held, key=lambda item: item[0])
+            checksum = update.checksum if self._sorts else 0
+            self._updates.append((checksum, _held(update, self._store)))
+
+    def close(self) -> None:
+        """Sort the updates; call it once all have come."""
+        if self._sorts:
+            every = sorted(checksum for checksum, _ in self._updates)
+            self._updates.sort(key=lambda held: sha256(repr((every, held[0])).encode()).digest())
 
     def __len__(self) -> int:
         return len(self._updates)

@@ -120,17 +120,17 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
     """
     for name_of_kind, by_name in statistics.items():
         kind = kind_named(name_of_kind)
-        checked: dict[int, Shape] = {}
+        checked: set[tuple[int, Shape]] = set()
         for name, value in by_name.items():
             where = f"The {kind.name} statistics of '{name}'"
             if name not in shapes:
                 raise UpdateError(f"{where} belong to no tensor of the model.")
-            if checked.get(id(value)) == shapes[name]:
+            if (id(value), shapes[name]) in checked:
                 continue
             problem = _number_problem(value, kind) or kind.check(value, shapes[name])
             if problem:
                 raise UpdateError(f"{where} {problem}.")
-            checked[id(value)] = shapes[name]
+            checked.add((id(value), shapes[name]))
 
 
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:

@@ -1,6 +1,5 @@
 """Errors that fedrot raises on purpose; every message says what was wrong, where, and what to do."""
 
-
 #: Characters of a reason in errors, logs and reports; names in it may be a client's.
 LONGEST_REASON = 500
 

@@ -137,11 +137,15 @@ def _balance(left: Tensor, right: Tensor) -> None:
 
     Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide those of all others.
     """
-    ours, theirs = (torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in (left, right))
+    ours, theirs = _norms(left), _norms(right)
     ratio = torch.where((ours > 0) & (theirs > 0), theirs / ours, 1.0)
     factor = torch.exp2((ratio.log2() / 2).round()).to(left)[:, None]
     left.mul_(factor)
     right.div_(factor)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
@@ -167,8 +171,7 @@ def decomposed(
             are orthogonal; the values are the squares of their norms.
         most: how many terms get vectors; None: all.
     """
-    wide = {"dtype": torch.float64}
-    norms = torch.linalg.vector_norm(left, dim=0, **wide) * torch.linalg.vector_norm(right, dim=1, **wide)
+    norms = _norms(left.mT) * _norms(right)
     if not float(norms.sum()) > torch.finfo(torch.float32).tiny:
         return Terms(left[:, :0], left.new_empty(0), right[:0])
     narrow = left.shape[1] <= min(len(left), right.shape[1])

@@ -13,7 +13,7 @@ from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedrot.collect.statistic_kinds import brings, check_statistics
+from fedrot.collect.statistic_kinds import brings
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.reporting.json_log import log_fields
@@ -181,14 +181,13 @@ class Inbox:
         self._check_loss(content)
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
-        statistics = read_statistics(content, self.copy)
+        statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
                 f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
                 "statistics_record(...) into it under the name 'fedrot-statistics'."
             )
-        check_statistics(statistics, self.schema.shapes)
         if statistics and not self.uses_statistics:
             unused = "', '".join(sorted(statistics))
             log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
@@ -238,8 +237,8 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
             f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive number up to "
             f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
         )
-    if sum(len(value) if isinstance(value, list) else 1 for value in metrics.values()) > _MOST_NUMBERS:
-        raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} numbers.")
+    if sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values()) > _MOST_NUMBERS:
+        raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers.")
     for key, value in metrics.items():
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, int) and abs(number) >= _LARGEST_INTEGER for number in numbers):

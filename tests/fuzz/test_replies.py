@@ -238,8 +238,7 @@ def test_bytes_are_an_array_or_refused(
 @fuzzed(10, record=statistics)
 def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool:
     try:
-        found = read_statistics(RecordDict({STATISTICS: record}))
-        check_statistics(found, SHAPES)
+        found = read_statistics(RecordDict({STATISTICS: record}), SHAPES)
     except UpdateError:
         return False
     for by_name in found.values():

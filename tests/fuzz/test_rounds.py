@@ -84,10 +84,10 @@ def adapter(seed: int) -> dict[str, Tensor]:
 def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
     """Draw an adapter whose factors may have any size, and another rank."""
     rank = draw(st.sampled_from((RANK, RANK, RANK, 0, 1, RANK + 1)))
-    found = {}
+    found, scale = {}, draw(usual | scales)
     for module in MODULES:
-        found[f"{module}.A"] = draw(matrices(rank, INPUTS))
-        found[f"{module}.B"] = draw(matrices(OUTPUTS, rank))
+        found[f"{module}.A"] = scale * draw(matrices(rank, INPUTS))
+        found[f"{module}.B"] = scale * draw(matrices(OUTPUTS, rank))
     return named(found)
 
 
@@ -180,7 +180,8 @@ def test_statistics_leave_a_bounded_mean_or_are_refused(
     for tensor, rows, statistics in clients:
         merge.add({"w": tensor}, rows, statistics)
     found = merge.result()["w"]
-    assert float(torch.linalg.vector_norm(found, dtype=torch.float64)) <= 1.001 * LARGEST_NORM
+    largest = max(float(torch.linalg.vector_norm(tensor.double())) for tensor, _, _ in clients)
+    assert float(torch.linalg.vector_norm(found.double())) <= min(1.001 * LARGEST_NORM, 1e4 * largest)
     return True
 
 

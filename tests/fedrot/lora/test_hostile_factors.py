@@ -37,7 +37,7 @@ def test_huge_factors_are_refused(a: float, b: float) -> None:
     [(0, 0), (1e-42, 1.0), (1e-40, 1e-6), (1.0, 1e-42), (1e-42, 1e-42), (1e-20, 1e5), (1e5, 1e5)],
 )
 def test_other_factors_of_any_size_have_an_average(
-    a: float, b: float, place: int, weight: float
+    a: float, b: float, place: int, weight: float, limit: int | None
 ) -> None:
     honest = [sized(1, 1, seed) for seed in (1, 2)]
     honest.insert(place, sized(a, b))

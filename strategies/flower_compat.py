@@ -102,7 +102,7 @@ def clips_zero() -> Iterator[None]:
     """Let privacy wrappers clip an update that equals the broadcast model inside the ``with`` block."""
     before = differential_privacy.get_norm
     # A float that no norm of float32 entries reaches, and with it clips nothing.
-    differential_privacy.get_norm = lambda arrays: before(arrays) or sys.float_info.min
+    differential_privacy.get_norm = lambda input_arrays: before(input_arrays) or sys.float_info.min
     try:
         yield
     finally:

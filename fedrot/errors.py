@@ -1,5 +1,13 @@
 """Errors that fedrot raises on purpose; every message says what was wrong, where, and what to do."""
 
+#: Characters of a reason in errors, logs and reports; names in it may be a client's.
+LONGEST_REASON = 500
+
+
+def legible(reason: str) -> str:
+    """Return a reason, which may quote a client, on one line and of limited length."""
+    return "".join(c if c.isprintable() else " " for c in reason[:LONGEST_REASON])
+
 
 class FedrotError(ValueError):
     """Base class of all errors raised by fedrot."""
@@ -10,4 +18,10 @@ class SymmetryError(FedrotError):
 
 
 class UpdateError(FedrotError):
-    """A client update cannot be used: a tensor is missing, extra, misshapen or not finite."""
+    """A client update cannot be used: a tensor is missing, extra, misshapen or not finite.
+
+    The message, which may quote the client, is one line of limited length.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(legible(reason))

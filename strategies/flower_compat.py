@@ -17,6 +17,10 @@ function or constant       internal, and why it is used                         
                            public name.
 ``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       flwr 1.41,
 ``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
+``clips_zero``              ``get_norm`` of the privacy wrappers, which divide by the    flwr 1.41
+                           norm of an update: that of no change is 0.
+``equal_weights``          ``accountant``: a wrapper that keeps accounts raises on    flwr 1.41
+                           clients of different weights.
 ``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   flwr 1.41
                            that the engine has not given a run.
 =========================  =======================================================  =============
@@ -25,6 +29,7 @@ function or constant       internal, and why it is used                         
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +46,7 @@ from flwr.serverapp.strategy import (
     QFedAvg,
     Strategy,
 )
+from flwr.supercore import differential_privacy
 from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -89,6 +95,23 @@ def without_metrics(strategy: Strategy) -> Iterator[None]:
 def transient_attributes(strategy: Strategy) -> frozenset[str]:
     """Return the attributes of Flower's own strategy that are set anew in every round."""
     return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
+
+
+@contextmanager
+def clips_zero() -> Iterator[None]:
+    """Let privacy wrappers clip an update that equals the broadcast model inside the ``with`` block."""
+    before = differential_privacy.get_norm
+    # A float that no norm of float32 entries reaches, and with it clips nothing.
+    differential_privacy.get_norm = lambda input_arrays: before(input_arrays) or sys.float_info.min
+    try:
+        yield
+    finally:
+        differential_privacy.get_norm = before
+
+
+def equal_weights(strategy: Strategy) -> bool:
+    """Return whether a strategy takes only clients of equal weight."""
+    return getattr(strategy, "accountant", None) is not None
 
 
 def callers() -> Iterator[object]:

@@ -82,7 +82,7 @@ class Fisher:
             total, entries = total + float(share.sum()), entries + float(trained.sum())
             self._products[name] = self._products.get(name, 0) + weight * share * (theirs - reference)
             self._totals[name] = self._totals.get(name, 0) + weight * share
-        self._size += weight * total / entries
+        self._size += weight * total / max(entries, 1.0)
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far; raises ``UpdateError`` if nothing was added."""

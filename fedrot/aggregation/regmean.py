@@ -12,7 +12,10 @@ from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import Tensors
+from fedrot.tensors import LARGEST_NORM, Tensors
+
+#: A solution that is so many times as far from the first update as any other update is a rounding error.
+MOST_GROWTH = 1e3
 
 
 @register_aggregation("regmean", "least squares on the clients' inputs for linear layers, else the mean")
@@ -26,7 +29,9 @@ class RegMean:
 
     Sums and solutions are float64. If no client has seen inputs in some direction, the equations are
     singular: in this direction the result is the weighted mean, and ``notes`` names the layer. This is
-    common with ``alpha=1``, which also needs Gram matrices that were not rounded to bfloat16.
+    common with ``alpha=1``, which also needs Gram matrices that were not rounded to bfloat16. A layer
+    whose solution is not finite, or much farther from the clients than they are from each other, is the
+    weighted mean, with such a note: beside a huge Gram matrix all others are rounding errors.
 
     Rows that some client has not trained (statistics ``trained``) are the mean over the clients that
     have. A client that has not trained a layer at all needs no Gram matrix of it.
@@ -42,7 +47,7 @@ class RegMean:
         if not 0 <= alpha <= 1 or not 0 <= beta < float("inf"):
             raise FedrotError(f"alpha is {alpha}, beta {beta}; alpha is 0 to 1, beta not negative.")
         self.alpha, self.beta = alpha, beta
-        #: The layers whose equations were singular in the last ``result``.
+        #: The layers that the last ``result`` could not solve, or not in all directions.
         self.notes: Mapping[str, str] = {}
         self._mean = Mean()
         self._layers: dict[str, _Layer] = {}
@@ -86,7 +91,9 @@ class RegMean:
             for name in names:
                 layer = self._layers[name]
                 matrix = _oriented(layer.kind, update[name])
-                layer.product = layer.product + _times(matrix - layer.reference, shrunk)
+                apart = matrix - layer.reference
+                layer.product = layer.product + _times(apart, shrunk)
+                layer.farthest = max(layer.farthest, float(torch.linalg.vector_norm(apart)))
                 layer.total = total
                 layer.rounding = max(layer.rounding, torch.finfo(exact).eps)
 
@@ -125,6 +132,10 @@ class RegMean:
                     "client; there the weights are the mean"
                 )
             weight = (found if INPUT_AXIS[layer.kind] == 1 else found.mT).to(merged[name].dtype)
+            grown = torch.linalg.vector_norm(found - layer.reference) > MOST_GROWTH * layer.farthest
+            if grown or not torch.linalg.vector_norm(weight, dtype=torch.float64) <= LARGEST_NORM:
+                notes[name] = "its equations have no bounded solution; its weights are the mean"
+                continue
             solved = self._trained.get(name, torch.tensor(True)).reshape(-1, 1).to(weight.device)
             merged[name] = torch.where(solved, weight, merged[name]).contiguous()
         self.notes = notes
@@ -141,7 +152,8 @@ class _Layer:
     Weights are taken relative to the first update's, ``reference`` ``[out, in]``: sums of similar models
     lose fewer digits. ``product`` is the sum of relative weights times Gram matrices ``[out, in]``,
     ``total`` that of Gram matrices ``[blocks, n, n]``, one tensor for layers with the same inputs;
-    ``rounding`` is the relative error of its entries.
+    ``rounding`` is the relative error of its entries. ``farthest`` is the largest norm of relative
+    weights.
     """
 
     kind: str
@@ -149,6 +161,7 @@ class _Layer:
     product: Tensor = _ZERO
     total: Tensor = _ZERO
     rounding: float = 0.0
+    farthest: float = 0.0
 
 
 def _oriented(kind: str, weight: Tensor) -> Tensor:
@@ -181,6 +194,8 @@ class _Inverse:
         diagonal = blocks.diagonal(dim1=-2, dim2=-1)
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
         even = blocks * self._scale.unsqueeze(-1) * self._scale.unsqueeze(-2)
+        # A Gram matrix has no entry above 1 here; rounding next to a tiny diagonal can be any number.
+        even = even.nan_to_num(0.0).clamp(-1, 1)
         smallest = (blocks.shape[-1] + 32) * rounding
         # Units that were always zero are unseen directions; no decomposition is needed to find them.
         dead = diagonal <= 0

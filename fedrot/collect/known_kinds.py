@@ -23,6 +23,8 @@ from fedrot.tensors import compute_dtype, diagonal_blocks
 
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8
+#: Moving a matrix in float32 changes entries by less than this share of the largest.
+_MOVING = 2**-14
 
 
 def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
@@ -37,16 +39,24 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
             "[heads, in / heads, in / heads] or [in]"
         )
     matrices = value.detach().to(compute_dtype(value))
-    if value.ndim == 1:
-        return "are negative" if bool((matrices < 0).any()) else None
-    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
-    slack = _ROUNDING * norm.clamp_min(torch.finfo(matrices.dtype).tiny)
-    if bool(((matrices - matrices.mT).abs() > slack).any()):
+    diagonal = matrices if value.ndim == 1 else matrices.diagonal(dim1=-2, dim2=-1)
+    negative = "have negative eigenvalues; a Gram matrix is X^T X"
+    if bool((diagonal < 0).any()):
+        return "are negative" if value.ndim == 1 else negative
+    if value.ndim == 1 or not bool(matrices.any()):
+        return None
+    # As in RegMean the diagonal is scaled to 1: else one large entry would hide all others. What is
+    # lost to the smallest numbers of the dtype is no entry.
+    largest = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny)
+    scale = (diagonal / largest[..., 0] + _MOVING).rsqrt()
+    even = matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    slack = _ROUNDING * torch.linalg.vector_norm(even, dim=(-2, -1), keepdim=True) + _ROUNDING**2
+    if bool(((even - even.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
     # Rounding may have made a small eigenvalue negative: the largest rounding error is allowed for.
-    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    _, failed = torch.linalg.cholesky_ex(matrices + slack * eye)
-    return "have negative eigenvalues; a Gram matrix is X^T X" if bool(failed.any()) else None
+    eye = torch.eye(even.shape[-1], dtype=even.dtype, device=even.device)
+    _, failed = torch.linalg.cholesky_ex(even + slack * eye)
+    return negative if bool(failed.any()) else None
 
 
 def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:

@@ -15,7 +15,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.precision import full_float32
 from fedrot.symmetry.groups import Slot
 from fedrot.symmetry.moves import Move
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, compute_dtype
 
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]
@@ -120,17 +120,17 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
     """
     for name_of_kind, by_name in statistics.items():
         kind = kind_named(name_of_kind)
-        checked: dict[int, Shape] = {}
+        checked: set[tuple[int, Shape]] = set()
         for name, value in by_name.items():
             where = f"The {kind.name} statistics of '{name}'"
             if name not in shapes:
                 raise UpdateError(f"{where} belong to no tensor of the model.")
-            if checked.get(id(value)) == shapes[name]:
+            if (id(value), shapes[name]) in checked:
                 continue
             problem = _number_problem(value, kind) or kind.check(value, shapes[name])
             if problem:
                 raise UpdateError(f"{where} {problem}.")
-            checked[id(value)] = shapes[name]
+            checked.add((id(value), shapes[name]))
 
 
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
@@ -139,7 +139,8 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
         return f"are {value.dtype}; send {', '.join(others)} or {last}"
     if kind.numbers and not value.is_floating_point():
         return f"are {value.dtype}, not floating-point"
-    if kind.numbers and not bool((value.abs() <= _LARGEST).all()):
+    # In float16 the limit itself is Inf.
+    if kind.numbers and not bool((value.to(compute_dtype(value)).abs() <= _LARGEST).all()):
         return f"hold NaN, Inf or values above {_LARGEST:g}. Check the client's model and data"
     return None
 

@@ -33,6 +33,9 @@ KEPT_RANKS = 4
 #: A factor that differs by this share from the one that was sent has been trained.
 FROZEN = 0.01
 SMALLEST = 2.0**-24
+#: Norm of a factor, times its scale, above which products of factors, their sums over clients and the
+#: residuals of many rounds could overflow.
+LARGEST_FACTOR = 1e7
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,9 @@ class AdapterAverage:
 
         Raises:
             FedrotError: it is no ``AdapterUpdate``.
-            UpdateError: it is no adapter, holds NaN or Inf, has other modules or sizes than the first,
-                or another rank though its start changed the base weights. Nothing has been added then.
+            UpdateError: it is no adapter, holds NaN, Inf or huge factors, has other modules or sizes
+                than the first, or another rank though its start changed the base weights. Nothing has
+                been added then.
         """
         if not isinstance(update, AdapterUpdate):
             raise FedrotError(f"A {type(update).__name__} is given in place of an AdapterUpdate.")
@@ -126,6 +130,8 @@ class AdapterAverage:
             self._check_start(pair, settings, read[pair.module][0])
             self._padding(pair, read[pair.module][0])
         scales = {pair.module: settings.scale(pair.module, len(read[pair.module][0])) for pair in pairs}
+        for pair in pairs:
+            _check_size(pair, *read[pair.module], scales[pair.module])
         if not self._updates:
             self._scales = scales
         for pair in pairs:
@@ -310,6 +316,17 @@ class AdapterAverage:
             raise UpdateError(f"The adapter that the clients received does not have '{pair.module}'.")
         a, b = factors(self.previous, pair)
         return a.to(like.device, compute_dtype(like)), b.to(like.device, compute_dtype(like))
+
+
+def _check_size(pair: Pair, a: Tensor, b: Tensor, scale: float) -> None:
+    for name, factor, by in ((pair.a, a, 1.0), (pair.b, b, scale)):
+        norm = by * float(torch.linalg.vector_norm(factor, dtype=torch.float64))
+        if not norm <= LARGEST_FACTOR:
+            raise UpdateError(
+                f"The factor '{name}' has norm {norm:.3g} (with the adapter's scale), above "
+                f"{LARGEST_FACTOR:g}: products of it would overflow. Check the client's training "
+                "(learning rate, mixed precision) before sending it."
+            )
 
 
 def _rescale(tensors: dict[str, Tensor], name: str, scale: float) -> None:

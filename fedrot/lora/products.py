@@ -79,7 +79,7 @@ class ProductSum:
         self.lost = self.left_out = 0.0
         self._left, self._right = torch.empty(0, 0), torch.empty(0, 0)  # [terms, out], [terms, in]
         self._used = 0
-        #: Singular values of the first terms, which are orthogonal.
+        #: Singular values of the first terms, which are orthogonal: the squares of their norms.
         self._known = torch.empty(0)
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
@@ -97,6 +97,7 @@ class ProductSum:
         new = slice(self._used, self._used + rank)
         torch.mul(b.mT, weight, out=self._left[new])
         self._right[new] = a
+        _balance(self._left[new], self._right[new])
         self._used += rank
 
     def terms(self, most: int | None = None) -> Terms:
@@ -126,8 +127,25 @@ class ProductSum:
         tail = kept.tail(rank)
         self.lost, self.left_out = self.lost + tail, math.hypot(self.left_out, tail)
         self._used, self._known = len(kept.vt), kept.s[:rank]
-        torch.mul(kept.u.mT, self._known[:, None], out=self._left[: self._used])
-        self._right[: self._used] = kept.vt
+        root = self._known.sqrt()[:, None]
+        torch.mul(kept.u.mT, root, out=self._left[: self._used])
+        torch.mul(kept.vt, root, out=self._right[: self._used])
+
+
+def _balance(left: Tensor, right: Tensor) -> None:
+    """Give each row of both stacks about the same norm; powers of two change no digit of the product.
+
+    Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide those of all others.
+    """
+    ours, theirs = _norms(left), _norms(right)
+    ratio = torch.where((ours > 0) & (theirs > 0), theirs / ours, 1.0)
+    factor = torch.exp2((ratio.log2() / 2).round()).to(left)[:, None]
+    left.mul_(factor)
+    right.div_(factor)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
@@ -143,22 +161,25 @@ def decomposed(
 ) -> Terms:
     """Return the singular value decomposition of ``left @ right``, which is not formed.
 
-    All singular values are 0 if the product is a rounding error of what it sums.
+    All singular values are 0 if the product is a rounding error of what it sums; there are none if what
+    it sums is too small for float32.
 
     Args:
         left: ``[out, k]``.
         right: ``[k, in]``.
-        known: singular values of as many first terms, whose columns of ``left`` are orthogonal, and
-            whose rows of ``right`` are orthonormal.
+        known: singular values of as many first terms, whose columns of ``left`` and rows of ``right``
+            are orthogonal; the values are the squares of their norms.
         most: how many terms get vectors; None: all.
     """
+    norms = _norms(left.mT) * _norms(right)
+    if not float(norms.sum()) > torch.finfo(torch.float32).tiny:
+        return Terms(left[:, :0], left.new_empty(0), right[:0])
     narrow = left.shape[1] <= min(len(left), right.shape[1])
     if narrow and left.dtype == torch.float32:
         known = left.new_empty(0) if known is None else known.to(left)
         found = _by_gram(left, right, known.double(), most)
     else:
         found = _by_qr(left, right, most)
-    norms = torch.linalg.vector_norm(left, dim=0) * torch.linalg.vector_norm(right, dim=1)
     if found.norm <= ROUNDING * torch.finfo(left.dtype).eps * float(norms.sum()):
         return Terms(found.u, torch.zeros_like(found.s), found.vt)
     return found
@@ -177,10 +198,10 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
     With ``left = Q R``, the singular values of ``R right`` are those of the product. They are right to
     1e-7 of the largest, the precision of float32. Smaller terms are left out.
     """
-    r, inverse = _root(_gram(left.mT, known**2))
+    r, inverse = _root(_gram(left.mT, known))
     if not len(r):
         return Terms(left[:, :0], left.new_empty(0), right[:0])
-    squares, p = torch.linalg.eigh(r @ _gram(right, torch.ones_like(known)) @ r.mT)
+    squares, p = torch.linalg.eigh(r @ _gram(right, known) @ r.mT)
     s, p = squares.clamp(min=0).sqrt().flip(0), p.flip(1)
     kept = s > s[0] * SMALLEST
     s, first = s[kept], p[:, kept][:, :most]

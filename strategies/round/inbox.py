@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import TypeVar
 
-from flwr.app import Message, Metadata, RecordDict
+from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedrot.collect.statistic_kinds import brings, check_statistics
-from fedrot.errors import UpdateError
+from fedrot.collect.statistic_kinds import brings
+from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.reporting.metrics_log import EVALUATE
-from fedrot.strategies.round.round_report import Round, legible
+from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.wire.records import (
     model_records,
@@ -156,13 +156,8 @@ class Inbox:
             self.asked.check(message)
             self.this_round.statistics_bytes += statistics_bytes(message)
             update = self.decode(message)
-        except UpdateError as error:
-            self.this_round.drop(client_id(message), str(error))
-            return None
         except Exception as error:
-            # Nothing that a client sends may end the run.
-            what = f"It cannot be read, {type(error).__name__}: {error}"
-            self.this_round.drop(message.metadata.src_node_id, what)
+            self.this_round.drop(client_id(message), _refusal(error))
             return None
         self.this_round.take(update)
         return update
@@ -186,14 +181,13 @@ class Inbox:
         self._check_loss(content)
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
-        statistics = read_statistics(content, self.copy)
+        statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
                 f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
                 "statistics_record(...) into it under the name 'fedrot-statistics'."
             )
-        check_statistics(statistics, self.schema.shapes)
         if statistics and not self.uses_statistics:
             unused = "', '".join(sorted(statistics))
             log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
@@ -208,9 +202,10 @@ class Inbox:
             return
         (metrics,) = content.metric_records.values()
         loss = metrics.get(self.loss_key)
-        if not isinstance(loss, float) or not 0 <= loss < math.inf:
+        if not isinstance(loss, float) or not 0 <= loss <= LARGEST_WEIGHT:
             raise UpdateError(
-                f"The metric '{self.loss_key}' is {loss!r:.60}; it must be a finite float."
+                f"The metric '{self.loss_key}' is {loss!r:.60}; it must be a float from 0 to "
+                f"{LARGEST_WEIGHT:g}: updates are weighted by it."
             )
 
     def close(self) -> None:
@@ -242,8 +237,8 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
             f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive number up to "
             f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
         )
-    if sum(len(value) if isinstance(value, list) else 1 for value in metrics.values()) > _MOST_NUMBERS:
-        raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} numbers.")
+    if sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values()) > _MOST_NUMBERS:
+        raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers.")
     for key, value in metrics.items():
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, int) and abs(number) >= _LARGEST_INTEGER for number in numbers):
@@ -254,9 +249,10 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
 def readable_evaluations(
     replies: Iterable[Message], asked: Asked, server_round: int, weighted_by: str
 ) -> list[Message]:
-    """Return the evaluations to average, then the error replies; log what is dropped.
+    """Return the evaluations to average, then one error reply per client; log what is dropped.
 
-    The evaluations are left out if they have no examples in all: there is nothing to average.
+    The evaluations are left out if they have no examples in all: there is nothing to average. Reasons
+    of error replies are on one line: Flower's strategies log them as they are.
     """
     good: list[Message] = []
     failed: list[Message] = []
@@ -268,13 +264,14 @@ def readable_evaluations(
 
     for message in replies:
         if message.has_error():
-            failed.append(message)
+            if asked.failed(message) is not None:
+                failed.append(_legible_failure(message))
             continue
         try:
             asked.check(message)
             read_weight(message.content, weighted_by)
-        except UpdateError as error:
-            drop(message, str(error))
+        except Exception as error:
+            drop(message, _refusal(error))
         else:
             good.append(message)
     good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
@@ -282,3 +279,15 @@ def readable_evaluations(
         drop(message, "Its metrics are not like most.")
     examples = sum(read_weight(message.content, weighted_by) for message in good)
     return (good if examples else []) + failed
+
+
+def _refusal(error: Exception) -> str:
+    """Return why a reply is dropped: nothing that a client sends may end the run."""
+    known = isinstance(error, UpdateError)
+    return str(error) if known else f"It cannot be read, {type(error).__name__}: {error}"
+
+
+def _legible_failure(message: Message) -> Message:
+    found = copy.copy(message)
+    found.error = Error(message.error.code, legible(message.error.reason or "no reason given"))
+    return found

@@ -15,7 +15,12 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.aggregation.layerwise import fold_by_layer
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.flower_compat import metrics_function, without_metrics
+from fedrot.strategies.flower_compat import (
+    clips_zero,
+    equal_weights,
+    metrics_function,
+    without_metrics,
+)
 from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
@@ -257,10 +262,16 @@ class ListMerge:
                 f"Its records and metrics are {_layout(update)}, most clients' are {_layout(good[0])}."
             )
             this_round.drop(update.client, f"{what} Send the same metrics from every client.")
+        if equal_weights(wrapped.strategy):
+            good, odd = with_common_layout(good, lambda update: (update.weight,))
+            for update in odd:
+                what = f"Its weight is {update.weight:g}, most clients' is {good[0].weight:g}."
+                this_round.drop(update.client, f"{what} The privacy accountant needs equal weights.")
         this_round.accepted = len(good)
         if not this_round.enough(wrapped.min_replies):
             return None, None
-        arrays, metrics = wrapped.aggregate(this_round.number, [update.message for update in good])
+        with clips_zero():
+            arrays, metrics = wrapped.aggregate(this_round.number, [update.message for update in good])
         if arrays is None or not this_round.finite(from_arrays(arrays)):
             return None, metrics
         return restored(arrays, wrapped.broadcast) if wrapped.align else arrays, metrics

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from flwr.common import log
 
-from fedrot.errors import FedrotError, SymmetryError, UpdateError
+from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
 from fedrot.report import AlignmentReport, moved_units
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.reporting.json_log import log_fields
@@ -21,9 +21,6 @@ from fedrot.strategies.round.update import Update
 from fedrot.tensors import Tensors, check_finite
 
 T = TypeVar("T")
-
-#: Characters of a reason in logs and reports; names in it may be a client's.
-LONGEST_REASON = 500
 
 
 @dataclass
@@ -197,11 +194,6 @@ class Round:
         said = [{"said": self.said, **self.measured}] if self.said else []
         rows = [*aligned, *dropped, *failed, *notes, *lost, *said, *([self.guard] if self.guard else [])]
         return [{"round": self.number, **row} for row in rows]
-
-
-def legible(reason: str) -> str:
-    """Return a reason, which may quote a client, on one line and of limited length."""
-    return "".join(c if c.isprintable() else " " for c in reason[:LONGEST_REASON])
 
 
 class _Timed(Iterator[T]):

@@ -9,10 +9,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
+from fedrot.collect.statistic_kinds import check_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.tokens import check_counts
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
+from fedrot.tensors import SMALLEST_WEIGHT
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
 #: kinds that the server wants this round, separated by commas.
@@ -21,6 +23,9 @@ STATISTICS = "fedrot-statistics"
 #: Name of the ArrayRecord of how often each token occurs in a client's texts, and of its only array.
 TOKEN_COUNTS = "fedrot-token-counts"
 _COUNTS = "counts"
+
+#: Tokens that a client can have counted: sums over clients stay exact enough.
+_MOST_TOKENS = 1e15
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
@@ -77,11 +82,21 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
     return ArrayRecord(arrays)
 
 
-def read_statistics(content: RecordDict, copy: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Return the statistics of a reply, empty if it has none; ``copy`` as in ``Schema.read``.
+def read_statistics(
+    content: RecordDict, shapes: Mapping[str, tuple[int, ...]] | None = None, copy: bool = False
+) -> dict[str, dict[str, Tensor]]:
+    """Return the statistics of a reply, empty if it has none.
+
+    Each array is checked before the next one is decoded: many keys can share one large array, which
+    travels once.
+
+    Args:
+        content: of the reply.
+        shapes: of the model's tensors; None checks nothing, for a client's own statistics.
+        copy: as in ``Schema.read``.
 
     Raises:
-        UpdateError: they cannot be decoded.
+        UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for key, array in content.array_records.get(STATISTICS, {}).items():
@@ -93,7 +108,12 @@ def read_statistics(content: RecordDict, copy: bool = False) -> dict[str, dict[s
         if not separator:
             raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
         value = value.float() if value.dtype == torch.bfloat16 else value.clone() if copy else value
-        found.setdefault(kind, {}).update(dict.fromkeys(names.split(_NAMES), value))
+        given, by_name = dict.fromkeys(names.split(_NAMES), value), found.setdefault(kind, {})
+        if twice := given.keys() & by_name.keys():
+            raise UpdateError(f"The {kind} statistics of '{min(twice)}' come twice; send them once.")
+        if shapes is not None:
+            check_statistics({kind: given}, shapes)
+        by_name |= given
     return found
 
 
@@ -130,9 +150,15 @@ def read_token_counts(content: RecordDict) -> Tensor | None:
     if list(record) != [_COUNTS]:
         raise UpdateError(f"'{TOKEN_COUNTS}' holds {list(record)[:3]}; use token_counts_record.")
     try:
-        return check_counts(decode(_COUNTS, record[_COUNTS]))
+        counts = check_counts(decode(_COUNTS, record[_COUNTS]))
     except FedrotError as error:
         raise UpdateError(f"'{TOKEN_COUNTS}': {error}") from error
+    if not SMALLEST_WEIGHT <= float(counts.sum()) <= _MOST_TOKENS:
+        raise UpdateError(
+            f"'{TOKEN_COUNTS}' counts {float(counts.sum()):g} tokens; it must be {SMALLEST_WEIGHT:g} to "
+            f"{_MOST_TOKENS:g}."
+        )
+    return counts
 
 
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
@@ -142,12 +168,21 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """Return the metrics of a content, and its configurations of up to 64 KiB."""
-    small = {name: record for name, record in content.config_records.items() if _size(record) <= 2**16}
+    """Return the metrics of a content, and its configurations as long as all fit into 64 KiB."""
+    small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
+    for name, record in content.config_records.items():
+        left -= _size(name, record)
+        if left >= 0:
+            small[name] = record
     return RecordDict({**content.metric_records, **small})
 
 
-def _size(record: ConfigRecord) -> int:
+#: Approximate bytes of a reply's configurations that are kept until the round ends.
+_LARGEST_CONFIGURATIONS = 2**16
+
+
+def _size(name: str, record: ConfigRecord) -> int:
     """Return the approximate size of a configuration in bytes."""
     values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
-    return sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values) + sum(map(len, record))
+    numbers = sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values)
+    return len(name) + numbers + sum(map(len, record))

@@ -75,7 +75,17 @@ def inbox(needs: tuple[str, ...]) -> Inbox:
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")
 STYPES = (SType.NUMPY, BFLOAT16, TIED, UNCHANGED, "", "torch")
-NAMES = (*MODEL, "layer.weigh", "", "\0", "x" * 300, "gram/layer.weight", "fisher/half|empty", "gram")
+NAMES = (
+    *MODEL,
+    "layer.weigh",
+    "",
+    "\0",
+    "\n\x1b[31m",
+    "x" * 300,
+    "gram/layer.weight",
+    "fisher/half|empty",
+    "gram",
+)
 dimensions = st.integers(-1, 5) | st.sampled_from(EDGES)
 shapes = st.lists(dimensions, max_size=4).map(tuple) | st.just((1,) * 70)
 floats = st.floats() | st.sampled_from((0.0, 1e-320, 1e13, 1e38, 1e300))
@@ -189,7 +199,7 @@ def contents(draw: st.DrawFn) -> RecordDict:
     return content
 
 
-@fuzzed(36, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
+@fuzzed(25, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
 def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tuple[str, ...]) -> bool:
     try:
         reply = inbox(needs).decode(Message(content, reply_to=ASKED))
@@ -238,8 +248,7 @@ def test_bytes_are_an_array_or_refused(
 @fuzzed(10, record=statistics)
 def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool:
     try:
-        found = read_statistics(RecordDict({STATISTICS: record}))
-        check_statistics(found, SHAPES)
+        found = read_statistics(RecordDict({STATISTICS: record}), SHAPES)
     except UpdateError:
         return False
     for by_name in found.values():
@@ -278,7 +287,12 @@ def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> bool:
     try:
         moves = read_moves(message, SYMMETRY)
         alignment = alignment_by(moves, OTHER_BASIS, ANCHOR, SYMMETRY)
-    except UpdateError:
+    except UpdateError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert refusal.isprintable()
         return False
     assert isinstance(alignment, Alignment)
     moved = alignment.apply(OTHER_BASIS)

@@ -1,0 +1,64 @@
+"""Factors of any size: they are averaged or refused, and hide no other client's product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedrot.errors import UpdateError
+from fedrot.lora import AdapterOptions, AdapterUpdate
+from fedrot.lora.averaging import LARGEST_FACTOR, AdapterAverage
+from fedrot.lora.products import ProductSum
+from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, Adapter, adapter, product
+
+
+def sized(a: float, b: float, seed: int = 3) -> Adapter:
+    return {n: t.float() * (a if "lora_A" in n else b) for n, t in adapter(seed).items()}
+
+
+def average(*adapters: Adapter, weight: float = 1.0, limit: int | None = None) -> Adapter:
+    found = AdapterAverage(SETTINGS, AdapterOptions("exact", limit=limit), sized(1, 1, 9))
+    for tensors in adapters:
+        found.add(AdapterUpdate(tensors, weight, SETTINGS))
+    return found.result()[0]
+
+
+@pytest.mark.parametrize(("a", "b"), [(1e10, 1.0), (1.0, 1e10), (1e15, 1e15), (1e-40, 1e15)])
+def test_huge_factors_are_refused(a: float, b: float) -> None:
+    with pytest.raises(UpdateError, match=r"lora_[AB].* norm"):
+        average(sized(a, b))
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("weight", [1e-9, 1e12])
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(0, 0), (1e-42, 1.0), (1e-40, 1e-6), (1.0, 1e-42), (1e-42, 1e-42), (1e-20, 1e5), (1e5, 1e5)],
+)
+def test_other_factors_of_any_size_have_an_average(
+    a: float, b: float, place: int, weight: float, limit: int | None
+) -> None:
+    honest = [sized(1, 1, seed) for seed in (1, 2)]
+    honest.insert(place, sized(a, b))
+    assert all(bool(t.isfinite().all()) for t in average(*honest, weight=weight, limit=limit).values())
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("apart", [1e-6, 1e6, 1e-12, 1e12])
+def test_unequal_factors_hide_no_other_product(apart: float, limit: int | None) -> None:
+    """Each product has entries of about 1."""
+    generator = torch.Generator().manual_seed(0)
+    total, expected = ProductSum(limit), torch.zeros(8, 9)
+    b, a = torch.randn(8, 2, generator=generator), torch.randn(2, 9, generator=generator)
+    for size, sign in ((1.0, 1.0), (apart, 2.0), (1.0, 3.0)):
+        total.add(size * b, a / size, sign)
+        expected += sign * b @ a
+    found = total.terms().first(2)
+    assert torch.allclose((found.u * found.s) @ found.vt, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tiny_product_is_none() -> None:
+    found = average(sized(1e-42, 1e-42), sized(1e-42, 1e-42))
+    assert all(float(product(found, module).norm()) < 1e-30 for module in MODULES)
+    assert LARGEST_FACTOR > 1e6

@@ -1,0 +1,294 @@
+"""Whatever a client sends, the round goes on with all honest clients, and its model is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+    Krum,
+    QFedAvg,
+)
+from flwr.supercore.privacy_accounting import SamplingMethod
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedrot.aggregation import Fisher, RegMean
+from fedrot.collect.statistic_kinds import check_statistics
+from fedrot.errors import UpdateError
+from fedrot.lora import AdapterOptions
+from fedrot.strategies import Aligned, FedRotLoRA
+from fedrot.strategies.round.inbox import Asked, readable_evaluations
+from fedrot.tensors import LARGEST_NORM, check_finite
+from tests.fuzz.cases import fuzzed
+from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+
+#: Sizes of numbers at which float32 and float64 break: too small, too large, none.
+SCALES = (0.0, 1e-320, 1e-44, 1e-20, 1e-6, 1.0, 1e6, 1e10, 1e15, 9e29, 1e38, float("nan"), float("inf"))
+WEIGHTS = (1e-9, 1.0, 10.0, 1e12)
+scales, weights, places = st.sampled_from(SCALES), st.sampled_from(WEIGHTS), st.integers(0, 3)
+usual = st.just(1.0)
+
+
+@st.composite
+def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
+    """Draw a matrix in float64: random, of one value, or with one entry, and of any size."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    found = torch.randn(shape, generator=generator, dtype=torch.float64)
+    match draw(st.integers(0, 4)):
+        case 0:
+            found = torch.ones_like(found)
+        case 1 if found.numel():
+            found = torch.zeros_like(found)
+            found.view(-1)[0] = 1
+    return found * draw(usual | scales)
+
+
+# Adapters
+
+INPUTS, OUTPUTS, RANK = 5, 4, 3
+MODULES = ("layer.0.query", "layer.0.value")
+LORA = {"peft_type": "LORA", "lora_alpha": 6}
+FOLD: dict[str, Any] = {"residual": "fold"}
+ADAPTERS = (
+    *(AdapterOptions(method) for method in ("mean", "pad", "rotate")),
+    *(AdapterOptions("exact", gauge=gauge) for gauge in ("keep-a", "none", "previous", "mean")),
+    *(AdapterOptions(method, **FOLD) for method in ("mean", "exact", "stack")),
+    AdapterOptions("exact", limit=1),
+    AdapterOptions("rotate", strength=0.5),
+)
+
+
+def named(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {n: f"base_model.model.{n[:-1]}lora_{n[-1]}.weight" for n in factors}
+    return {names[n]: factor.float() for n, factor in factors.items()}
+
+
+def adapter(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"A": (RANK, INPUTS), "B": (OUTPUTS, RANK)}
+    return named(
+        {f"{m}.{f}": torch.randn(sizes[f], generator=generator) for m in MODULES for f in sizes}
+    )
+
+
+@st.composite
+def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Draw an adapter whose factors may have any size, and another rank."""
+    rank = draw(st.sampled_from((RANK, RANK, RANK, 0, 1, RANK + 1)))
+    found, scale = {}, draw(usual | st.sampled_from((1e-44, 1e-42, 1e-20, 1e10, 1e15)))
+    for module in MODULES:
+        found[f"{module}.A"] = scale * draw(matrices(rank, INPUTS))
+        found[f"{module}.B"] = scale * draw(matrices(OUTPUTS, rank))
+    return named(found)
+
+
+@fuzzed(
+    3, options=st.sampled_from(ADAPTERS), hostile=adapters(), examples=weights, place=st.integers(0, 2)
+)
+def test_adapters_are_averaged_or_dropped(
+    options: AdapterOptions, hostile: dict[str, Tensor], examples: float, place: int
+) -> bool:
+    strategy = FedRotLoRA(LORA, options, fraction_evaluate=0.0)
+    honest = [(adapter(seed), 10.0) for seed in (1, 2)]
+    honest.insert(place, (hostile, examples))
+    accepted, arrays = played(strategy, adapter(0), honest)
+    check_finite(tensors_of(arrays))
+    assert accepted >= 2
+    return accepted == 3
+
+
+def played(
+    strategy: Any, base: dict[str, Tensor], sent: list[tuple[dict[str, Tensor], Any]], **metrics: Any
+) -> tuple[int, ArrayRecord]:
+    """Play a round, and return how many replies were accepted, and the model."""
+    grid = FakeGrid({100 + i: failure for i in range(len(sent))})
+    asked = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
+    asked.sort(key=lambda message: message.metadata.dst_node_id)
+    replies = []
+    for i, (message, (tensors, given)) in enumerate(zip(asked, sent, strict=True)):
+        own = given if isinstance(given, dict) else {"num-examples": given, **metrics}
+        replies.append(reply(message, tensors, own.get("num-examples", 1), i))
+        replies[-1].content["metrics"] = MetricRecord(own)
+    arrays, found = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    return len(sent) - int((found or {}).get("fedrot-replies-dropped", 0)), arrays
+
+
+# Statistics
+
+SIZE = 4
+SHAPES = {"w": (3, SIZE)}
+honest_inputs = torch.randn(20, SIZE, generator=torch.Generator().manual_seed(0))
+HONEST_GRAM = honest_inputs.T @ honest_inputs / 20
+
+
+@st.composite
+def grams(draw: st.DrawFn) -> Tensor:
+    """Draw what may be a Gram matrix, with a size of its own for every input."""
+    own = torch.tensor(draw(st.lists(scales, min_size=SIZE, max_size=SIZE)), dtype=torch.float64)
+    base = draw(matrices(SIZE, SIZE))
+    match draw(st.integers(0, 3)):
+        case 0 | 1:
+            base = base @ base.mT
+        case 2:
+            base = base + base.mT
+    root = own.sqrt() if draw(st.booleans()) else torch.ones(SIZE)
+    base = root[:, None] * base * root
+    for _ in range(draw(st.sampled_from((0, 0, 1, 2)))):
+        base[draw(st.integers(0, SIZE - 1)), draw(st.integers(0, SIZE - 1))] = draw(scales)
+    return base.to(draw(st.sampled_from((torch.float32, torch.float32, torch.float64))))
+
+
+@st.composite
+def fishers(draw: st.DrawFn) -> Tensor:
+    """Draw what may be a diagonal Fisher."""
+    found = draw(matrices(*SHAPES["w"]))
+    found = found if draw(st.integers(0, 4)) == 0 else found.abs()
+    return found.to(draw(st.sampled_from((torch.float16, torch.float32, torch.float64))))
+
+
+kinds = (
+    st.tuples(st.just("gram"), grams(), st.sampled_from((0.0, 0.9, 1.0))),
+    st.tuples(st.just("fisher"), fishers(), st.sampled_from((0.0, 1e-6))),
+)
+
+
+@fuzzed(4, drawn=st.one_of(kinds), update=matrices(*SHAPES["w"]), examples=weights, place=places)
+def test_statistics_leave_a_bounded_mean_or_are_refused(
+    drawn: tuple[str, Tensor, float], update: Tensor, examples: float, place: int
+) -> bool:
+    kind, value, setting = drawn
+    honest = HONEST_GRAM if kind == "gram" else torch.ones(SHAPES["w"])
+    clients = [(torch.full(SHAPES["w"], float(i)), 10.0, {kind: {"w": honest}}) for i in range(3)]
+    hostile = update.float(), examples, {kind: {"w": value}}
+    try:
+        check_finite({"w": hostile[0]})
+        check_statistics(hostile[2], SHAPES)
+    except UpdateError:
+        return False
+    clients.insert(place, hostile)
+    merge = RegMean(setting) if kind == "gram" else Fisher(setting)
+    for tensor, rows, statistics in clients:
+        merge.add({"w": tensor}, rows, statistics)
+    found = merge.result()["w"]
+    largest = max(float(torch.linalg.vector_norm(tensor.double())) for tensor, _, _ in clients)
+    assert float(torch.linalg.vector_norm(found.double())) <= min(1.001 * LARGEST_NORM, 1e4 * largest)
+    return True
+
+
+# Metrics, and strategies that look at every update
+
+BASE = {"w": torch.zeros(2, 3), "b": torch.ones(2)}
+LEDGER = SimpleNamespace(
+    config=SimpleNamespace(
+        sampling_method=SamplingMethod.NO_AMPLIFICATION, population_size=5, max_epsilon=None
+    ),
+    compose=lambda event: None,
+    get_privacy_spent=lambda: SimpleNamespace(epsilon=1.0, delta=1e-5, num_releases=1),
+)
+FIXED = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 5}
+ADAPTIVE = {"noise_multiplier": 0.1, "num_sampled_clients": 5}
+
+
+def in_front_of(strategy: type, *args: Any, **settings: Any) -> Any:
+    return type("Tried", (Aligned, strategy), {})(None, *args, align=False, anchor="global", **settings)
+
+
+BEHIND = {
+    **{s.__name__: lambda s=s: in_front_of(s) for s in (FedAvg, FedAdam, FedMedian, Krum)},
+    **{f"q={q}": lambda q=q: in_front_of(QFedAvg, q=q, client_learning_rate=0.1) for q in (0.2, 2.0)},
+    "fixed": lambda: in_front_of(DifferentialPrivacyServerSideFixedClipping, FedAvg(), **FIXED),
+    "adaptive": lambda: in_front_of(DifferentialPrivacyServerSideAdaptiveClipping, FedAvg(), **ADAPTIVE),
+}
+HOSTILE = ("\n\x1b[31mFORGED", "\u202e", "x" * 10_000, "loss", "norm_bit", "fedrot-replies-dropped")
+values = (
+    scales
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.lists(scales, max_size=3)
+    | st.sampled_from((-1.0, 0.5, 1e12, 1e308))
+)
+given = st.fixed_dictionaries({"num-examples": usual | weights | values, "train_loss": usual | values})
+metrics = given | st.dictionaries(
+    st.sampled_from(("num-examples", "train_loss", *HOSTILE)), values, max_size=4
+)
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Draw an update, which may be the broadcast model itself, or differ from it by hardly anything."""
+    if draw(st.integers(0, 3)) == 0:
+        return BASE
+    return {name: draw(matrices(*tensor.shape)).float() for name, tensor in BASE.items()}
+
+
+@fuzzed(2, behind=st.sampled_from(sorted(BEHIND)), update=updates(), own=metrics, place=places)
+def test_a_round_goes_on(
+    behind: str, update: dict[str, Tensor], own: dict[str, Any], place: int
+) -> bool:
+    clients: list[tuple[dict[str, Tensor], Any]] = [
+        ({n: t + 0.1 * (i + 1) for n, t in BASE.items()}, 1.0) for i in range(4)
+    ]
+    clients.insert(place, (update, own))
+    accepted, arrays = played(BEHIND[behind](), BASE, clients, train_loss=0.5)
+    check_finite(tensors_of(arrays))
+    assert accepted >= 4
+    return accepted == 5
+
+
+def test_a_weight_of_ones_own_does_not_end_a_run_with_an_accountant() -> None:
+    strategy = in_front_of(
+        DifferentialPrivacyServerSideFixedClipping, FedAvg(), accountant=LEDGER, **FIXED
+    )
+    grid = FakeGrid({100 + i: failure for i in range(5)})
+    asked = list(strategy.configure_train(1, ArrayRecord(BASE), ConfigRecord(), grid))
+    arrays, found = strategy.aggregate_train(
+        1, [reply(m, BASE, 5 if i == 0 else 1, i) for i, m in enumerate(asked)]
+    )
+    assert arrays is None  # Flower's accountant wants as many updates as clients were asked.
+    assert found["fedrot-replies-dropped"] == 1
+
+
+# Evaluations
+
+
+@st.composite
+def evaluations(draw: st.DrawFn, to: Message) -> Message:
+    """Draw a hostile evaluation, or an error reply with a reason that forges lines of the log."""
+    if draw(st.booleans()):
+        return Message(RecordDict({"metrics": MetricRecord(draw(metrics))}), reply_to=to)
+    reason = draw(st.sampled_from((*HOSTILE, None, "")) | st.text())
+    return Message(Error(1, reason), reply_to=to)
+
+
+QUESTIONS = list(
+    FedAvg(min_available_nodes=4, min_evaluate_nodes=4).configure_evaluate(
+        1, ArrayRecord(BASE), ConfigRecord(), FakeGrid({100 + i: failure for i in range(4)})
+    )
+)
+
+
+@fuzzed(2, hostile=evaluations(QUESTIONS[0]), place=places)
+def test_evaluations_of_honest_clients_are_averaged(hostile: Message, place: int) -> bool:
+    own = MetricRecord({"num-examples": 10, "train_loss": 0.5})
+    replies = [Message(RecordDict({"metrics": own}), reply_to=to) for to in QUESTIONS[1:]]
+    honest = list(replies)
+    replies[place:place] = [hostile, hostile]
+    asked = Asked([message.metadata for message in QUESTIONS])
+    found = readable_evaluations(replies, asked, 1, "num-examples")
+    assert all(any(one is message for message in found) for one in honest)
+    failed = [message for message in found if message.has_error()]
+    assert len(found) <= 4
+    assert all(message.error.reason.isprintable() for message in failed)
+    average = FedAvg().aggregate_evaluate(1, found)
+    assert average is not None
+    assert list(average) == ["train_loss"]
+    return any(one is hostile for one in found)

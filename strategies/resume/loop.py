@@ -87,6 +87,7 @@ def run(
         stopped = this.done > 0 and stops(this.done, this.result)
         for number in range(this.done + 1, num_rounds + 1):
             if stopped:
+                log(INFO, "Stopping early after round %d", number - 1)
                 break
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", number, num_rounds)
@@ -98,8 +99,6 @@ def run(
                 fields = {"round": number, "checkpoint": str(folder), "seconds": seconds}
                 log_fields(INFO, fields, "Checkpoint written to '%s' in %.2fs", folder, seconds)
             stopped = stops(number, this.result)
-        if stopped:
-            log(INFO, "Stopped early: should_stop said so.")
     this.log_end(time.time() - started)
     return this.result
 

@@ -39,13 +39,12 @@ class LocalGrid(Grid):
             self._sent[ids[-1]] = message
         return ids
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # As in Flower 1.43, and for older ones.
         self,
         reply_to_message_ids: Iterable[str] | None = None,
         *,
         message_ids: Iterable[str] | None = None,
     ) -> list[Message]:
-        # Before Flower 1.43 the only argument was message_ids.
         ids = message_ids if reply_to_message_ids is None else reply_to_message_ids
         answers = []
         for message_id in list(self._sent if ids is None else ids):

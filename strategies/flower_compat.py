@@ -1,4 +1,4 @@
-"""Flower's internals that fedrot uses, each with its reason and the versions of Flower it is tested with.
+"""Flower's internals that fedrot uses: the reason, and the versions of Flower they are tested with.
 
 =========================  =======================================================  =============
 function or constant       internal, and why it is used                             tested with

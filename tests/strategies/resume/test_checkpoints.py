@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,19 @@ def test_a_checkpoint_without_one_of_its_entries_is_damaged(
     path.write_text(json.dumps({"checkpoint": about, "sha256": _json_digest(about)}))
     assert round_of(Checkpoints(tmp_path).newest()) == 1
     assert "round-000002' cannot be used" in warnings()
+
+
+def test_the_nightly_build_of_flower_is_a_version_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if name == "flwr":
+            raise PackageNotFoundError(name)
+        return f"1.0 of {name}"
+
+    monkeypatch.setattr("fedrot.strategies.resume.checkpoints.version", installed)
+    about = json.loads((save(tmp_path, 1) / "checkpoint.json").read_text())["checkpoint"]
+    assert about["versions"]["flwr"] == "1.0 of flwr-nightly"
 
 
 # Two writers

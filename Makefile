@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs fuzz lint types wheel clean
+.PHONY: help demo test flower docs fuzz lint types wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,8 +18,27 @@ demo: .venv/installed ## three natural cases on bundled real data: tables and ru
 	$(BIN)/fedrot compare demo --out runs/demo
 
 # One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
-test: lint types docs ## lint, types, documentation, tests
+test: lint types docs flower ## lint, types, documentation, tests
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+
+# The environment has the oldest Flower that pyproject.toml allows (constraints.txt). Beside it lie its
+# newest release that is allowed, and the nightly build of the next: what was the newest when it was made.
+NEWER := .venv/flower-release .venv/flower-nightly
+.venv/flower-release/installed: ALLOWED = '$(shell sed -n 's/^flower = \["\(.*\)"\]/\1/p' pyproject.toml)'
+.venv/flower-nightly/installed: ALLOWED = --pre flwr-nightly
+$(NEWER:%=%/installed): .venv/installed
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(ALLOWED)
+	touch $@
+
+# The tests that touch Flower's interfaces; those of killed runs take long, and see nothing else of it.
+INTERFACE := $(addprefix tests/strategies/, test_flower_interface.py test_flower_compat.py test_drop_in.py \
+	test_fedrot.py test_lora.py test_first_hour.py round/test_streaming.py resume/test_resume.py)
+
+flower: $(NEWER:%=%/installed) ## the strategies' tests with newer versions of Flower
+	set -e; for flower in $(NEWER); do export PYTHONPATH=$$PWD/$$flower; ls -d $$flower/*.dist-info; \
+	$(BIN)/python -c "import flwr, os; assert flwr.__file__.startswith(os.environ['PYTHONPATH'])"; \
+	$(BIN)/python -m pytest --quiet --numprocesses logical --dist worksteal -k 'not kill' $(INTERFACE); done
 
 # Random replies, partitions, configurations and models, new ones every time: five minutes of one core.
 # (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from logging import INFO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import INFO, WARNING
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
@@ -18,9 +18,9 @@ from fedrot.anchors import ANCHORS, check_anchor
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
-from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.lazy_grid import LazyGrid, streamed
 from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog, begin_rows
-from fedrot.strategies.reporting.verdict import run_lines
+from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.round.aligner import Plan
@@ -35,7 +35,7 @@ from fedrot.strategies.round.merge import (
     Wrapped,
 )
 from fedrot.strategies.round.other_basis import Exchange, OtherBases
-from fedrot.strategies.round.outbox import plain, to_send
+from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.run_round import aligned_merge, run_round
 from fedrot.strategies.round.update import Schema, Update
@@ -90,7 +90,7 @@ class Aligned(Strategy):
     not_in_checkpoints: tuple[str, ...] = (
         *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting", "metrics_log"),
         *("other_bases", "comparison", "_checkpoints", "_device", "_broadcast", "_config"),
-        *("_grid", "_timeout", "_sent", "_sent_to_evaluate"),
+        *("_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
     )
 
     def __init__(
@@ -133,8 +133,9 @@ class Aligned(Strategy):
         self._config = ConfigRecord()
         self._grid: Grid | None = None
         self._timeout: float | None = None
-        self._sent: list[Metadata] = []
-        self._sent_to_evaluate: list[Metadata] = []
+        self._sent: list[Metadata] | None = None
+        self._sent_to_evaluate: list[Metadata] | None = None
+        self._begun: int | None = None
         self._clients: dict[int, int] = {}
         self._verdicts: dict[int, str] = {}
 
@@ -160,26 +161,43 @@ class Aligned(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
+        **further: Any,
     ) -> Result:
         """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time.
 
+        Args:
+            should_stop: as in Flower 1.43 and later. A resumed run asks it first about the checkpoint's
+                round, so that a run that it has stopped stays so.
+            **further: arguments of a later Flower, which are passed on.
+
         Raises:
-            FedrotError: ``initial_arrays`` is no model; or a checkpoint is wrong, see ``loop.run``.
+            FedrotError: ``initial_arrays`` is no model; a checkpoint is wrong, see ``loop.run``; or the
+                installed Flower, or a run with checkpoints, has no such argument.
         """
         arguments.check_initial_arrays(initial_arrays, self.symmetry, self.align)
+        if should_stop is not None:
+            further["should_stop"] = should_stop
+        with_loop = self._checkpoints is not None or self.checkpointing.resume is not None
+        arguments.check_further(further, super().start, run if with_loop else None)
         self._timeout = timeout
-        lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
-        checkpoints, resume = self._checkpoints, self.checkpointing.resume
+        self._sent = self._sent_to_evaluate = self._begun = None
+        self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         if self.comparison is not None:
             evaluate_fn = self.comparison.evaluating(evaluate_fn, self.aggregator(1) is not None)
         with self.metrics_log as metrics:
             evaluating = metrics.evaluating(evaluate_fn)
             given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
-            if checkpoints is None and resume is None:
-                self.begin(None)
-                result = super().start(lazy, initial_arrays, *given)
+            if with_loop:
+                further |= {"checkpoints": self._checkpoints, "resume": self.checkpointing.resume}
+                result = run(self, lazy, initial_arrays, *given, **further)
             else:
-                result = run(self, lazy, initial_arrays, *given, checkpoints=checkpoints, resume=resume)
+                self.begin(None)
+                result = super().start(lazy, initial_arrays, *given, **further)
+        # Before 1.43, Flower returned no model if every round had failed.
+        result.arrays = result.arrays or initial_arrays
+        if empty := empty_rounds(self._verdicts):
+            log(WARNING, empty)
         for line in run_lines(result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path):
             log(INFO, line)
         return result
@@ -199,12 +217,8 @@ class Aligned(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Keep the broadcast model and who was asked: ``aggregate_train`` is not given them."""
-        self._broadcast, self._config, self._grid = arrays, config, grid
-        if self.align:
-            arguments.check_not_behind(self)
-            self.symmetry = arguments.symmetry_for(self.symmetry, arrays)
-            self.symmetry.select(self.options.parts, self.options.layer_indices(self.symmetry.layers))
-            self.other_bases.prepare(self.symmetry)
+        self._config, self._grid = config, grid
+        self._begin_round(server_round, arrays)
         readable = plain(arrays)
         messages = super().configure_train(  # type: ignore[safe-super]
             server_round, readable, config, grid
@@ -228,11 +242,16 @@ class Aligned(Strategy):
         """Align the replies, let the strategy behind aggregate them, and report."""
         sent = sent_by(self._grid, self._sent)
         if not sent and not replies:
+            self._verdicts[server_round] = NOBODY
             return None, None
+        if not self._knows_model(server_round):
+            return self._passed_on(server_round, replies)
         this_round = Round(server_round)
         with Store(self.execution.spill) as store:
             asked = Asked(sent, self._clients)
-            merge = self._collected(replies, asked, this_round, store)
+            # A subclass that was given the replies first may read them before and afterwards.
+            one_pass = replies if self._in_front else streamed(replies)
+            merge = self._collected(one_pass, asked, this_round, store)
             arrays, metrics = merge.result(self._wrapped())
         # Without alignment the metrics are the strategy's own; only what went wrong is added.
         every = self.reporting.all_metrics
@@ -301,6 +320,52 @@ class Aligned(Strategy):
         assert isinstance(self.symmetry, Symmetry)
         return Plan(self.symmetry, self.options, self.anchor, self.other_bases, self._device)
 
+    def check_own_messages(self, messages: Sequence[Message]) -> None:
+        """Called with a round's messages if a subclass made them without ``configure_train`` of ours.
+
+        Raises:
+            FedrotError: the clients were not told what they need to know.
+        """
+
+    def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Keep the broadcast model, and find its symmetry."""
+        self._begun, self._broadcast = server_round, arrays
+        if self.align:
+            arguments.check_not_behind(self)
+            self.symmetry = arguments.symmetry_for(self.symmetry, arrays)
+            self.symmetry.select(self.options.parts, self.options.layer_indices(self.symmetry.layers))
+            self.other_bases.prepare(self.symmetry)
+
+    def _knows_model(self, server_round: int) -> bool:
+        """Return whether the round's broadcast model is known, if need be from the messages."""
+        if self._begun == server_round:
+            return True
+        messages = [*self._grid.replies.asked.values()] if isinstance(self._grid, LazyGrid) else []
+        if not messages:
+            return bool(self._broadcast)
+        self.check_own_messages(messages)
+        arrays = common_model(messages, getattr(self._weighting, "arrayrecord_key", None))
+        if arrays is not None:
+            self._begin_round(server_round, arrays)
+        return arrays is not None
+
+    def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Let the strategy behind aggregate replies to a model that is not known."""
+        if self.align or self.aggregator(server_round) is not None:
+            raise FedrotError(arguments.UNKNOWN_MODEL.format(name=type(self).__name__, n=server_round))
+        arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
+        self._verdicts[server_round] = NOBODY if arrays is None else OFF
+        self.metrics_log.write(server_round, TRAIN, metrics)
+        return arrays, metrics
+
+    @property
+    def _in_front(self) -> str:
+        """The method ``aggregate_train`` of a subclass or of the instance, empty if it is ours."""
+        if getattr(self.aggregate_train, "__func__", None) is Aligned.aggregate_train:
+            return ""
+        first = next(cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls))
+        return f"{first.__name__}.aggregate_train"
+
     def _collected(
         self, replies: Iterable[Message], asked: Asked, this_round: Round, store: Store
     ) -> Merge:
@@ -318,6 +383,7 @@ class Aligned(Strategy):
             uses_statistics=self.uses_statistics,
             copy=self.execution.deterministic,
             loss_key=getattr(self._weighting, "train_loss_key", None),
+            in_front=self._in_front,
         )
         run_round(
             replies,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from inspect import Parameter, signature
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ LEGACY = (
     "Flower's legacy server (ServerAppComponents, ServerApp(server_fn=...)) cannot run {name}: write "
     "app = ServerApp(), and in a function main(grid, context) under @app.main() "
     "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
+)
+
+#: The error of a round whose messages a subclass made itself, with no model that all clients received.
+UNKNOWN_MODEL = (
+    "The model that the clients received in round {n} is not known: {name} made the messages itself. "
+    "They do not hold one and the same ArrayRecord, or start of {name} is not fedrot's. Let its "
+    "configure_train call super().configure_train(server_round, arrays, config, grid), and change the "
+    "messages that this returns."
 )
 
 _CLIENT_SIDE = (
@@ -161,6 +170,29 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf: nothing can train from it.")
+
+
+def check_further(
+    given: Iterable[str], start: Callable[..., object], run: Callable[..., object] | None
+) -> None:
+    """Check arguments of ``start`` that not every Flower has.
+
+    Args:
+        given: their names.
+        start: of the strategy behind.
+        run: what runs the rounds in its place, if there are checkpoints.
+    """
+    for name in given:
+        if not _takes(start, name):
+            newer = " (Flower 1.43 and later have it)" if name == "should_stop" else ""
+            raise FedrotError(f"start of the installed Flower has no argument '{name}'{newer}.")
+        if run is not None and not _takes(run, name):
+            raise FedrotError(f"A run with checkpoints has no argument '{name}': leave one of them out.")
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    parameters = signature(function).parameters
+    return name in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:

@@ -1,27 +1,27 @@
-"""Flower's internals that fedrot uses, each with its reason and the versions it is tested with.
+"""Flower's internals that fedrot uses: the reason, and the versions of Flower they are tested with.
 
 =========================  =======================================================  =============
 function or constant       internal, and why it is used                             tested with
 =========================  =======================================================  =============
-``metrics_function``,      ``FedAvg.train_metrics_aggr_fn``: the function that      flwr 1.41
+``metrics_function``,      ``FedAvg.train_metrics_aggr_fn``: the function that      1.41 to 1.43
 ``without_metrics``        aggregates training metrics has no public accessor.
-``transient_attributes``   ``current_arrays``: strategies that remember the         flwr 1.41
+``transient_attributes``   ``current_arrays``: strategies that remember the         1.41 to 1.43
                            broadcast model, which a checkpoint need not repeat.
-``callers``                The call stack: nothing else tells a strategy which      flwr 1.41
+``callers``                The call stack: nothing else tells a strategy which      1.41 to 1.43
                            strategy wraps it and calls it.
-``inner_mods``             Closure cells of ``make_ffn``: nothing else tells a mod  flwr 1.41
+``inner_mods``             Closure cells of ``make_ffn``: nothing else tells a mod  1.41 to 1.43
                            which mods run between it and the client.
-``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in such    flwr 1.41
+``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in such    1.41 to 1.43
 ``SECURE_AGGREGATION``     messages have no names, or will be masked.
-``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   flwr 1.41
+``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   1.41 to 1.43
                            public name.
-``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       flwr 1.41,
+``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       1.41 to 1.43,
 ``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
 ``clips_zero``              ``get_norm`` of the privacy wrappers, which divide by the    flwr 1.41
                            norm of an update: that of no change is 0.
 ``equal_weights``          ``accountant``: a wrapper that keeps accounts raises on    flwr 1.41
                            clients of different weights.
-``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   flwr 1.41
+``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   1.41 to 1.43
                            that the engine has not given a run.
 =========================  =======================================================  =============
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 from typing import Any
@@ -130,6 +130,17 @@ class AlignedLoRA(Aligned):
         if self.adapters.folds:
             config[FOLDS] = True
         return super().configure_train(server_round, arrays, config, grid)
+
+    def check_own_messages(self, messages: Sequence[Message]) -> None:
+        """Refuse messages that do not say which factors to train, where the answer is not: both."""
+        configs = (c for m in messages for c in m.content.config_records.values())
+        must_say = self.adapters.schedule != "both" or self.adapters.folds
+        if must_say and not any(TRAIN in config for config in configs):
+            raise FedrotError(
+                f"The messages of {type(self).__name__} do not say which factors to train, or that a "
+                "residual will come. Let its configure_train call super().configure_train(server_round, "
+                "arrays, config, grid), and change the messages that this returns."
+            )
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""

@@ -39,9 +39,15 @@ class LocalGrid(Grid):
             self._sent[ids[-1]] = message
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(  # type: ignore[override]  # As in Flower 1.43, and for older ones.
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> list[Message]:
+        ids = message_ids if reply_to_message_ids is None else reply_to_message_ids
         answers = []
-        for message_id in list(message_ids):
+        for message_id in list(self._sent if ids is None else ids):
             message = self._sent.get(message_id)
             answer = message and self.nodes[message.metadata.dst_node_id](message)
             if answer is not None:

@@ -38,6 +38,10 @@ KEPT_ALIGNED, COMPARED = "fedrot-guard-kept-aligned", "fedrot-guard-aligned"
 #: The verdict on a round without alignment.
 OFF = "alignment is off: averaged as they are"
 
+#: The verdict on a round without any client in its mean, and the beginning of that on a lost one.
+NOBODY = "no reply accepted: the model stays as it was"
+_LOST = "no new model: "
+
 #: A removed share below this is not worth a word: it would be written as 0.0 %.
 _VISIBLE = 0.0005
 
@@ -68,9 +72,9 @@ def verdict(
         other; 12 of 16 groups moved``.
     """
     if not accepted:
-        return "no reply accepted: the model stays as it was"
+        return NOBODY
     if lost:
-        return f"no new model: {lost.removesuffix('.')}"
+        return f"{_LOST}{lost.removesuffix('.')}"
     if not aligned:
         return OFF
     reports = list(reports)
@@ -191,6 +195,33 @@ def run_lines(
     if rows is not None:
         lines.append(f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'")
     return lines
+
+
+def empty_rounds(verdicts: Mapping[int, str]) -> str:
+    """Return a line about the rounds that gave no new model, empty if there are none.
+
+    Args:
+        verdicts: of all rounds.
+    """
+    without = sorted(number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST)))
+    if not without:
+        return ""
+    which = f"{'round' if len(without) == 1 else 'rounds'} {_ranges(without)}"
+    return (
+        f"No new model in {which} (of {len(verdicts)}): no client is in the mean there, and the model "
+        "stayed as it was."
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as ``1-3, 7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def ends(rounds: Collection[int]) -> list[int]:

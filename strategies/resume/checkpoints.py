@@ -9,10 +9,11 @@ import os
 import platform
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ _FORMAT = 1
 _MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
 _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
+_UNFINISHED = ".writing-"
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 #: The folders locked by this process: the system's locks exclude other processes only.
 _HELD: set[Path] = set()
@@ -76,7 +78,7 @@ class Checkpoints:
         """Return the rounds that have a checkpoint, valid or damaged, in order."""
         if not self.folder.is_dir():
             return []
-        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        names = (_NAME.fullmatch(path.name) for path in _entries(self.folder))
         return sorted(int(name[1]) for name in names if name)
 
     def used(self) -> bool:
@@ -85,12 +87,37 @@ class Checkpoints:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make and lock the folder, and remove the unfinished checkpoint of a killed run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Make and lock the folder, and remove the unfinished checkpoint of a killed run.
+
+        Raises:
+            FedrotError: the folder cannot be made or written to, another run writes there, or something
+                else has the name of a checkpoint.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(self.folder, error) from error
         with _locked(self.folder):
-            for path in self.folder.glob(".writing-*"):
-                shutil.rmtree(path)
+            self._clear()
             yield
+
+    def _clear(self) -> None:
+        """Remove unfinished checkpoints, and make sure that all checkpoints are folders."""
+        unfinished = [
+            p for p in _entries(self.folder) if _NAME.fullmatch(p.name.removeprefix(_UNFINISHED))
+        ]
+        for path in unfinished:
+            if path.is_symlink() or not path.is_dir():
+                raise FedrotError(
+                    f"'{path}' has the name of a checkpoint, and is a file or a link. Move it away, or "
+                    "write to another folder."
+                )
+        try:
+            for path in unfinished:
+                if path.name.startswith(_UNFINISHED):
+                    shutil.rmtree(path)
+        except OSError as error:
+            raise _not_writable(self.folder, error) from error
 
     def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
         """Write the checkpoint of a round, then remove all but the newest; call it inside ``writing``.
@@ -99,7 +126,7 @@ class Checkpoints:
             FedrotError: it cannot be written, and nothing of it is left; or old ones cannot be removed.
         """
         target = self._path(number)
-        temporary = self.folder / f".writing-{target.name}"
+        temporary = self.folder / f"{_UNFINISHED}{target.name}"
         try:
             temporary.mkdir()
             _write(temporary, number, arrays, result, state)
@@ -137,11 +164,38 @@ class Checkpoints:
         )
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"round-{number:06d}"
+        return self.folder / _folder_name(number)
+
+
+def _folder_name(number: int) -> str:
+    return f"round-{number:06d}"
 
 
 class _DamagedError(Exception):
     """A checkpoint is not as it was written."""
+
+
+class _OtherFormatError(FedrotError):
+    """A checkpoint is of another version of this format."""
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder.
+
+    Raises:
+        FedrotError: it cannot be read.
+    """
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise FedrotError(f"The folder of checkpoints '{folder}' cannot be read: {error}.") from error
+
+
+def _not_writable(folder: Path, error: OSError) -> FedrotError:
+    return FedrotError(
+        f"Checkpoints cannot be written to '{folder}': {error}. Choose another folder, or make this one "
+        "writable."
+    )
 
 
 def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> None:
@@ -153,8 +207,6 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
         "versions": _versions(),
         "round": number,
         "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
-        # The result holds no model if every round so far has failed.
-        "trained": bool(result.arrays),
         "arrays": layouts,
         "state": encoded,
     }
@@ -172,35 +224,51 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
 
 
 def _read(folder: Path) -> Checkpoint:
-    about = _verified(folder)
-    if about["format"] != _FORMAT:
-        raise FedrotError(
-            f"'{folder}' was written by fedrot {about['versions']['fedrot']}, in format "
-            f"{about['format']}; this one reads format {_FORMAT}."
-        )
-    _compare(about["versions"])
-    bulk = safetensors.numpy.load_file(folder / _STATE)
-    arrays = _as_arrays(safetensors.torch.load_file(folder / _MODEL), about["arrays"])
-    result = Result(arrays=arrays if about["trained"] else ArrayRecord())
-    for name, metrics in about["metrics"].items():
-        setattr(result, name, decode(metrics, bulk))
-    return Checkpoint(folder, about["round"], arrays, result, about["state"], bulk)
+    """Read a checkpoint.
+
+    Raises:
+        _DamagedError: a file is not as it was written, or lies elsewhere (a link).
+        FedrotError: the checkpoint is of another version of this format.
+    """
+    try:
+        about = _verified(folder)
+        if about["format"] != _FORMAT:
+            raise _OtherFormatError(
+                f"'{folder}' was written by fedrot {about['versions']['fedrot']}, in format "
+                f"{about['format']}; this one reads format {_FORMAT}."
+            )
+        _compare(about["versions"])
+        bulk = safetensors.numpy.load_file(folder / _STATE)
+        arrays = _as_arrays(safetensors.torch.load_file(folder / _MODEL), about["arrays"])
+        result = Result(arrays=arrays)
+        for name in _METRICS:
+            setattr(result, name, decode(about["metrics"][name], bulk))
+        state = {key: about["state"][key] for key in ("strategy", "entries", "random")}
+        if folder.name != _folder_name(about["round"]):
+            raise _DamagedError(f"It is of round {about['round']!r:.60}.")
+        return Checkpoint(folder, about["round"], arrays, result, state, bulk)
+    except _OtherFormatError:
+        raise
+    except OSError as error:
+        raise _DamagedError(f"{error}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise _DamagedError(f"'{_ABOUT}' is not what was written ({error!r}).") from error
 
 
 def _verified(folder: Path) -> dict[str, Any]:
     """Return the contents of ``checkpoint.json``, if all digests are right."""
-    try:
-        written = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        about: dict[str, Any] = written["checkpoint"]
-        if written["sha256"] != _json_digest(about):
-            raise _DamagedError(f"'{_ABOUT}' was changed after it was written.")
-        for name, digest in about["sha256"].items():
-            if _digest(folder / name) != digest:
-                raise _DamagedError(f"'{name}' is not what was written.")
-    except OSError as error:
-        raise _DamagedError(f"{error}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _DamagedError(f"'{_ABOUT}' is not what was written ({error!r}).") from error
+    for path in (folder, *(folder / name for name in (_ABOUT, _MODEL, _STATE))):
+        if path.is_symlink():
+            raise _DamagedError(
+                f"'{path.name}' is a link; a checkpoint and its files are read in place."
+            )
+    written = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    about: dict[str, Any] = written["checkpoint"]
+    if written["sha256"] != _json_digest(about):
+        raise _DamagedError(f"'{_ABOUT}' was changed after it was written.")
+    for name in (_MODEL, _STATE):
+        if _digest(folder / name) != about["sha256"][name]:
+            raise _DamagedError(f"'{name}' is not what was written.")
     return about
 
 
@@ -254,26 +322,48 @@ def _locked(folder: Path) -> Iterator[None]:
     place = folder.resolve()
     if place in _HELD:
         raise FedrotError(f"Another run in this process is writing checkpoints to '{folder}'.")
-    with (place / _LOCK).open("a+", encoding="utf-8") as file:
+    with _opened(place / _LOCK) as descriptor:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 log(WARNING, "'%s' cannot be locked against other runs: %s", folder, error)
             else:
-                file.seek(0)
+                owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
                 raise FedrotError(
-                    f"Another run ({file.read().strip()}) is writing checkpoints to '{folder}'. End it "
-                    "first, or choose another folder."
+                    f"Another run ({owner}) is writing checkpoints to '{folder}'. End it first, or "
+                    "choose another folder."
                 ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        except OSError as error:
+            raise _not_writable(folder, error) from error
         _HELD.add(place)
         try:
             yield
         finally:
             _HELD.discard(place)
+
+
+@contextmanager
+def _opened(lock: Path) -> Iterator[int]:
+    """Open a lock file, which is made if it is missing; a link is not followed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(lock, flags, 0o666)
+    except OSError as error:
+        if lock.is_symlink() or lock.is_dir():
+            raise FedrotError(
+                f"'{lock}' is a link or a folder, not a file of ours. Remove it."
+            ) from error
+        raise _not_writable(lock.parent, error) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FedrotError(f"'{lock}' is not a file of ours. Remove it.")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _digest(path: Path) -> str:
@@ -286,7 +376,15 @@ def _json_digest(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def _version(name: str) -> str:
+    """Return the version of a package; of Flower, the nightly build has another name."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return version(f"{name}-nightly")
 
 
 def _compare(written: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ import io
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from logging import INFO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ def run(
     train_config: ConfigRecord | None = None,
     evaluate_config: ConfigRecord | None = None,
     evaluate_fn: Evaluate | None = None,
+    should_stop: Callable[[int, Result], bool] | None = None,
     *,
     checkpoints: Checkpoints | None = None,
     resume: str | Path | None = None,
@@ -49,8 +50,9 @@ def run(
 
     Args:
         strategy: built as for the run that is resumed.
-        grid: as in ``Strategy.start``, like all arguments up to ``evaluate_fn``.
+        grid: as in ``Strategy.start``, like all arguments up to ``should_stop``.
         num_rounds: of the whole run, with the rounds before it was resumed.
+        should_stop: asked after each checkpoint, and first about the round of the one that is resumed.
         checkpoints: where to write.
         resume: the folder of checkpoints to resume from. If ``checkpoints`` writes to it, it may be
             empty or missing; then the run starts from round 1.
@@ -67,6 +69,7 @@ def run(
         ConfigRecord() if evaluate_config is None else evaluate_config,
         evaluate_fn,
         initial_arrays,
+        Result(arrays=initial_arrays),
     )
     this.log_start(num_rounds)
     with ExitStack() as stack:
@@ -80,7 +83,12 @@ def run(
             this.go_on(source.newest(), state)
         else:
             this.begin(0 if killed_in_first else None)
+        stops = should_stop or (lambda number, result: False)
+        stopped = this.done > 0 and stops(this.done, this.result)
         for number in range(this.done + 1, num_rounds + 1):
+            if stopped:
+                log(INFO, "Stopping early after round %d", number - 1)
+                break
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", number, num_rounds)
             this.round(number)
@@ -90,6 +98,7 @@ def run(
                 seconds = time.time() - saving
                 fields = {"round": number, "checkpoint": str(folder), "seconds": seconds}
                 log_fields(INFO, fields, "Checkpoint written to '%s' in %.2fs", folder, seconds)
+            stopped = stops(number, this.result)
     this.log_end(time.time() - started)
     return this.result
 
@@ -129,7 +138,7 @@ class _Run:
     evaluate_config: ConfigRecord
     evaluate_fn: Evaluate | None
     arrays: ArrayRecord
-    result: Result = field(default_factory=Result)
+    result: Result
     done: int = 0
 
     def begin(self, after_round: int | None) -> None:

@@ -44,12 +44,16 @@ class Asked:
     """Who was asked in one round, and who has not answered yet.
 
     Args:
-        messages: metadata of the messages that were sent, which have their ids only then.
+        messages: metadata of the messages that were sent, which have their ids only then. None if they
+            are not known: then every reply is taken for one that was asked for.
         clients: the clients' own ids by node, as far as they have named themselves in this run.
     """
 
-    def __init__(self, messages: Iterable[Metadata] = (), clients: dict[int, int] | None = None) -> None:
-        self._asked = {(message.message_id, message.dst_node_id) for message in messages}
+    def __init__(
+        self, messages: Iterable[Metadata] | None = (), clients: dict[int, int] | None = None
+    ) -> None:
+        self._known = messages is not None
+        self._asked = {(message.message_id, message.dst_node_id) for message in messages or ()}
         self._silent = set(self._asked)
         self._clients = {} if clients is None else clients
 
@@ -60,6 +64,9 @@ class Asked:
             UpdateError: it answers no question of this round, or one that was answered already.
         """
         question = message.metadata.reply_to_message_id, message.metadata.src_node_id
+        if question not in self._asked and not self._known:
+            self._asked.add(question)
+            self._silent.add(question)
         if question not in self._asked:
             raise UpdateError("It answers no request of this round: late, or not meant for us.")
         if question not in self._silent:
@@ -86,7 +93,7 @@ class Asked:
         return sorted(self._clients.get(node, node) for _, node in self._silent)
 
 
-def sent_by(grid: Grid | None, given: list[Metadata]) -> list[Metadata]:
+def sent_by(grid: Grid | None, given: list[Metadata] | None) -> list[Metadata] | None:
     """Return what a grid has sent: a subclass may have sent other messages than it was given."""
     return (grid.sent if isinstance(grid, LazyGrid) else []) or given
 
@@ -134,6 +141,7 @@ class Inbox:
         uses_statistics: False leaves out the statistics of replies, with a warning.
         copy: see ``Schema.read``.
         loss_key: the metric that the strategy weights updates by, as q-FedAvg does; None if it does not.
+        in_front: the method of a subclass that was given the replies first, empty if there is none.
     """
 
     asked: Asked
@@ -144,6 +152,7 @@ class Inbox:
     uses_statistics: bool = True
     copy: bool = False
     loss_key: str | None = None
+    in_front: str = ""
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -211,7 +220,7 @@ class Inbox:
     def close(self) -> None:
         """Note the clients that have not answered."""
         for client in self.asked.silent:
-            self.this_round.miss(client)
+            self.this_round.miss(client, self.in_front)
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:

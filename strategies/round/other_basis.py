@@ -27,6 +27,7 @@ from fedrot.strategies.client_matching import (
     read_moves,
     request,
 )
+from fedrot.strategies.lazy_grid import streamed
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import OtherBasis
@@ -45,7 +46,7 @@ class Exchange(NamedTuple):
 
     def of(self, requests: Sequence[Message]) -> Iterable[Message]:
         """Send requests, and return the answers that come in time."""
-        return self.grid.send_and_receive(requests, timeout=self.timeout) if requests else ()
+        return streamed(self.grid.send_and_receive(requests, timeout=self.timeout)) if requests else ()
 
 
 class OtherBases:

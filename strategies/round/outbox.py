@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
@@ -14,7 +14,12 @@ from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Store, Stored
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
-from fedrot.strategies.wire.records import STATISTICS, TOKEN_COUNTS, replace_changed
+from fedrot.strategies.wire.records import (
+    STATISTICS,
+    TOKEN_COUNTS,
+    model_records,
+    replace_changed,
+)
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
@@ -23,6 +28,23 @@ def plain(arrays: ArrayRecord) -> ArrayRecord:
         return arrays
     tensors = from_arrays(arrays)
     return replace_changed(arrays, tensors, tensors)
+
+
+def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord | None:
+    """Return the ArrayRecord that all messages hold, None if there is none.
+
+    Args:
+        messages: of one round.
+        record: the record's name, if the strategy says it; the only one of a message will do.
+    """
+    found: ArrayRecord | None = None
+    for message in messages:
+        records = model_records(message.content)
+        (own,) = records.values() if len(records) == 1 else (records.get(record or ""),)
+        if own is None or (found is not None and own is not found and dict(own) != dict(found)):
+            return None
+        found = own
+    return found
 
 
 def to_send(

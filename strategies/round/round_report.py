@@ -71,9 +71,10 @@ class Round:
         self.failed.append((client, reason))
         self._log(INFO, {"client": client, "failed": reason}, f"\t> {who} %d: %s", client, reason)
 
-    def miss(self, client: int) -> None:
-        """Note a client that did not answer."""
-        self.fail(client, "No answer came in time.", who="Client")
+    def miss(self, client: int, in_front: str = "") -> None:
+        """Note a client that did not answer, or whose reply the method ``in_front`` did not pass on."""
+        left_out = f", or {in_front} left it out" if in_front else ""
+        self.fail(client, f"No answer came in time{left_out}.", who="Client")
 
     def take(self, update: Update) -> None:
         """Log a good reply, on the level of details."""

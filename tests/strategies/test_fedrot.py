@@ -413,7 +413,7 @@ def test_without_a_good_reply_the_model_stays() -> None:
     base = model()
     clients = {100: lambda m: no_examples(m, base), 101: lambda m: no_metrics(m, base)}
     result = FedRot(CONFIG, fraction_evaluate=0.0).start(FakeGrid(clients), ArrayRecord(base), 2)
-    assert list(result.arrays) == []
+    assert result.arrays.object_id == ArrayRecord(base).object_id
     assert result.train_metrics_clientapp[2]["fedrot-replies-dropped"] == 2
 
 

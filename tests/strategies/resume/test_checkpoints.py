@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flwr.serverapp.strategy import FedAvg, Result
 from safetensors.torch import load_file
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints
+from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints, _json_digest
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 from fedrot.strategies.wire.arrays import to_arrays
@@ -118,11 +119,11 @@ def test_the_newest_model_loads_as_it_is(tmp_path: Path) -> None:
     model.load_state_dict(loaded)
 
 
-def test_a_result_without_a_model_stays_without(tmp_path: Path) -> None:
+def test_the_result_has_the_initial_model_if_every_round_has_failed(tmp_path: Path) -> None:
     save(tmp_path, 1, result=Result())
     found = Checkpoints(tmp_path).newest()
     assert round_of(found) == 1
-    assert list(found.result.arrays) == []
+    assert found.result.arrays is found.arrays
 
 
 def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -333,6 +334,104 @@ def test_other_versions_are_named(
     assert f"torch 0.0.1 -> {torch.__version__.partition('+')[0]}" in caplog.text
 
 
+# What lies in the folder beside checkpoints
+
+
+def _link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def _file(path: Path, target: Path) -> None:
+    path.write_text("mine")
+
+
+def _folder(path: Path, target: Path) -> None:
+    path.mkdir()
+
+
+def _pipe(path: Path, target: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        *((".lock", put) for put in (_link, _folder, _pipe)),
+        *((f"{mark}round-000002", put) for mark in ("", ".writing-") for put in (_link, _file)),
+    ],
+)
+@pytest.mark.parametrize("target", ["file", "folder", "missing"])
+def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
+    tmp_path: Path, name: str, put: Callable[[Path, Path], None], target: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside").write_text("precious")
+    folder = tmp_path / "run"
+    save(folder, 1)
+    (folder / name).unlink(missing_ok=True)
+    put(folder / name, tmp_path / target)
+    with pytest.raises(FedrotError, match=re.escape(name)), Checkpoints(folder).writing():
+        pass
+    assert (tmp_path / "file").read_text() == "precious"
+    assert (tmp_path / "folder" / "inside").read_text() == "precious"
+    assert not (tmp_path / "missing").exists()
+    (folder / name).lstat()
+    assert round_of(Checkpoints(folder).newest()) == 1
+
+
+@pytest.mark.parametrize("name", [".writing-x", ".writing-x/inside", "notes.txt", "round-1", "round-x"])
+def test_other_names_are_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    for number in range(1, 4):
+        save(tmp_path, number, keep=1)
+    assert (tmp_path / name).read_text() == "mine"
+    assert round_of(Checkpoints(tmp_path).newest()) == 3
+
+
+@pytest.mark.parametrize("name", ["", *FILES])
+def test_a_link_in_place_of_a_checkpoint_or_of_its_files_is_not_followed(
+    tmp_path: Path, name: str, warnings: Callable[[], str]
+) -> None:
+    for number in (1, 2):
+        save(tmp_path / "run", number)
+    path = tmp_path / "run" / "round-000002" / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert round_of(Checkpoints(tmp_path / "run").newest()) == 1
+    assert "link" in warnings()
+
+
+@pytest.mark.parametrize("key", ["format", "versions", "round", "metrics", "arrays", "state", "sha256"])
+@pytest.mark.parametrize("wrong", [None, [], "x"])
+def test_a_checkpoint_without_one_of_its_entries_is_damaged(
+    tmp_path: Path, key: str, wrong: Any, warnings: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / "checkpoint.json"
+    about = json.loads(path.read_text())["checkpoint"]
+    del about[key]
+    if wrong is not None and key != "format":
+        about[key] = wrong
+    path.write_text(json.dumps({"checkpoint": about, "sha256": _json_digest(about)}))
+    assert round_of(Checkpoints(tmp_path).newest()) == 1
+    assert "round-000002' cannot be used" in warnings()
+
+
+def test_the_nightly_build_of_flower_is_a_version_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if name == "flwr":
+            raise PackageNotFoundError(name)
+        return f"1.0 of {name}"
+
+    monkeypatch.setattr("fedrot.strategies.resume.checkpoints.version", installed)
+    about = json.loads((save(tmp_path, 1) / "checkpoint.json").read_text())["checkpoint"]
+    assert about["versions"]["flwr"] == "1.0 of flwr-nightly"
+
+
 # Two writers
 
 
@@ -391,6 +490,39 @@ def full_after(size: int) -> Iterator[None]:
 
 def _large(number: int) -> ArrayRecord:
     return ArrayRecord({"weight": torch.full((1000, 1000), float(number))})
+
+
+@pytest.mark.parametrize("folder", ["file/run", "/proc/run", "/proc/self"])
+def test_a_folder_that_cannot_be_written_to_is_an_error_at_the_start(
+    tmp_path: Path, folder: str
+) -> None:
+    """Root may write everywhere else."""
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(FedrotError, match="cannot be written to"),
+        Checkpoints(tmp_path / folder).writing(),
+    ):
+        pass
+
+
+def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run")
+    with full_after(0), pytest.raises(FedrotError, match="cannot be written to"), checkpoints.writing():
+        pass
+    save(tmp_path / "run", 1)  # The lock is free again.
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save(tmp_path, 1)
+
+    def refused(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(FedrotError, match="Permission denied"):
+        Checkpoints(tmp_path).newest()
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_others_whole(tmp_path: Path) -> None:

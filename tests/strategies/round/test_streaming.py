@@ -330,7 +330,7 @@ def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() ->
     slow = Slow(clients(), {100: 3, 101: 1, 102: 2})
     grid = Quick(slow)
     messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
-    waiting = grid.send_and_receive(messages, timeout=60)
+    waiting = grid.send_and_receive(messages, timeout=60).stream()
     assert slow.asked == [[100, 101, 102]]
     assert slow.pulled == []
     assert [m.metadata.src_node_id for m in waiting] == [101, 102, 100]
@@ -358,7 +358,7 @@ def test_what_has_arrived_when_time_is_up_is_taken_however_long_the_others_took(
     grid = LazyGrid(Slow(clients(), {100: 1, 101: 1, 102: 1}))
     messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
     found = []
-    for message in grid.send_and_receive(messages, timeout=0.2):
+    for message in grid.send_and_receive(messages, timeout=0.2).stream():
         time.sleep(0.15)
         found.append(message)
     assert len(found) == 3
@@ -369,7 +369,7 @@ def test_what_arrives_in_time_while_another_reply_is_used_is_taken() -> None:
     grid = LazyGrid(Slow(clients(), {100: 1, 101: 2, 102: 2}))
     messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
     found = []
-    for message in grid.send_and_receive(messages, timeout=0.1):
+    for message in grid.send_and_receive(messages, timeout=0.1).stream():
         if not found:
             time.sleep(0.15)
         found.append(message)

@@ -1,0 +1,177 @@
+"""Subclasses as Flower's documentation, examples and templates write them, over any strategy.
+
+Each function returns a subclass of ``base``. What it reads in replies is in its attribute ``seen``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+Template = Callable[[Any], Any]
+
+
+def megabytes(messages: Iterable[Message]) -> float:
+    """Return the size of all arrays in messages."""
+    records = [r for m in messages if m.has_content() for r in m.content.array_records.values()]
+    return sum(record.count_bytes() for record in records) / 1024**2
+
+
+def decaying(base: Any) -> Any:
+    """The tutorial "Use a federated learning strategy", and "Configure clients": a learning rate."""
+
+    class CustomFedAdagrad(base):
+        seen: Any = ()
+
+        def configure_train(
+            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Iterable[Message]:
+            if server_round % 2 == 0:
+                config["lr"] *= 0.5
+            return super().configure_train(server_round, arrays, config, grid)
+
+    return CustomFedAdagrad
+
+
+def looking(base: Any) -> Any:
+    """A strategy that looks at the replies before and after they are aggregated."""
+
+    class LooksAtReplies(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.seen: list[Any] = []
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            self.seen.append([r.content.object_id for r in replies if r.has_content()])
+            aggregated = super().aggregate_train(server_round, replies)
+            self.seen.append([r.content.object_id for r in replies if r.has_content()])
+            return aggregated
+
+        def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
+            self.seen.append(sorted(r.metadata.src_node_id for r in replies))
+            aggregated = super().aggregate_evaluate(server_round, replies)
+            self.seen.append(len([*replies]))
+            return aggregated
+
+    return LooksAtReplies
+
+
+def tracking(base: Any) -> Any:
+    """The four FlowerTune templates: they count the bytes of messages and replies."""
+
+    class FlowerTuneLlm(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.seen: list[float] = []
+
+        def configure_train(
+            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Iterable[Message]:
+            messages = super().configure_train(server_round, arrays, config, grid)
+            self.seen.append(megabytes(messages))
+            return messages
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            self.seen.append(megabytes(replies))
+            return super().aggregate_train(server_round, replies)
+
+    return FlowerTuneLlm
+
+
+def exclusive(base: Any) -> Any:
+    """The whisper example: clients that have not trained are left out."""
+
+    class ExclusiveFedAvg(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.seen: list[str] = []
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            trained = [r for r in replies if r.has_content() and r.content["state"]["trained"]]
+            self.seen.append(f"{len(trained)}/{len(replies)}")
+            return super().aggregate_train(server_round, trained)
+
+    return ExclusiveFedAvg
+
+
+def own_start(base: Any) -> Any:
+    """The tutorial "Build a strategy from scratch", and the example of PyTorch: an own ``start``."""
+
+    class KeepsTheBest(base):
+        seen: Any = ()
+
+        def start(
+            self,
+            grid: Grid,
+            initial_arrays: ArrayRecord,
+            num_rounds: int = 3,
+            timeout: float = 3600,
+            train_config: ConfigRecord | None = None,
+            evaluate_config: ConfigRecord | None = None,
+            evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        ) -> Result:
+            self.summary()
+            result, arrays, configs = Result(), initial_arrays, (train_config, evaluate_config)
+            train, evaluate = (ConfigRecord() if config is None else config for config in configs)
+            best: list[tuple[float, int]] = []
+            for number in range(1, num_rounds + 1):
+                messages = self.configure_train(number, arrays, train, grid)
+                replies = grid.send_and_receive(messages=messages, timeout=timeout)
+                aggregated, metrics = self.aggregate_train(number, replies)
+                if aggregated is not None:
+                    result.arrays = arrays = aggregated
+                if metrics is not None:
+                    result.train_metrics_clientapp[number] = metrics
+                messages = self.configure_evaluate(number, arrays, evaluate, grid)
+                replies = grid.send_and_receive(messages=messages, timeout=timeout)
+                found = self.aggregate_evaluate(number, replies)
+                if found is not None:
+                    result.evaluate_metrics_clientapp[number] = found
+                    best.append((float(found["score"]), number))
+            self.seen = max(best)
+            return result
+
+    return KeepsTheBest
+
+
+def own_messages(base: Any) -> Any:
+    """A strategy that makes its messages itself."""
+
+    class SotaStrategy(base):
+        seen: Any = ()
+
+        def messages(self, kind: str, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
+            content = RecordDict({"arrays": arrays, "config": config})
+            return [Message(content, node, kind) for node in sorted(grid.get_node_ids())]
+
+        def configure_train(
+            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Iterable[Message]:
+            config["server-round"] = server_round
+            return self.messages(MessageType.TRAIN, arrays, config, grid)
+
+        def configure_evaluate(
+            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Iterable[Message]:
+            config["server-round"] = server_round
+            return self.messages(MessageType.EVALUATE, arrays, config, grid)
+
+    return SotaStrategy
+
+
+#: By name; the tutorials and "Configure clients" share two, the FlowerTune templates one.
+TEMPLATES: dict[str, Template] = {
+    "learning rate": decaying,
+    "replies": looking,
+    "FlowerTune": tracking,
+    "whisper": exclusive,
+    "own start": own_start,
+    "own messages": own_messages,
+    "own start, tracking": lambda base: own_start(tracking(base)),
+    "own messages, replies": lambda base: own_messages(looking(base)),
+    "own start and messages": lambda base: own_start(own_messages(base)),
+}

@@ -1,0 +1,365 @@
+"""Subclasses of Flower's documentation work over our strategies as they do over Flower's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+)
+
+import fedrot
+from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions
+from fedrot.strategies import Aligned, Checkpointing, Execution, FedRot, FedRotLoRA
+from fedrot.strategies.lazy_grid import LazyGrid, Replies
+from fedrot.strategies.lora import AlignedLoRA
+from tests.models import config_of, near
+from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of, timeless
+from tests.strategies.templates import TEMPLATES, looking, own_messages, own_start, tracking
+from tests.strategies.test_lora import CONFIG as LORA
+from tests.strategies.test_lora import adapter, floats
+
+CONFIG = config_of(NAME)
+ROUNDS = 3
+NODES = range(100, 104)
+
+
+class AlignedFedAvg(Aligned, FedAvg):
+    pass
+
+
+class AlignedFedAdagrad(Aligned, FedAdagrad):
+    pass
+
+
+class Sent(FakeGrid):
+    """Notes what is sent: node, kind of message, and the identity of the content."""
+
+    def __init__(self, nodes: Any) -> None:
+        super().__init__(nodes)
+        self.noted: list[Any] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        given = list(messages)
+        for m in given:
+            self.noted.append((m.metadata.dst_node_id, m.metadata.message_type, m.content.object_id))
+        return super().push_messages(given)
+
+
+def client(message: Message, scramble: bool = False) -> Message:
+    """Train or evaluate; node 101 does not train in round 2, node 103 fails in round 3."""
+    node = message.metadata.dst_node_id
+    number: Any = message.content["config"]["server-round"]
+    if (number, node) == (3, 103):
+        return failure(message)
+    if message.metadata.message_type == "evaluate":
+        score = (node * number) % 7 / 10
+        return Message(
+            RecordDict({"metrics": MetricRecord({"num-examples": node, "score": score})}),
+            reply_to=message,
+        )
+    received = tensors_of(message.content.array_records["arrays"])
+    update = near(received, 0.02, 10 * number + node)
+    if scramble:
+        update = fedrot.random_equivalent(update, SYMMETRY, 100 * number + node)
+    answer = reply(message, update, node - 90, loss=0.1 * number)
+    answer.content["state"] = ConfigRecord({"trained": (number, node) != (2, 101)})
+    return answer
+
+
+def clients(scramble: bool = False) -> dict[int, Any]:
+    return {node: partial(client, scramble=scramble) for node in NODES}
+
+
+def played(strategy: Any, tensors: Any = None, grid: Any = None) -> tuple[Any, Any, Any]:
+    """Run a strategy; return the result, what was sent, and what the subclass has seen."""
+    random.seed(0)
+    grid = Sent(clients()) if grid is None else grid
+    initial = ArrayRecord(state() if tensors is None else tensors)
+    result = strategy.start(grid, initial, ROUNDS, train_config=ConfigRecord({"lr": 0.1}))
+    return result, grid.noted, strategy.seen
+
+
+def ends(result: Any) -> list[Any]:
+    """Return the model bit for bit, and the metrics without ours."""
+    metrics = [result.train_metrics_clientapp, result.evaluate_metrics_clientapp]
+    ours = [
+        {n: {k: v for k, v in record.items() if not k.startswith("fedrot-")} for n, record in by.items()}
+        for by in metrics
+    ]
+    return [result.arrays.object_id, *ours]
+
+
+def metrics(result: Any) -> Any:
+    return {n: timeless(record) for n, record in result.train_metrics_clientapp.items()}
+
+
+BASES = ((FedAvg, FedRot), (FedAvg, AlignedFedAvg), (FedAdagrad, AlignedFedAdagrad))
+
+
+@pytest.mark.parametrize(
+    ("flowers", "ours", "template"),
+    [
+        (flowers, ours, template)
+        for flowers, ours in BASES
+        for template in TEMPLATES
+        # Flower's FedAdagrad needs its own configure_train.
+        if flowers is FedAvg or "messages" not in template
+    ],
+)
+def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strategy(
+    flowers: Any, ours: Any, template: str
+) -> None:
+    build = TEMPLATES[template]
+    theirs, sent, seen = played(build(flowers)())
+    result, our_sent, our_seen = played(build(ours)(align=False))
+    assert our_sent == sent
+    assert len(sent) == 2 * ROUNDS * len(NODES)
+    assert our_seen == seen
+    assert ends(result) == ends(theirs)
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "own start and messages"])
+def test_with_alignment_every_round_has_its_clients(template: str) -> None:
+    build = TEMPLATES[template]
+    settings: dict[str, Any] = {"options": fedrot.AlignmentOptions(chance=0.0), "anchor": "global"}
+    _, _, seen = played(build(FedAvg)())
+    honest, _, honest_seen = played(build(FedRot)(CONFIG, **settings))
+    result, _, _ = played(build(FedRot)(CONFIG, **settings), grid=Sent(clients(scramble=True)))
+    assert honest_seen[0] == seen[0] if isinstance(seen, list) else honest_seen == seen
+    accepted = [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
+    assert accepted == ([4, 3, 3] if template == "whisper" else [4, 4, 3])
+    for name, tensor in tensors_of(result.arrays).items():
+        assert torch.allclose(tensor, tensors_of(honest.arrays)[name], atol=1e-4), name
+
+
+def adapter_client(message: Message) -> Message:
+    answer = client(message)
+    if answer.has_content() and answer.content.array_records:
+        received = tensors_of(message.content.array_records["arrays"])
+        step = floats(adapter(message.metadata.dst_node_id))
+        changed = {n: t + 0.1 * step[n] for n, t in received.items()}
+        answer.content["arrays"] = ArrayRecord(changed)
+    return answer
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "own start and messages"])
+def test_the_same_templates_over_adapters(template: str) -> None:
+    build, start = TEMPLATES[template], floats(adapter(9))
+    grids = [Sent(dict.fromkeys(NODES, adapter_client)) for _ in range(2)]
+    theirs, _, seen = played(build(FedAvg)(), start, grids[0])
+    result, _, our_seen = played(build(FedRotLoRA)(LORA), start, grids[1])
+    # What is seen of other rounds follows from the means, whose last bits differ.
+    assert our_seen[0] == seen[0] if isinstance(seen, list) else our_seen == seen
+    assert result.train_metrics_clientapp.keys() == {1, 2, 3}
+    for name, tensor in tensors_of(theirs.arrays).items():
+        assert torch.allclose(tensor, tensors_of(result.arrays)[name], atol=1e-5), name
+
+
+# --- replies -----------------------------------------------------------------------------------------
+
+
+class Private(Aligned, DifferentialPrivacyServerSideFixedClipping):
+    pass
+
+
+class AlignedFedAdam(Aligned, FedAdam):
+    pass
+
+
+class AlignedFedMedian(Aligned, FedMedian):
+    pass
+
+
+READ_TWICE: dict[str, Callable[[Any], Any]] = {
+    "FedRot": lambda of: of(FedRot)(CONFIG),
+    "FedRot, global": lambda of: of(FedRot)(CONFIG, anchor="global"),
+    "FedRot, consensus": lambda of: of(FedRot)(CONFIG, anchor="consensus"),
+    "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, execution=Execution(deterministic=True)),
+    "FedRot, half precision": lambda of: of(FedRot)(CONFIG, execution=Execution(wire=torch.float16)),
+    "FedAdam": lambda of: of(AlignedFedAdam)(CONFIG, eta=0.01),
+    "FedMedian": lambda of: of(AlignedFedMedian)(CONFIG),
+    "privacy": lambda of: of(Private)(CONFIG, FedAvg(), 0.1, 1.0, 4, anchor="global"),
+}
+
+
+@pytest.mark.parametrize("name", READ_TWICE)
+def test_a_subclass_reads_the_same_replies_before_and_afterwards(name: str) -> None:
+    result, _, seen = played(READ_TWICE[name](looking), grid=Sent(clients(scramble=True)))
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
+    for before, after, evaluated, count in zip(*[iter(seen)] * 4, strict=True):
+        assert before == after
+        assert len(set(before)) == len(before) >= 3
+        assert len(evaluated) == count == 4
+
+
+def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class AllButOne(FedRot):
+        seen: Any = ()
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            others = (r for r in replies if r.metadata.src_node_id > 100)
+            return super().aggregate_train(server_round, others)
+
+    caplog.set_level("INFO", "flwr")
+    result, _, _ = played(AllButOne(CONFIG))
+    accepted = [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
+    assert accepted == [3, 3, 2]
+    assert "AllButOne.aggregate_train" in caplog.text
+
+
+def test_a_method_of_the_instance_sees_the_replies_too() -> None:
+    strategy: Any = FedRot(CONFIG)
+    strategy.seen, inner = [], strategy.aggregate_train
+
+    def looks(server_round: int, replies: Any) -> Any:
+        aggregated = inner(server_round, replies)
+        strategy.seen.append(len(replies))
+        return aggregated
+
+    strategy.aggregate_train = looks
+    result, _, seen = played(strategy)
+    assert seen == [4, 4, 4]
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
+
+
+def test_replies_are_streamed_as_long_as_nobody_else_reads_them() -> None:
+    found: list[Replies] = []
+
+    class Watched(LazyGrid):
+        def send_and_receive(self, *args: Any, **kwargs: Any) -> Replies:
+            found.append(super().send_and_receive(*args, **kwargs))
+            return found[-1]
+
+    grid = Watched(FakeGrid(clients()))
+    FedRot(CONFIG, fraction_evaluate=0.0).start(grid, ArrayRecord(state()), 1)
+    assert found[0].asked == {}
+    for read in (len, list, bool, lambda replies: replies[0], lambda replies: next(replies.stream())):
+        with pytest.raises(FedrotError, match="aggregate_train"):
+            read(found[0])  # type: ignore[operator]
+
+
+def test_replies_are_a_sequence_that_is_fetched_once() -> None:
+    inner = FakeGrid({7: failure, 8: failure})
+    messages = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in (7, 8)]
+    replies = LazyGrid(inner).send_and_receive(messages)
+    assert [r.metadata.src_node_id for r in replies] == [7, 8]
+    assert len(replies) == 2
+    assert replies[1] is list(replies)[1]
+    assert replies[:1] == [replies[0]]
+    assert replies[0] in replies
+    assert list(replies.stream()) == list(replies)
+
+
+# --- messages of its own -----------------------------------------------------------------------------
+
+
+def test_messages_of_its_own_give_the_model_of_flowers_messages() -> None:
+    ours, _, _ = played(own_messages(FedRot)(CONFIG, execution=Execution(deterministic=True)))
+    strategy = type("Seen", (FedRot,), {"seen": ()})(CONFIG, execution=Execution(deterministic=True))
+    expected, _, _ = played(strategy)
+    assert ours.arrays.object_id == expected.arrays.object_id
+    assert metrics(ours) == metrics(expected)
+
+
+class Personal(FedRot):
+    """Sends every client a model of its own."""
+
+    seen: Any = ()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        config["server-round"] = server_round
+        own = {n: ArrayRecord(near(tensors_of(arrays), 0.01, n)) for n in grid.get_node_ids()}
+        contents = {n: RecordDict({"arrays": a, "config": config}) for n, a in own.items()}
+        return [Message(content, node, "train") for node, content in contents.items()]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: Personal(CONFIG),
+        lambda: Personal(align=False, aggregation=fedrot.aggregation.Mean),
+        lambda: own_start(own_messages(FedRot))(CONFIG),
+        lambda: own_messages(FedRotLoRA)(LORA, AdapterOptions(schedule="alternate")),
+    ],
+)
+def test_what_cannot_work_says_what_to_call(strategy: Callable[[], Any]) -> None:
+    with pytest.raises(FedrotError, match=r"super\(\)\.configure_train"):
+        played(strategy())
+
+
+def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
+    class Theirs(FedAvg):
+        seen: Any = ()
+        configure_train = Personal.configure_train  # type: ignore[assignment]
+
+    ours, theirs = played(Personal(align=False)), played(Theirs())
+    assert ours[1] == theirs[1]
+    assert ends(ours[0]) == ends(theirs[0])
+
+
+# --- rounds without clients --------------------------------------------------------------------------
+
+
+def fails_until(number: int) -> Any:
+    def answer(message: Message) -> Message:
+        return (
+            failure(message) if message.content["config"]["server-round"] < number else client(message)
+        )
+
+    return answer
+
+
+@pytest.mark.parametrize("settings", [{"align": False}, {"symmetry": CONFIG}])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("until", [1, 3, 9])
+def test_rounds_without_a_client_in_the_mean_are_named_at_the_end(
+    settings: Any, checkpoints: bool, until: int, tmp_path: Any, warnings: Any
+) -> None:
+    own = {"checkpointing": Checkpointing(tmp_path)} if checkpoints else {}
+    grid = FakeGrid(dict.fromkeys(NODES, fails_until(until)))
+    initial = ArrayRecord(state())
+    result = FedRot(**settings, **own, fraction_evaluate=0.0).start(grid, initial, 4)
+    assert (result.arrays.object_id == initial.object_id) == (until == 9)
+    expected = {1: "", 3: "rounds 1-2 (of 4)", 9: "rounds 1-4 (of 4)"}[until]
+    assert expected in warnings()
+    assert ("No new model" in warnings()) == bool(expected)
+
+
+def test_a_round_in_which_nobody_is_asked_is_named_too(warnings: Any) -> None:
+    FedRot(CONFIG, fraction_train=0.0, fraction_evaluate=0.0).start(
+        FakeGrid(clients()), ArrayRecord(state()), 2
+    )
+    assert "rounds 1-2 (of 2)" in warnings()
+
+
+def test_adapters_keep_the_initial_model_and_say_so(warnings: Any) -> None:
+    initial = ArrayRecord(floats(adapter(9)))
+    strategy = type("AdamLoRA", (AlignedLoRA, FedAdam), {})(LORA, fraction_evaluate=0.0)
+    result = strategy.start(FakeGrid(dict.fromkeys(NODES, failure)), initial, 1)
+    assert result.arrays.object_id == initial.object_id
+    assert "round 1 (of 1)" in warnings()
+
+
+def test_the_tracked_bytes_are_those_of_messages_and_replies() -> None:
+    _, _, seen = played(tracking(FedRot)(CONFIG))
+    assert len(seen) == 2 * ROUNDS
+    assert seen[0] == pytest.approx(seen[1])
+    assert seen[5] == pytest.approx(0.75 * seen[4])

@@ -1,0 +1,337 @@
+"""Our public methods take what the installed Flower's take; ``should_stop``; Flower's own tests."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    MultiKrum,
+    Result,
+    Strategy,
+)
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.federation.local_grid import LocalGrid
+from fedrot.simulations.federation.ordered_grid import OrderedGrid
+from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, Execution, FedRot, FedRotLoRA
+from fedrot.strategies.flower_compat import outside_of_the_engine
+from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.loop import run
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.test_lora import CONFIG as LORA
+from tests.strategies.test_lora import adapter, floats
+
+# --- signatures --------------------------------------------------------------------------------------
+
+
+#: Arguments that a later Flower has renamed: the old name is given by keyword, or by place.
+RENAMED = {"message_ids": "reply_to_message_ids"}
+
+
+def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
+    """Return what callers may give to a function of Flower's and not to ours, or in another place."""
+    own = inspect.signature(ours).parameters
+    kinds = {parameter.kind for parameter in own.values()}
+    if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds and len(own) <= 3:
+        return []  # It passes everything on.
+    found, places = [], [*own]
+    for place, (name, parameter) in enumerate(inspect.signature(theirs).parameters.items()):
+        given = own.get(name)
+        if given is None:
+            found.append(name)
+        elif parameter.default is not parameter.empty and given.default != parameter.default:
+            found.append(f"{name}={given.default}")
+        elif parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and "symmetry" not in own:
+            if places[place : place + 1] != [RENAMED.get(name, name)]:
+                found.append(f"place of {name}")
+        elif parameter.kind is Parameter.KEYWORD_ONLY and given.kind is Parameter.POSITIONAL_ONLY:
+            found.append(f"place of {name}")
+    return found
+
+
+def public(cls: type) -> Iterator[str]:
+    for name, _ in inspect.getmembers(cls, inspect.isfunction):
+        if not name.startswith("_") or name == "__init__":
+            yield name
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *((FedAvg, FedRot), (FedAvg, FedRotLoRA), (Strategy, Aligned), (Strategy, AlignedLoRA)),
+        *((Grid, LazyGrid), (Grid, LocalGrid), (Grid, OrderedGrid)),
+    ],
+)
+def test_every_public_method_takes_what_flowers_takes(theirs: type, ours: type) -> None:
+    given = inspect.signature(getattr(ours, "__init__")).parameters.values()  # noqa: B009
+    passes_on = any(p.kind is Parameter.VAR_KEYWORD for p in given)
+    names = [
+        n for n in public(theirs) if n != "__init__" or (issubclass(theirs, Strategy) and not passes_on)
+    ]
+    assert {"start", "push_messages"} & {*names}
+    wrong = {name: missing(getattr(theirs, name), getattr(ours, name)) for name in names}
+    assert {name: parameters for name, parameters in wrong.items() if parameters} == {}
+
+
+def test_the_loop_of_checkpoints_takes_what_flowers_start_takes() -> None:
+    def start(strategy: Strategy, *args: Any) -> None:
+        """Stand for ``Strategy.start``, whose first argument is named ``self``."""
+
+    parameters = [*inspect.signature(Strategy.start).parameters.values()][1:]
+    first = [*inspect.signature(start).parameters.values()][:1]
+    start.__signature__ = inspect.Signature(first + parameters)  # type: ignore[attr-defined]
+    assert missing(start, run) == []
+
+
+def test_a_new_argument_of_flowers_would_be_found() -> None:
+    class Newer(FedAvg):
+        def start(self, grid: Any, initial_arrays: Any, new: int = 1, num_rounds: int = 4) -> Any: ...
+
+    assert missing(Newer.start, FedRot.start) == ["new", "num_rounds=3"]
+    assert missing(lambda self, initial_arrays, grid: None, FedRot.start) == [
+        "place of initial_arrays",
+        "place of grid",
+    ]
+
+
+# --- should_stop -------------------------------------------------------------------------------------
+
+
+class Stoppable(Strategy):
+    """``start`` of Flower 1.43, for older ones."""
+
+    def start(self, *args: Any, should_stop: Any = None, **kwargs: Any) -> Result:
+        return run(self, *args, should_stop=should_stop, **kwargs)
+
+
+HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
+BEHIND: Any = FedAvg if HAS_IT else type("StoppableFedAvg", (Stoppable, FedAvg), {})
+ADAM: Any = FedAdam if HAS_IT else type("StoppableFedAdam", (Stoppable, FedAdam), {})
+
+
+def moved(message: Message) -> Message:
+    node = message.metadata.dst_node_id
+    received = tensors_of(message.content.array_records["arrays"])
+    floating = {n: t + 0.01 * node if t.is_floating_point() else t for n, t in received.items()}
+    return reply(message, floating, 10, node)
+
+
+def behind(mixin: Any, *bases: Any) -> Any:
+    return type("Ours", (mixin, *bases), {})
+
+
+STRATEGIES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "FedRot": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(SYMMETRY, **k), False),
+    "not aligned": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(align=False, **k), False),
+    "FedAdam": (lambda **k: behind(Aligned, ADAM)(SYMMETRY, **k), False),
+    "adapters": (lambda **k: behind(AlignedLoRA, ADAM)(LORA, **k), True),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_path: Path) -> None:
+    build, adapters = STRATEGIES[name]
+    arrays = ArrayRecord(floats(adapter(9)) if adapters else state())
+    asked: list[tuple[int, str]] = []
+
+    def should_stop(number: int, result: Result) -> bool:
+        assert sorted(result.train_metrics_clientapp) == [*range(1, number + 1)]
+        asked.append((number, result.arrays.object_id))
+        return number == 2
+
+    def play(rounds: int, folder: str, **given: Any) -> Any:
+        own = {"checkpointing": Checkpointing(tmp_path / folder, resume=tmp_path / folder)}
+        random.seed(0)
+        strategy = build(
+            fraction_evaluate=0.0,
+            execution=Execution(deterministic=True),
+            **(own if checkpoints else {}),
+        )
+        return strategy.start(FakeGrid(dict.fromkeys((1, 2), moved)), arrays, rounds, **given)
+
+    stopped = play(5, "stopped", should_stop=should_stop)
+    whole = play(2, "whole")
+    assert [number for number, _ in asked] == [1, 2]
+    assert asked[-1][1] == stopped.arrays.object_id == whole.arrays.object_id
+    if checkpoints:
+        assert Checkpoints(tmp_path / "stopped").rounds() == [1, 2]
+        again = play(5, "stopped", should_stop=should_stop)
+        assert [number for number, _ in asked] == [1, 2, 2]
+        assert again.arrays.object_id == stopped.arrays.object_id
+
+
+@pytest.mark.skipif(HAS_IT, reason="the installed Flower has should_stop")
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_an_older_flower_refuses_should_stop_before_any_client_trains(
+    checkpoints: bool, tmp_path: Path
+) -> None:
+    own = {"checkpointing": Checkpointing(tmp_path)} if checkpoints else {}
+    grid = FakeGrid({1: moved, 2: moved})
+    with pytest.raises(FedrotError, match=r"1\.43"):
+        FedRot(SYMMETRY, **own).start(grid, ArrayRecord(state()), 1, should_stop=lambda n, r: True)
+    assert grid.asked == []
+
+
+def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> None:
+    class Later(FedAvg):
+        def start(self, *args: Any, colour: str = "", **kwargs: Any) -> Any:
+            self.colour = colour
+            return super().start(*args, **kwargs)
+
+    grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord(state())
+    strategy = behind(Aligned, Later)(align=False, fraction_evaluate=0.0)
+    strategy.start(grid, arrays, 1, colour="red")
+    assert strategy.colour == "red"
+    with pytest.raises(FedrotError, match="colour"):
+        FedRot(align=False).start(grid, arrays, 1, colour="red")
+    kept = behind(Aligned, Later)(align=False, checkpointing=Checkpointing(tmp_path))
+    with pytest.raises(FedrotError, match="checkpoints"):
+        kept.start(grid, arrays, 1, colour="red")
+
+
+def test_should_stop_of_the_loop_needs_no_checkpoints() -> None:
+    grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord([np.ones(3)])
+    result = run(FedAvg(fraction_evaluate=0.0), grid, arrays, 4, should_stop=lambda n, r: n == 3)
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
+
+
+# --- Flower's own tests of its strategies, over ours without alignment ---------------------------------
+
+
+def replies(*given: tuple[Any, float]) -> list[Message]:
+    """Return replies that nobody has asked for, each with arrays and a number of examples."""
+    with outside_of_the_engine():
+        asked = [Message(RecordDict(), node, "train") for node in range(1, len(given) + 1)]
+    made = []
+    for message, (arrays, examples) in zip(asked, given, strict=True):
+        metrics = MetricRecord({"num-examples": examples})
+        content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
+        made.append(Message(content, reply_to=message))
+    return made
+
+
+def over(base: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(f"Aligned{base.__name__}", (Aligned, base), {})(None, *args, align=False, **kwargs)
+
+
+def aggregated(strategy: Any, given: list[Message], server_round: int = 1) -> list[np.ndarray]:
+    arrays, _ = strategy.aggregate_train(server_round, given)
+    assert arrays is not None
+    return arrays.to_numpy_ndarrays()
+
+
+TWO = [
+    [np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32), np.array([7, 8, 9, 10], dtype=np.float32)],
+    [np.array([[29, 23, 19], [17, 13, 11]], dtype=np.float32), np.array([7, 5, 3, 2], dtype=np.float32)],
+]
+OF_TWO = [(one + 2 * other) / 3 for one, other in zip(*TWO, strict=True)]
+ROWS = [
+    (np.array([0.5, 0.5, 0.5, 0.5]), 1),
+    (np.array([1.0, 0.2, 0.5, 1.0]), 5),
+    (np.array([0.2, 0.5, 1.0, 0.2]), 2),
+    (np.array([0.5, 1.0, 0.2, 0.5]), 9),
+]
+
+
+@pytest.mark.parametrize("build", [lambda: FedRot(align=False), lambda: over(FedAvg)])
+def test_fedavg_weights_by_examples(build: Callable[[], Any]) -> None:
+    for found, expected in zip(
+        aggregated(build(), replies((TWO[0], 1), (TWO[1], 2))), OF_TWO, strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    scalars = aggregated(build(), replies(([np.array(1.0)], 1), ([np.array(3.0)], 2)))
+    assert scalars[0].shape == ()
+    assert float(scalars[0]) == pytest.approx(7 / 3)
+
+
+@pytest.mark.parametrize(("momentum", "rounds"), [(0.0, 1), (1e-9, 2)])
+def test_fedavgm_with_a_learning_rate_near_one_is_the_mean(momentum: float, rounds: int) -> None:
+    strategy = over(FedAvgM, server_learning_rate=1.0 + 1e-9, server_momentum=momentum)
+    strategy.current_arrays = ArrayRecord([np.zeros((2, 3), np.float32), np.zeros(4, np.float32)])
+    for number in range(1, rounds + 1):
+        found = aggregated(strategy, replies((TWO[0], 1), (TWO[1], 2)), number)
+    for one, expected in zip(found, OF_TWO, strict=True):
+        np.testing.assert_almost_equal(one, expected, decimal=5)
+
+
+@pytest.mark.parametrize("base", [FedAdagrad, FedAdam, FedYogi])
+def test_adaptive_strategies_take_scalars(base: Any) -> None:
+    strategy = over(base)
+    strategy.current_arrays = {"0": np.array(0.0)}
+    (found,) = aggregated(strategy, replies(([np.array(1.0)], 1), ([np.array(3.0)], 2)))
+    assert found.shape == ()
+    assert np.isfinite(found)
+
+
+@pytest.mark.parametrize(
+    ("build", "rows", "expected"),
+    [
+        (lambda: over(FedMedian), ROWS[1:], 0.5),
+        (lambda: over(FedTrimmedAvg, beta=0.25), ROWS, 0.5),
+    ],
+)
+def test_robust_means_of_four_numbers(build: Callable[[], Any], rows: Any, expected: float) -> None:
+    (found,) = aggregated(build(), replies(*(([row], weight) for row, weight in rows)))
+    np.testing.assert_array_equal(found, np.full(4, expected))
+
+
+@pytest.mark.parametrize(
+    ("build", "values", "expected"),
+    [
+        (lambda: over(FedMedian), (1.0, 3.0, 2.0), 2.0),
+        (lambda: over(FedTrimmedAvg, beta=0.25), (0.5, 1.0, 2.0, 100.0), 1.5),
+    ],
+)
+def test_robust_means_keep_scalars(build: Callable[[], Any], values: Any, expected: float) -> None:
+    (found,) = aggregated(build(), replies(*(([np.array(value)], 1) for value in values)))
+    assert found.shape == ()
+    assert float(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("build", "values", "expected"),
+    [
+        (lambda: over(Krum, num_malicious_nodes=1), (0.2, 0.7, 1.0), 0.7),
+        (lambda: over(MultiKrum, num_malicious_nodes=1, num_nodes_to_select=2), (0.2, 0.5, 1.0), 0.35),
+    ],
+)
+def test_krum_takes_the_nearest(build: Callable[[], Any], values: Any, expected: float) -> None:
+    given = replies(*(([np.full(4, value)], 5) for value in values))
+    arrays, _ = build().aggregate_train(server_round=1, replies=given)
+    assert arrays.object_id == ArrayRecord([np.full(4, expected)]).object_id
+
+
+def test_replies_to_nothing_known_need_no_alignment() -> None:
+    with pytest.raises(FedrotError, match="configure_train"):
+        FedRot(SYMMETRY).aggregate_train(1, replies((TWO[0], 1), (TWO[1], 2)))
+
+
+def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
+    """``configure_evaluate`` of a subclass, and a loop of its own, tell us nothing."""
+    metrics = [MetricRecord({"num-examples": n, "score": s}) for n, s in ((1, 0.0), (3, 1.0))]
+    with outside_of_the_engine():
+        asked = [Message(RecordDict(), node, "evaluate") for node in (1, 2)]
+    given = [Message(RecordDict({"m": m}), reply_to=a) for m, a in zip(metrics, asked, strict=True)]
+    found = FedRot(SYMMETRY).aggregate_evaluate(1, [*given, given[0], failure(asked[0])])
+    assert found is not None
+    assert found["score"] == 0.75

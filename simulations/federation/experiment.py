@@ -29,7 +29,7 @@ def run_cells(
     progress: Progress,
     shared_cache: bool = True,
 ) -> None:
-    """Run every cell of a configuration and write its rows as they come.
+    """Run every cell that the folder lacks, and write its rows as they come.
 
     With ``shared_cache``, arms share trainings of their clients, who have to see this machine's files.
 
@@ -45,6 +45,8 @@ def run_cells(
         initial: dict[Start, dict[str, float]] = defaultdict(dict)
         with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
             for _, start, arm in cells:
+                if folder.finished(config.setting, seed, start, arm.name):
+                    continue
                 cell = ArmRun(task, seed, start, arm, folder, progress, initial[start])
                 run_cell(cell, ordered, Path(scratch), scratch if shared_cache else "")
 

@@ -112,19 +112,23 @@ def simulate(
 ) -> bool:
     """Run a configuration in Flower's engine into the folder ``out``; return False if interrupted.
 
+    An unfinished run of the same configuration goes on: its finished cells are skipped.
+
     Args:
         gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
         dry_run: only check everything and print the partitions; nothing is run or written.
 
     Raises:
-        FileExistsError: the folder holds another run.
-        FedrotError: data, partition or model cannot be used, or the machine has fewer GPUs.
+        FileExistsError: the folder holds another run, or a finished one.
+        FedrotError: another run writes to the folder; data, partition or model cannot be used, or the
+            machine has fewer GPUs.
         RuntimeError: a simulation failed; the finished part is in the folder.
     """
     from fedrot.simulations.federation.ordered_grid import Interrupted
 
+    settings = [config.model_dump(mode="json")]
     if not dry_run:
-        refuse_used(out)
+        refuse_used(out, settings)
     check_gpus(gpus)
     check([config])
     print_partitions([config], console)
@@ -133,14 +137,19 @@ def simulate(
             f"Dry run: {len(config.cells())} cells (seed, start and arm); nothing was run or written."
         )
         return True
-    folder = RunFolder(out, [config.model_dump(mode="json")], command)
+    folder = RunFolder(out, settings, command)
+    missing = len(config.cells()) - folder.finished_cells
+    if folder.finished_cells:
+        console.print(f"{folder.finished_cells} of {len(config.cells())} cells are finished already.")
     complete = False
     try:
-        with _interruptible() as stop, _progress(console, config) as advance:
+        with _interruptible() as stop, _progress(console, missing * config.rounds) as advance:
             _run(config, folder, stop, advance, gpus)
         complete = True
     except Interrupted:
-        console.print(f"Interrupted; the finished part is in {out}.", style="yellow")
+        console.print(
+            f"Interrupted; the finished part is in {out}. Repeat the command to go on.", style="yellow"
+        )
     finally:
         folder.close(complete)
         present(out, console)
@@ -232,26 +241,27 @@ def log_to(handler: logging.Handler) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Set an event at the first Ctrl-C; the second one interrupts as usual."""
-    stop = threading.Event()
+    """Set an event at the first Ctrl-C or SIGTERM; the second one interrupts as usual."""
+    stop, signals = threading.Event(), (signal.SIGINT, signal.SIGTERM)
 
     def interrupt(signum: int, frame: object) -> None:
         stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in signals:
+            signal.signal(number, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def _progress(console: Console, config: SimulationConfig) -> Iterator[Any]:
+def _progress(console: Console, total: int) -> Iterator[Any]:
     text = rich.progress.TextColumn("{task.description}", markup=False)
     _, bar, _, remaining = rich.progress.Progress.get_default_columns()
     done, elapsed = rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()
-    total = len(config.cells()) * config.rounds
     with rich.progress.Progress(text, bar, done, elapsed, remaining, console=console) as progress:
         task = progress.add_task("starting Flower's engine", total=total)
 

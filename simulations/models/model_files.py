@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fedrot._io import replacing
+from fedrot._io import replacing, write_tensors
 from fedrot.errors import FedrotError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -200,10 +199,10 @@ def write_model(
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as target:
         if out.suffix == SUFFIX:
-            _save(tensors, target)
+            write_tensors(target, tensors, {"format": "pt"})
             return
         target.mkdir()
-        _save(tensors, target / WEIGHTS)
+        write_tensors(target / WEIGHTS, tensors, {"format": "pt"})
         (target / CONFIG).write_text(_config_text(config_file, dtype), encoding="utf-8")
         for file in (beside / name for name in BESIDE) if beside else ():
             if file.is_file():
@@ -218,13 +217,6 @@ def _config_text(file: Path, dtype: torch.dtype | None) -> str:
     # Older versions of transformers write torch_dtype.
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     return json.dumps({**settings, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    try:
-        save_file(dict(tensors), file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"'{file}' cannot be written: {error}") from error
 
 
 @dataclass(frozen=True)

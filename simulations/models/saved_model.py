@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedrot._io import read_json
 from fedrot.collect.token_counts import counts_by_order
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import (
@@ -203,10 +203,7 @@ def _downloaded(name: str, *files: str) -> Path:
 def _read_config(file: Path) -> Any:
     from transformers import AutoConfig
 
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise FedrotError(f"'{file}' is damaged: it is no JSON ({error}).") from error
+    settings = read_json(file)
     with about(file):
         check_family(settings)
     refuse_quantised(settings, file)

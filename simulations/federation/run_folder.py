@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -220,10 +220,7 @@ def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Read the rows of results of a run folder; raises as ``read_rows``, also if a row lacks a field."""
     rows = read_rows(path)
-    needed = set(ROW_FIELDS) - {"setting"}  # Older files name no setting.
-    lacking = next((needed - row.keys() for row in rows if not needed <= row.keys()), None)
-    if lacking:
-        raise FedrotError(f"'{path / ROWS}' holds no results: a row has no {min(lacking)}.")
+    _need(ROW_FIELDS[1:], rows, path)  # Older files name no setting.
     return rows
 
 
@@ -252,8 +249,16 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_alignment(path: Path) -> list[dict[str, Any]]:
-    """Read the alignment rows of a run folder; none if it has no such file."""
-    return read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
+    """Read the alignment rows of a run folder; none if it has no such file. Raises as ``read_rows``."""
+    rows = read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
+    _need(("start", "arm", "part", "layer", "after"), [row for row in rows if "before" in row], path)
+    return rows
+
+
+def _need(fields: Collection[str], rows: Sequence[Mapping[str, Any]], where: Path) -> None:
+    lacking = next((name for row in rows for name in fields if name not in row), None)
+    if lacking:
+        raise FedrotError(f"'{where}' holds other rows than fedrot writes: a row has no '{lacking}'.")
 
 
 def versions() -> dict[str, str]:

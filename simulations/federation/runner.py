@@ -20,7 +20,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import (
     RunFolder,
     read_alignment,
-    read_rows,
+    read_results,
     refuse_used,
 )
 
@@ -83,7 +83,7 @@ def present(out: Path, console: Console) -> None:
     from fedrot.simulations.report.summaries import metrics_in
     from fedrot.simulations.report.tables import summary_tables
 
-    rows = read_rows(out)
+    rows = read_results(out)
     metrics = metrics_in(rows)
     for table in summary_tables(rows):
         console.print(table)

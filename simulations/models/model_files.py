@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedrot._io import replacing, write_tensors
+from fedrot._io import read_json, replacing, write_tensors
 from fedrot.errors import FedrotError
+from fedrot.simulations.models.packaged import loading
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SUFFIX = ".safetensors"
@@ -131,10 +132,13 @@ def _listed(path: Path) -> dict[str, tuple[Path, str]]:
         return {name: (single, dtype) for name, dtype in _dtypes(single).items()}
     if index is None or not index.is_file():
         raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
-    try:
-        files = {n: path / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.") from error
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.")
+    outside = next((file for file in shards.values() if Path(file).name != file), None)
+    if outside is not None:
+        raise FedrotError(f"'{index}' is damaged: '{outside}' is no file of its folder.")
+    files = {name: path / file for name, file in shards.items()}
     dtypes = {file: _dtypes(file) for file in dict.fromkeys(files.values()) if file.is_file()}
     for name, file in files.items():
         if name not in dtypes.get(file, ()):
@@ -240,7 +244,7 @@ class MappedTensors:
 
         Raises ``FedrotError`` if one is missing or of another shape, or if tied tensors differ.
         """
-        with torch.device("meta"):
+        with loading(config_file), torch.device("meta"):
             state = model_class(config).state_dict(keep_vars=True)
         names: dict[int, str] = {}
         first = {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -136,6 +138,14 @@ def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcom
 
 
 def _connect(machine: Machine) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    _start_ray(machine)
+    # Ray exits at SIGTERM with a handler of its own.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_ray(machine: Machine) -> None:
     import ray
 
     if machine.address:

@@ -23,6 +23,7 @@ from fedrot.simulations.federation.run_folder import (
     read_results,
     refuse_used,
 )
+from fedrot.simulations.jobs import keeping_sigterm
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -193,7 +194,8 @@ def _run(
             raise
 
     try:
-        run_simulation(server_app, client_app, config.clients, backend_config=backend_config(gpus))
+        with keeping_sigterm():
+            run_simulation(server_app, client_app, config.clients, backend_config=backend_config(gpus))
     except Exception as error:
         cause = failure[0] if failure else error
         if isinstance(cause, Interrupted):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,14 +140,17 @@ def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcom
 
 @contextmanager
 def keeping_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM where Ray starts: Ray's own one exits at once."""
+    """Keep this process's handler of SIGTERM where Ray starts: Ray's own ones exit or abort."""
     from ray._private import utils
 
+    ours = signal.getsignal(signal.SIGTERM)
     theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         yield
     finally:
         utils.set_sigterm_handler = theirs
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
 
 
 def _connect(machine: Machine) -> None:

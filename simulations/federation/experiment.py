@@ -43,7 +43,7 @@ def run_cells(
     ordered = OrderedGrid(grid, stop, config.clients)
     for seed, cells in groupby(config.cells(), key=lambda cell: cell[0]):
         initial: dict[Start, dict[str, float]] = defaultdict(dict)
-        with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True) as scratch:
             for _, start, arm in cells:
                 if folder.finished(config.setting, seed, start, arm.name):
                     continue

@@ -248,6 +248,8 @@ def _interruptible() -> Iterator[threading.Event]:
 
     def interrupt(signum: int, frame: object) -> None:
         stop.set()
+        if hasattr(signal, "alarm"):
+            signal.alarm(0)  # At SIGTERM, Ray sets an alarm that aborts the process.
         for number in signals:
             signal.signal(number, signal.default_int_handler)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedrot._io import replacing, write_text
-from fedrot.simulations.barrier.barrier_methods import BarrierSettings
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.commands import (
     command,
     command_line,

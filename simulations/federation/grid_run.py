@@ -172,7 +172,9 @@ def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -
     count = task.config.clients
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True))
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True)
+        )
         stack.enter_context(outside_of_the_engine())
         grid = OrderedGrid(local_clients(app, count), threading.Event(), count)
         run_cell(cell, grid, Path(scratch), cache)

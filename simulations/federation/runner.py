@@ -15,7 +15,6 @@ import rich.progress
 from rich.console import Console
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import (
     RunFolder,
@@ -46,6 +45,7 @@ def prepare_environment() -> None:
 
 def check(configs: Sequence[SimulationConfig]) -> None:
     """Load model, data and partitions of every configuration: bad input fails before any run."""
+    from fedrot.simulations.arm import Arm
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file
 
 from fedrot._io import read_json, replacing, write_json, write_tensors
@@ -15,6 +14,7 @@ from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
 from fedrot.lora.averaging import AdapterAverage
+from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import about, refuse_filled
 from fedrot.tensors import Tensors
@@ -33,25 +33,6 @@ _ALIKE = (
     "use_qalora",
     "layer_replication",
 )
-
-
-class AdapterMergeSettings(BaseModel):
-    """Options of ``fedrot merge-adapters``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    method: str = Field(
-        default="exact",
-        description="exact: the mean of products, cut to the rank; mean: of the factors.",
-    )
-    rank: int | None = Field(
-        default=None,
-        gt=0,
-        description="Of the result; default: the adapters' rank, the largest if they differ.",
-    )
-    weights: str | None = Field(
-        default=None, description="One number per adapter; default: equal weights."
-    )
 
 
 def merge_adapters(

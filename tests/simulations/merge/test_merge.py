@@ -20,7 +20,8 @@ from safetensors.torch import load, load_file, save_file
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.collect.token_counts import counts_by_order
-from fedrot.simulations.merge.merge_inputs import MergeSettings, batches_of
+from fedrot.simulations.merge.merge_inputs import batches_of
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
 from fedrot.simulations.models import model_files
 from fedrot.simulations.models.saved_model import open_saved_model

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,16 +129,21 @@ def only_writer(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
-    with (folder / LOCK).open("a", encoding="utf-8") as file:
-        if not _locked(file.fileno()):
+    lock = folder / LOCK
+    with lock.open("a", encoding="utf-8") as file:
+        if not _locked(file.fileno(), lock):
             raise FedrotError(
                 f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
             )
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()
 
 
-def _locked(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False if it is locked already."""
+def _locked(descriptor: int, path: Path) -> bool:
+    """Lock an open file until it is closed; return False if it is locked already, or was deleted."""
     if os.name == "nt":
         return True
     import fcntl
@@ -147,7 +152,7 @@ def _locked(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def refuse_links(folder: Path) -> None:

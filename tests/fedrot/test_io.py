@@ -149,3 +149,4 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
         other.kill()
     with only_writer(tmp_path):
         pass
+    assert not [*tmp_path.iterdir()]

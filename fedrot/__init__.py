@@ -5,22 +5,26 @@ Sources: Zhang et al., "Beyond the Permutation Symmetry of Transformers" (ICML 2
 Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
 """
 
-from fedrot import aggregation, research
-from fedrot.alignment import Alignment, align, random_equivalent
-from fedrot.anchors import align_round
-from fedrot.check import check_function
-from fedrot.collect.activations import Activations, collect_activations
-from fedrot.collect.fisher import collect_fisher
-from fedrot.collect.gram import collect_gram
-from fedrot.collect.random_inputs import random_inputs
-from fedrot.collect.trained import completed
-from fedrot.diagnosis import diagnose
-from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.matching.problem import Anchor
-from fedrot.options import AlignmentOptions
-from fedrot.report import AlignmentReport
-from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
-from fedrot.symmetry.canonical import canonical
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedrot import aggregation, research
+    from fedrot.alignment import Alignment, align, random_equivalent
+    from fedrot.anchors import align_round
+    from fedrot.check import check_function
+    from fedrot.collect.activations import Activations, collect_activations
+    from fedrot.collect.fisher import collect_fisher
+    from fedrot.collect.gram import collect_gram
+    from fedrot.collect.random_inputs import random_inputs
+    from fedrot.collect.trained import completed
+    from fedrot.diagnosis import diagnose
+    from fedrot.errors import FedrotError, SymmetryError, UpdateError
+    from fedrot.matching.problem import Anchor
+    from fedrot.options import AlignmentOptions
+    from fedrot.report import AlignmentReport
+    from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
+    from fedrot.symmetry.canonical import canonical
 
 __version__ = "0.1.0"
 
@@ -51,3 +55,44 @@ __all__ = [
     "supported",
     "symmetry_of",
 ]
+
+#: The modules of the names above; the other names are packages. All are imported at first use, so that
+#: the command line shows its help without torch.
+_MODULES = {
+    "Alignment": "fedrot.alignment",
+    "align": "fedrot.alignment",
+    "random_equivalent": "fedrot.alignment",
+    "align_round": "fedrot.anchors",
+    "check_function": "fedrot.check",
+    "Activations": "fedrot.collect.activations",
+    "collect_activations": "fedrot.collect.activations",
+    "collect_fisher": "fedrot.collect.fisher",
+    "collect_gram": "fedrot.collect.gram",
+    "random_inputs": "fedrot.collect.random_inputs",
+    "completed": "fedrot.collect.trained",
+    "diagnose": "fedrot.diagnosis",
+    "FedrotError": "fedrot.errors",
+    "SymmetryError": "fedrot.errors",
+    "UpdateError": "fedrot.errors",
+    "Anchor": "fedrot.matching.problem",
+    "AlignmentOptions": "fedrot.options",
+    "AlignmentReport": "fedrot.report",
+    "WHOLE_MODEL": "fedrot.symmetry",
+    "Symmetry": "fedrot.symmetry",
+    "supported": "fedrot.symmetry",
+    "symmetry_of": "fedrot.symmetry",
+    "canonical": "fedrot.symmetry.canonical",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'fedrot' has no attribute '{name}'")
+    module = import_module(_MODULES.get(name, f"fedrot.{name}"))
+    found = getattr(module, name) if name in _MODULES else module
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,15 +1,25 @@
-"""Writing of files: atomic replacement, flushing to disk, and rows as JSON lines."""
+"""Files: atomic replacement, rows as JSON lines, JSON that names its file, and folders of one writer."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fedrot.errors import FedrotError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The file of a folder that its writer locks.
+LOCK = ".lock"
 
 
 @contextmanager
@@ -17,18 +27,33 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside a file or folder, which takes its place if the block succeeds.
 
     A file is on the disk before it takes the place: after a power cut there is the old or the new one.
+    A link at ``path`` is replaced, not followed. An ``OSError`` names ``path``, not the temporary path.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield temporary
-        if temporary.is_file():
-            sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
+        with _naming(path, temporary):
+            yield temporary
+            if temporary.is_file():
+                sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Put ``path`` into an ``OSError`` without a file, or in place of the temporary path."""
+    try:
+        yield
+    except OSError as error:
+        named = str(error.filename or temporary)
+        if error.errno is None or not named.startswith(str(temporary)):
+            raise
+        final = str(path) + named.removeprefix(str(temporary))
+        raise OSError(error.errno, error.strerror, final) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -54,10 +79,91 @@ def sync(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file in one write; create the file and its folder if needed."""
+    """Append rows to a JSON-lines file, all or none; create the file and its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json_line(row) for row in rows))
+    data = "".join(json_line(row) for row in rows).encode()
+    with _naming(path, path), path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write contiguous tensors as a safetensors file; raises ``OSError`` if it cannot be written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        said = re.search(r"os error (\d+)", str(error))
+        number = int(said[1]) if said else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises ``FedrotError`` if the file holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FedrotError(f"'{path}' is damaged: it is no JSON ({error}).") from error
+    if not isinstance(found, dict):
+        raise FedrotError(f"'{path}' is damaged: it holds a {type(found).__name__}, not a JSON object.")
+    return found
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Make a folder if needed, and be the only process that writes to it.
+
+    The lock ends with the process. File systems without locks are left unlocked.
+
+    Raises:
+        FedrotError: another process holds the folder, or a link in it leads elsewhere.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    refuse_links(folder)
+    lock = folder / LOCK
+    with lock.open("a", encoding="utf-8") as file:
+        if not _locked(file.fileno(), lock):
+            raise FedrotError(
+                f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
+            )
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()
+
+
+def _locked(descriptor: int, path: Path) -> bool:
+    """Lock an open file until it is closed; return False if it is locked already, or was deleted."""
+    if os.name == "nt":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise ``FedrotError`` if a link in a folder leads out of it; the folder itself may be one."""
+    inside = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise FedrotError(
+                f"'{path}' is a link to '{path.resolve()}', outside of the folder: results would be "
+                "written there. Remove the link, or choose another folder."
+            )
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -8,14 +8,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fedrot.simulations.adapter import Adapter, check_adapter, default_arms
-from fedrot.simulations.arm import LAYERWISE, Arm, expanded
-from fedrot.simulations.data.partition import parse_partition
-from fedrot.simulations.data.sources import BUNDLED, DIGITS
+from fedrot.simulations.data import BUNDLED, DIGITS
+
+# What a configuration is checked with imports torch: not where help is shown.
+if TYPE_CHECKING:
+    from fedrot.simulations.adapter import Adapter
+    from fedrot.simulations.arm import Arm
 
 TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
 Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
@@ -150,12 +152,16 @@ class SimulationConfig(BaseModel):
     @field_validator("partition")
     @classmethod
     def _known_partition(cls, value: str) -> str:
+        from fedrot.simulations.data.partition import parse_partition
+
         parse_partition(value)
         return value
 
     @field_validator("arms")
     @classmethod
     def _known_arms(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from fedrot.simulations.arm import Arm
+
         for arm in value:
             Arm.parse(arm)
         return value
@@ -171,6 +177,9 @@ class SimulationConfig(BaseModel):
     @classmethod
     def _named(cls, values: Any) -> Any:
         """Fill in the task's defaults, and name the setting after data, partition and task."""
+        from fedrot.simulations.adapter import default_arms
+        from fedrot.simulations.arm import expanded
+
         default: TaskName = cls.model_fields["task"].default
         task: Any = values.get("task", default) if isinstance(values, dict) else None
         if not isinstance(task, str) or task not in TASKS:
@@ -194,6 +203,9 @@ class SimulationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SimulationConfig:
+        from fedrot.simulations.adapter import check_adapter
+        from fedrot.simulations.arm import LAYERWISE, Arm
+
         self._check_task()
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
@@ -318,6 +330,8 @@ class SimulationConfig(BaseModel):
     @property
     def adapter(self) -> Adapter | None:
         """The adapter that clients train, None if they train the whole model."""
+        from fedrot.simulations.adapter import Adapter
+
         return Adapter.parse(self.lora) if self.lora else None
 
     def epochs(self, server_round: int) -> float:
@@ -326,12 +340,16 @@ class SimulationConfig(BaseModel):
 
     def cells(self) -> list[tuple[int, Start, Arm]]:
         """Return every (seed, start, arm), seed by seed."""
+        from fedrot.simulations.arm import Arm
+
         arms = map(Arm.parse, self.arms)
         return list(itertools.product(self.seeds, self.starts, arms))
 
     @property
     def moves(self) -> bool:
         """Whether weights are moved, which needs a model of a supported family."""
+        from fedrot.simulations.arm import Arm
+
         if self.lora:
             return False
         arms = map(Arm.parse, self.arms)

@@ -40,7 +40,11 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
         OSError, ValueError: no such grid, the file is no TOML, or these are no tables.
         FedrotError: it has no small variant, or names tables or settings that do not exist.
     """
-    described = tomllib.loads(_text(grid, entries))
+    text = _text(grid, entries)
+    try:
+        described = tomllib.loads(text)
+    except ValueError as error:
+        raise FedrotError(f"'{grid}' is no TOML: {error}") from error
     base, matrix, small = (described.get(name, {}) for name in ("base", "matrix", "quick"))
     found = described.get(entries, [])
     tables = isinstance(found, list) and all(isinstance(table, dict) for table in (base, small, *found))
@@ -105,7 +109,10 @@ def _named(entry: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, str]
 
 def _text(grid: Path, entries: str) -> str:
     if grid.is_file() or grid.suffix or grid.parent.name:
-        return grid.read_bytes().decode()
+        try:
+            return grid.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise FedrotError(f"'{grid}' is no TOML: it is no text in UTF-8 ({error})") from error
     bundled = bundled_grids(entries)
     if str(grid) not in bundled:
         raise FedrotError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +122,8 @@ def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcom
     import ray
 
     task = ray.remote(num_cpus=1, num_gpus=machine.gpus, max_retries=0)(attempted)
-    _connect(machine)
+    with keeping_sigterm():
+        _connect(machine)
     try:
         waiting, running = list(jobs), dict[Any, Job]()
         while waiting or running:
@@ -133,6 +136,21 @@ def _on_ray(jobs: Sequence[Job], machine: Machine) -> Iterator[tuple[Job, Outcom
             yield running.pop(ended), _outcome(ended)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM where Ray starts: Ray's own ones exit or abort."""
+    from ray._private import utils
+
+    ours = signal.getsignal(signal.SIGTERM)
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
 
 
 def _connect(machine: Machine) -> None:

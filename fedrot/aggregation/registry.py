@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -70,6 +71,14 @@ class AggregationEntry:
 
 
 _ENTRIES: dict[str, AggregationEntry] = {}
+#: The packages whose aggregations are registered before the registry is read.
+_OURS = ("fedrot.aggregation", "fedrot.research")
+
+
+def _entries() -> Mapping[str, AggregationEntry]:
+    for package in _OURS:
+        import_module(package)
+    return _ENTRIES
 
 
 def register_aggregation(
@@ -86,14 +95,15 @@ def register_aggregation(
 
 def aggregations(given: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
     """Return the registered aggregations whose inputs are among the given; all of them if None."""
-    return tuple(e for e in _ENTRIES.values() if given is None or set(e.inputs) <= set(given))
+    return tuple(e for e in _entries().values() if given is None or set(e.inputs) <= set(given))
 
 
 def entry_named(name: str) -> AggregationEntry:
     """Return a registered aggregation; raises ``FedrotError`` if there is none of this name."""
-    if name not in _ENTRIES:
-        raise FedrotError(f"Unknown aggregation '{name}'; choose from {', '.join(_ENTRIES)}.")
-    return _ENTRIES[name]
+    entries = _entries()
+    if name not in entries:
+        raise FedrotError(f"Unknown aggregation '{name}'; choose from {', '.join(entries)}.")
+    return entries[name]
 
 
 def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], Aggregator]:
@@ -123,7 +133,7 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
 def aggregations_table() -> str:
     """Return the aggregations as a Markdown table."""
     rows = ["| name | class | statistics | arguments | result |", "|---|---|---|---|---|"]
-    for entry in _ENTRIES.values():
+    for entry in _entries().values():
         lists = (", ".join(f"`{name}`" for name in names) for names in (entry.needs, entry.inputs))
         cells = [f"`{entry.name}`", f"`{entry.path}`", *lists, entry.meaning]
         rows.append(f"| {' | '.join(cell or '-' for cell in cells)} |")

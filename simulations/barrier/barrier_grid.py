@@ -13,9 +13,17 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from fedrot._io import json_line, replacing, write_json, write_text
+from fedrot._io import (
+    json_line,
+    only_writer,
+    read_json,
+    replacing,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import (
     BarrierLine,
@@ -171,10 +179,18 @@ def run_grid(
 
     Raises:
         FileExistsError: ``out`` contains a run that is no grid of barriers.
-        FedrotError: ``out`` contains a cell of the same name with other settings.
+        FedrotError: ``out`` contains a cell of the same name with other settings, or another run
+            writes to it.
         RuntimeError: pairs failed; their tracebacks are in ``failures/``, and the others are finished.
     """
     out = out.resolve()
+    with only_writer(out):
+        return _run_grid(grid, out, command, report, workers)
+
+
+def _run_grid(
+    grid: Grid, out: Path, command: str, report: Callable[[str], None], workers: int | None
+) -> list[BarrierLine]:
     _record(grid, out, command)
     for name in ("models", "lines", "plots"):
         (out / name).mkdir(exist_ok=True)
@@ -248,7 +264,7 @@ def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, fol
     # A safetensors file cannot contain tensors that share memory, as tied tensors do.
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, {"training": json_line(about).rstrip()})
+        write_tensors(temporary, tensors, {"training": json_line(about).rstrip()})
     return model.eval()
 
 
@@ -257,7 +273,8 @@ def _line_path(out: Path, cell: Cell, seeds: tuple[int, int], method: str) -> Pa
 
 
 def _file_of(out: Path, cell: str, pair: str, method: str) -> Path:
-    return out / "lines" / f"{cell}.{pair}.{method}.jsonl"
+    # Names of a compact copy are what its rows say.
+    return out / "lines" / f"{cell}.{pair}.{method}.jsonl".replace("/", "-")
 
 
 def _pair_name(seeds: tuple[int, int]) -> str:
@@ -267,7 +284,7 @@ def _pair_name(seeds: tuple[int, int]) -> str:
 def _record(grid: Grid, out: Path, command: str) -> None:
     """Write configuration and versions; refuse to mix results of different settings."""
     path = out / "config.json"
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    held = read_json(path) if path.exists() else {}
     if rows_file(out) is not None and "cells" not in held:
         raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
     cells = held.get("cells", {})
@@ -288,7 +305,6 @@ def _record(grid: Grid, out: Path, command: str) -> None:
         described = methods.setdefault(name, [])
         described += [METHODS[name].description] if METHODS[name].description not in described else []
     commands = [*held.get("commands", []), command]
-    out.mkdir(parents=True, exist_ok=True)
     write_json(path, {"commands": commands, "methods": methods, "cells": cells})
     write_json(out / "versions.json", versions())
 
@@ -313,7 +329,7 @@ def _collect(out: Path) -> list[BarrierLine]:
     """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
     lines = ordered(lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}")))
-    cells = json.loads((out / "config.json").read_text(encoding="utf-8"))["cells"]
+    cells = read_json(out / "config.json")["cells"]
     places = {name: place for place, name in enumerate(cells)}
     lines.sort(key=lambda line: places.get(line.cell, len(places)))
     write_rows(out / "rows.jsonl", lines)
@@ -330,7 +346,10 @@ def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
     from fedrot.simulations.barrier.barrier_report import by_cell, markdown, plot, summarise
 
     for cell in by_cell(lines):
-        plot(out / "plots" / f"{cell}.png", [line for line in lines if line.cell == cell])
+        plot(
+            out / "plots" / f"{cell}.png".replace("/", "-"),
+            [line for line in lines if line.cell == cell],
+        )
     models = sorted((out / "models").glob("[!.]*.safetensors"))
     trained_here = [safe_open(file, "pt").metadata()["training"] for file in models]
     known = out / "models.jsonl"  # Of a compact copy, which has no models.

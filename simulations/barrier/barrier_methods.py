@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from fedrot.alignment import align, alignment_of
@@ -21,7 +19,6 @@ from fedrot.research import interpolation
 from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.simulations.barrier.invalid_controls import ignore_heads
-from fedrot.simulations.config import TaskName
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.tensors import Tensors
@@ -293,31 +290,3 @@ def with_state(model: nn.Module, state: State) -> nn.Module:
     model = copy.deepcopy(model)
     model.load_state_dict(state)
     return model
-
-
-class BarrierSettings(BaseModel):
-    """Data set, methods and sizes; the descriptions are the help texts of the command's options."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    data: str | None = Field(
-        default=None, description="Data set, as for simulate; default: that of the task."
-    )
-    task: TaskName | None = Field(
-        default=None,
-        description="classification, mlm, clm, ner or image; default: that of the models' class.",
-    )
-    data_dir: Path | None = Field(
-        default=None, description="Folder with glue/, emotion/ ... as Parquet files."
-    )
-    text_column: str | None = Field(default=None, description="Column with the text.")
-    label_column: str | None = Field(default=None, description="Column with the label.")
-    methods: str | None = Field(
-        default=None,
-        description=f"Ways to match, separated by commas: {', '.join(METHODS)}; default: all but "
-        "verma-*.",
-    )
-    points: int = Field(default=21, description="Positions on the line; odd, to include the middle.")
-    rows: int = Field(default=2048, description="Training rows for the methods that look at data.")
-    test_limit: int = Field(default=1000, description="Evaluate on at most so many held-out rows.")
-    max_length: int = Field(default=64, description="Tokens per text.")

@@ -14,10 +14,10 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import BarrierLine, measure, training_batches, write_rows
 from fedrot.simulations.barrier.barrier_methods import (
     METHODS,
-    BarrierSettings,
     check_methods,
     methods_for,
 )
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models import saved_model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from fedrot.simulations.cli import experiment_commands, model_commands
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.federation import runner
@@ -11,6 +13,7 @@ COMMANDS = (experiment_commands, model_commands)
 
 
 def main() -> None:
-    """Entry point of the command line."""
+    """Entry point of the command line; SIGTERM interrupts as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner.prepare_environment()
     app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import sys
@@ -25,6 +26,16 @@ console = Console(markup=False)
 #: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
+
+#: What to do about errors of the system.
+_ADVICE = {
+    errno.ENOSPC: "Free some space, or choose another place.",
+    errno.EDQUOT: "Free some space, or choose another place.",
+    errno.EROFS: "Choose another place.",
+    errno.EACCES: "Change its permissions, or choose another place.",
+    errno.EPERM: "Change its permissions, or choose another place.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+}
 
 Function = Callable[..., None]
 
@@ -147,8 +158,16 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
             complain(f"Error in {given.get(field, where)}: {problem['msg']}")
         raise typer.Exit(BAD_INPUT) from None
     except (OSError, ValueError, RuntimeError) as error:
-        complain(f"Error: {error}")
+        complain(f"Error: {_in_words(error)}")
         raise typer.Exit(BAD_INPUT if isinstance(error, OSError | ValueError) else FAILED) from None
+
+
+def _in_words(error: Exception) -> str:
+    """Return the message of an error; of the system's, the file first, and what to do."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    advice = _ADVICE.get(error.errno or 0, "")
+    return f"'{error.filename}': {error.strerror}. {advice}".rstrip()
 
 
 def _given(context: click.Context) -> dict[str, str]:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier import barrier_methods
 from fedrot.simulations.cli.commands import names
-from fedrot.simulations.merge import merge_inputs
 
 Values = Mapping[str, Any]
 
@@ -30,12 +28,16 @@ class Effect:
 
 
 def _looks_at_data(values: Values) -> bool:
+    from fedrot.simulations.barrier import barrier_methods
+
     known = barrier_methods.METHODS
     methods = [known.get(name) for name in names(values["methods"]) or known]
     return any(method is None or method.looks_at_data for method in methods)
 
 
 def _collects(values: Values) -> bool:
+    from fedrot.simulations.merge import merge_inputs
+
     method = merge_inputs.METHODS.get(values["method"])
     return method is None or bool(method.needs)
 

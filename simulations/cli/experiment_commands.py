@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedrot.simulations.barrier.barrier_methods import BarrierSettings
+from fedrot._io import replacing, write_text
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.commands import (
     command,
     command_line,
@@ -35,7 +36,6 @@ def _grid(entries: str) -> Any:
 
 
 # Parameters of several commands
-NewRun = Annotated[Path, typer.Option(help="Folder for results; must not hold a run yet.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes, with one thread each; default: one per core.")
@@ -57,7 +57,9 @@ GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the g
     leave_out=("setting",),
 )
 def simulate(
-    out: NewRun,
+    out: Annotated[
+        Path, typer.Option(help="Folder for results; an unfinished run there of these options goes on.")
+    ],
     settings: dict[str, Any],
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     gpus: Annotated[
@@ -118,8 +120,12 @@ def flower_app(
 ) -> None:
     """Write the Flower app that runs a comparison in a federation of your own by flwr run."""
     source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
-    folder.mkdir(parents=True)
-    (folder / "pyproject.toml").write_bytes(source.read_bytes())
+    if folder.exists():
+        raise FileExistsError(f"'{folder}' is there already. Choose a new folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "pyproject.toml").write_bytes(source.read_bytes())
     say(f"Flower app: {folder}")
 
 
@@ -163,7 +169,7 @@ def report(
         raise ValueError(f"'{run_or_file}' is not a run folder: it has no rows.jsonl.")
     runner.present(run_or_file, console)
     if markdown is not None:
-        markdown.write_text(markdown_report(run_or_file), encoding="utf-8")
+        write_text(markdown, markdown_report(run_or_file))
 
 
 @command(

@@ -13,9 +13,8 @@ from rich.markup import escape
 
 from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, say
 from fedrot.simulations.cli.root import app
-from fedrot.simulations.merge.adapter_merging import AdapterMergeSettings
-from fedrot.simulations.merge.merge_inputs import MergeSettings
-from fedrot.simulations.port.porting import PortSettings
+from fedrot.simulations.merge.merge_settings import AdapterMergeSettings, MergeSettings
+from fedrot.simulations.port.port_settings import PortSettings
 
 
 @command(

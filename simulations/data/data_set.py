@@ -13,6 +13,8 @@ import pyarrow as pa
 from fedrot.simulations.data.sources import DataError, Source
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
+#: More integer classes than this are numbers of another kind.
+MOST_CLASSES = 100_000
 LABEL_COLUMNS = ("label", "labels", "target", "class")
 
 CLASS_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -142,6 +144,11 @@ def _integer_classes(
             "rows without a label; remove those rows"
         )
     classes = int(max(train.max(), test.max())) + 1
+    if classes > MOST_CLASSES:
+        raise DataError(
+            f"{source.task}: label column {column!r} has the class {classes - 1}; number classes from 0 "
+            f"and below {MOST_CLASSES}, or give them as texts"
+        )
     names = source.class_names.get(column) or CLASS_NAMES.get(source.task)
     if names is None and "label_name" in source.train.column_names:
         named = dict(zip(values[0], source.train["label_name"].to_pylist(), strict=True))

@@ -27,7 +27,7 @@ from fedrot.simulations.data.texts import (
     load_text_data,
 )
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
-from fedrot.simulations.models.packaged import loading_of, source_of
+from fedrot.simulations.models.packaged import loading, loading_of, source_of
 
 #: Label of tokens that are not predicted.
 IGNORED = -100
@@ -148,7 +148,8 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
         return bundled_tokenizer()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(**loading_of(config.model)).backend_tokenizer
+    with loading(config.model):
+        return AutoTokenizer.from_pretrained(**loading_of(config.model)).backend_tokenizer
 
 
 def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:

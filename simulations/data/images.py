@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.types as types
 from PIL import Image
 
+from fedrot.simulations.data import DIGITS
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
 from fedrot.simulations.data.sources import (
-    DIGITS,
     Catalogue,
     DataError,
     Selection,

@@ -21,9 +21,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import constants
 
 from fedrot.errors import FedrotError
-
-#: Names of the texts in the package, and of the images in scikit-learn.
-BUNDLED, DIGITS = "goemotions_ekman", "digits"
+from fedrot.simulations.data import BUNDLED
 
 # A folder of splits follows GLUE, whose test labels are mostly hidden; a single file with a split
 # column follows the emotion corpora, whose test split is the published one.

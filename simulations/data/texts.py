@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from fedrot.simulations.data import BUNDLED
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
 from fedrot.simulations.data.sources import (
-    BUNDLED,
     Catalogue,
     DataError,
     Selection,

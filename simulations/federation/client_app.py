@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 import fedrot
-from fedrot._io import replacing
+from fedrot._io import replacing, write_tensors
 from fedrot.collect.statistic_kinds import Statistics, kind_named
 from fedrot.collect.token_counts import token_counts
 from fedrot.lora import TRAIN, train_only
@@ -303,7 +303,6 @@ def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
     if not job.cache or not folder.is_dir():
         return compute()
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     path = folder / f"{key}.safetensors"
     if path.exists():
@@ -315,5 +314,5 @@ def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
     if job.round == 1 or kept < KEPT_BYTES:
         separate = {name: tensor.contiguous() for name, tensor in state.items()}
         with replacing(path) as temporary:
-            save_file(separate, temporary, metadata={"metrics": json.dumps(metrics)})
+            write_tensors(temporary, separate, {"metrics": json.dumps(metrics)})
     return state, metrics

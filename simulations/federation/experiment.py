@@ -29,7 +29,7 @@ def run_cells(
     progress: Progress,
     shared_cache: bool = True,
 ) -> None:
-    """Run every cell of a configuration and write its rows as they come.
+    """Run every cell that the folder lacks, and write its rows as they come.
 
     With ``shared_cache``, arms share trainings of their clients, who have to see this machine's files.
 
@@ -43,8 +43,10 @@ def run_cells(
     ordered = OrderedGrid(grid, stop, config.clients)
     for seed, cells in groupby(config.cells(), key=lambda cell: cell[0]):
         initial: dict[Start, dict[str, float]] = defaultdict(dict)
-        with tempfile.TemporaryDirectory(prefix="fedrot-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True) as scratch:
             for _, start, arm in cells:
+                if folder.finished(config.setting, seed, start, arm.name):
+                    continue
                 cell = ArmRun(task, seed, start, arm, folder, progress, initial[start])
                 run_cell(cell, ordered, Path(scratch), scratch if shared_cache else "")
 

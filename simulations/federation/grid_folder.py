@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import append_rows, json_line, write_json, write_text
+from fedrot._io import append_rows, json_line, read_json, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
@@ -22,6 +21,7 @@ from fedrot.simulations.federation.run_folder import (
     ROWS,
     read_alignment,
     read_rows,
+    refuse_other_rows,
     rows_file,
     versions,
     write_csv,
@@ -141,7 +141,7 @@ class GridFolder:
             FedrotError: a seed that the folder holds has other rows now: the data have changed.
         """
         file = self.path / "partition.json"
-        held = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        held = read_json(file) if file.is_file() else {}
         for setting, given in found.items():
             before = held.get(setting, {}).get("seeds", {})
             other = [
@@ -150,10 +150,7 @@ class GridFolder:
                 if before.get(seed, given["seeds"][seed]) != given["seeds"][seed]
             ]
             if other:
-                raise FedrotError(
-                    f"The folder '{self.path}' holds the setting '{setting}' with other rows for seed "
-                    f"{other[0]}: the data have changed. Choose another --out."
-                )
+                refuse_other_rows(self.path, setting, other[0])
             held[setting] = {**given, "seeds": {**before, **given["seeds"]}}
         write_json(file, held)
 
@@ -175,9 +172,17 @@ class GridFolder:
         names = [file.stem for file in sorted(self._cells.glob("[!.]*.json"))]
         places = {name: place for place, name in enumerate(self._order)}
         names.sort(key=lambda name: places.get(name, len(places)))
-        found = [json.loads((self._cells / f"{name}.json").read_text("utf-8")) for name in names]
+        found = [_cell_rows(self._cells / f"{name}.json") for name in names]
         for file, key in ((ROWS, "rows"), (ALIGNMENT, "alignment")):
             write_text(self.path / file, "".join(json_line(row) for cell in found for row in cell[key]))
+
+
+def _cell_rows(file: Path) -> dict[str, Any]:
+    found = read_json(file)
+    for key in ("rows", "alignment"):
+        if not isinstance(found.get(key), list) or not all(isinstance(row, dict) for row in found[key]):
+            raise FedrotError(f"'{file}' is damaged: it has no {key}. Delete it to run its cell again.")
+    return found
 
 
 def _compact_copy(path: Path, held: Sequence[Mapping[str, Any]]) -> dict[str, CellRows]:
@@ -214,8 +219,7 @@ def _cell_name(row: Mapping[str, Any]) -> str:
 def _configuration(path: Path) -> dict[str, Any]:
     """Return the settings and commands of a folder, nothing if it is new."""
     file = path / "config.json"
-    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    return found
+    return read_json(file) if file.is_file() else {}
 
 
 def _held(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:

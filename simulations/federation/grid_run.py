@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedrot._io import write_json
+from fedrot._io import only_writer, read_json, write_json
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
@@ -50,8 +49,9 @@ def compare(
     """Run the cells that the folder ``out`` does not have yet.
 
     Raises:
-        FileExistsError, FedrotError: the folder holds something else, see ``GridFolder``; data,
-            partition or model cannot be used; the machine has fewer GPUs, or there is no cluster.
+        FileExistsError, FedrotError: the folder holds something else, see ``GridFolder``, or another
+            run writes to it; data, partition or model cannot be used; the machine has fewer GPUs, or
+            there is no cluster.
         RuntimeError: cells failed; their tracebacks are in ``failures/``, and the others are finished.
         KeyboardInterrupt: the user stopped the run; finished cells are in the folder.
     """
@@ -63,7 +63,19 @@ def compare(
     if dry_run:
         console.print(f"Dry run: {len(cells)} cells (seed, start and arm); nothing was run or written.")
         return
-    folder, partitions = GridFolder(out, configs, command), _partitions(configs)
+    with only_writer(out):
+        _fill(GridFolder(out, configs, command), configs, cells, console, machine)
+
+
+def _fill(
+    folder: GridFolder,
+    configs: Sequence[SimulationConfig],
+    cells: Sequence[GridCell],
+    console: Console,
+    machine: Machine,
+) -> None:
+    """Run the cells that a folder does not have, and write its report."""
+    out, partitions = folder.path, _partitions(configs)
     folder.partitions(partitions)
     missing = [cell for cell in cells if not folder.finished(cell)]
     if len(missing) < len(cells):
@@ -155,12 +167,14 @@ def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -
 
     torch.set_num_threads(1)
     task, rows, known = task_of(config_json), CellRows(), Path(cache) / _INITIAL
-    initial = json.loads(known.read_text()) if known.exists() else {}
+    initial = read_json(known) if known.exists() else {}
     cell = ArmRun(task, seed, start, Arm.parse(arm), rows, lambda *_: None, initial)
     count = task.config.clients
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fedrot-"))
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True)
+        )
         stack.enter_context(outside_of_the_engine())
         grid = OrderedGrid(local_clients(app, count), threading.Event(), count)
         run_cell(cell, grid, Path(scratch), cache)

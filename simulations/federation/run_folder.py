@@ -6,14 +6,17 @@ import csv
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from fedrot._io import json_line, replacing, write_json
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from fedrot._io import append_rows, json_line, only_writer, read_json, replacing, write_json, write_text
+from fedrot.errors import FedrotError
 
 _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
@@ -25,6 +28,37 @@ ROWS, ALIGNMENT = "rows.jsonl", "alignment.jsonl"
 #: The scope of rows about the merged model on the held-out split.
 CENTRAL = "central"
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
+
+
+#: What names a cell in rows.
+_CELL = ("setting", "seed", "start", "arm")
+
+
+class _Row(BaseModel):
+    """The types of fields that readers of rows use, where a row has them."""
+
+    model_config = ConfigDict(strict=True)
+
+    setting: str = ""
+    arm: str = ""
+    start: str = ""
+    scope: str = ""
+    metric: str = ""
+    part: str = ""
+    seed: int = 0
+    round: int = 0
+    layer: int = 0
+    client: int = 0
+    value: float | None = 0
+    before: float | None = 0
+    after: float | None = 0
+    found: float | None = 0
+    chance: float | None = 0
+    moved: float | None = 0
+    of: float | None = 0
+
+
+_ROWS = TypeAdapter(list[_Row])
 
 
 class Rows(Protocol):
@@ -40,40 +74,69 @@ class Rows(Protocol):
 class RunFolder:
     """Writes ``config.json``, ``versions.json``, ``partition.json``, ``rows.jsonl`` and ``rows.csv``.
 
-    ``FileExistsError`` if the folder already holds rows of another run; nothing is written then.
+    An unfinished run of the same settings goes on: cells before its last one are finished, and the rows
+    of that one are removed.
+
+    Raises:
+        FileExistsError: the folder holds another run, or a finished one; nothing is written then.
+        FedrotError: another process writes to the folder.
     """
 
     def __init__(self, path: Path, settings: Sequence[Mapping[str, Any]], command: str) -> None:
+        refuse_used(path, settings)
         self.path = path
-        refuse_used(path)
-        path.mkdir(parents=True, exist_ok=True)
+        self._lock = ExitStack()
+        self._lock.enter_context(only_writer(path))
+        self._finished: set[tuple[Any, ...]] = set()
         self._partitions: dict[str, Any] = {}
+        if rows_file(path) is not None:
+            self._go_on()
         write_json(path / "config.json", {"command": command, "settings": list(settings)})
         write_json(path / "versions.json", versions())
-        self._rows = (path / ROWS).open("a", encoding="utf-8", buffering=1)
-        self._alignments = (path / ALIGNMENT).open("a", encoding="utf-8", buffering=1)
+        for name in (ROWS, ALIGNMENT):
+            append_rows(path / name, [])
+
+    def _go_on(self) -> None:
+        # A killed run may lack the last rows of its last cell.
+        self._finished = {*list(dict.fromkeys(map(_cell, read_rows(self.path))))[:-1]}
+        for name in (ROWS, ALIGNMENT):
+            kept = [row for row in read_rows(self.path, name) if _cell(row) in self._finished]
+            write_text(self.path / name, "".join(map(json_line, kept)))
+        held = self.path / "partition.json"
+        self._partitions = read_json(held) if held.is_file() else {}
+
+    @property
+    def finished_cells(self) -> int:
+        """Number of cells that an earlier attempt has finished."""
+        return len(self._finished)
+
+    def finished(self, *cell: Any) -> bool:
+        """Whether an earlier attempt has all rows of a cell: setting, seed, start and arm."""
+        return cell in self._finished
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Append one row of results; a value that is not finite becomes null."""
-        self._rows.write(json_line({name: row[name] for name in ROW_FIELDS}))
+        append_rows(self.path / ROWS, [{name: row[name] for name in ROW_FIELDS}])
 
     def alignment(self, row: Mapping[str, Any]) -> None:
         """Append one row of the alignment report."""
-        self._alignments.write(json_line(row))
+        append_rows(self.path / ALIGNMENT, [row])
 
     def partition(
         self, setting: str, seed: int, names: Sequence[str], sizes: list[int], counts: list[list[int]]
     ) -> None:
-        """Record a partition, see ``Task.partition``."""
+        """Record a partition, see ``Task.partition``; ``FedrotError`` if the folder has another one."""
+        held = self._partitions.get(setting, {}).get("seeds", {}).get(str(seed))
+        if held not in (None, {"sizes": sizes, "counts": counts}):
+            refuse_other_rows(self.path, setting, seed)
         note_partition(self._partitions, setting, seed, names, sizes, counts)
         write_json(self.path / "partition.json", self._partitions)
 
     def close(self, complete: bool) -> None:
         """Write ``rows.csv``, and ``status.json`` with whether the run is complete."""
-        self._rows.close()
-        self._alignments.close()
         write_csv(self.path)
         write_json(self.path / "status.json", {"complete": complete})
+        self._lock.close()
 
 
 def note_partition(
@@ -100,10 +163,29 @@ def write_csv(path: Path) -> None:
         writer.writerows(read_rows(path))
 
 
-def refuse_used(path: Path) -> None:
-    """Raise ``FileExistsError`` if the folder already holds the rows of a run."""
-    if rows_file(path) is not None:
-        raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
+def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _CELL)
+
+
+def refuse_used(path: Path, settings: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Raise ``FileExistsError`` if a folder holds a run, unless an unfinished one of these settings."""
+    found = rows_file(path)
+    if found is None:
+        return
+    config, status = path / "config.json", path / "status.json"
+    if found.name == ROWS and config.is_file():
+        unfinished = not (status.is_file() and read_json(status).get("complete"))
+        if unfinished and read_json(config).get("settings") == list(settings):
+            return
+    raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
+
+
+def refuse_other_rows(path: Path, setting: str, seed: object) -> NoReturn:
+    """Raise ``FedrotError``: the rows of a setting and seed are no longer those of a folder."""
+    raise FedrotError(
+        f"The folder '{path}' holds the setting '{setting}' with other rows for seed {seed}: the data "
+        "have changed. Choose another --out."
+    )
 
 
 def rows_file(path: Path, name: str = ROWS) -> Path | None:
@@ -119,29 +201,64 @@ def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: the folder has no such rows.
-        ValueError: a line is JSON, but not an object.
+        FedrotError: the file is damaged, or a field has another type than readers expect.
     """
     file = rows_file(path, name) or path / name
-    if file.suffix == ".parquet":
-        from pyarrow import parquet
+    stored = _stored(file) if file.suffix == ".parquet" else _lines(file)
+    try:
+        _ROWS.validate_python(stored)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        row, *place = problem["loc"]
+        raise FedrotError(
+            f"'{file}' holds other rows than fedrot writes: {'.'.join(map(str, place)) or 'row'} is "
+            f"{problem['input']!r:.60} in line {int(row) + 1}."
+        ) from error
+    return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in stored]
 
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of results of a run folder; raises as ``read_rows``, also if a row lacks a field."""
+    rows = read_rows(path)
+    _need(ROW_FIELDS[1:], rows, path)  # Older files name no setting.
+    return rows
+
+
+def _stored(file: Path) -> list[dict[str, Any]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
         stored = parquet.read_table(file).to_pylist()
-        return [{key: value for key, value in row.items() if value is not None} for row in stored]
+    except (ArrowException, OSError) as error:
+        raise FedrotError(f"'{file}' is damaged: it cannot be read as Parquet ({error}).") from error
+    return [{key: value for key, value in row.items() if value is not None} for row in stored]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise FedrotError(f"'{file}' is damaged: it is no text ({error}).") from error
+    for line in lines:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            rows.append(json.loads(line))
+        except (json.JSONDecodeError, RecursionError):
             break
-        if not isinstance(row, dict):
-            raise ValueError(f"'{file}' has a line that is not a row: {line:.60}")
-        rows.append({**row, "value": math.nan} if row.get("value", 0) is None else row)
     return rows
 
 
 def read_alignment(path: Path) -> list[dict[str, Any]]:
-    """Read the alignment rows of a run folder; none if it has no such file."""
-    return read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
+    """Read the alignment rows of a run folder; none if it has no such file. Raises as ``read_rows``."""
+    rows = read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
+    _need(("start", "arm", "part", "layer", "after"), [row for row in rows if "before" in row], path)
+    return rows
+
+
+def _need(fields: Collection[str], rows: Sequence[Mapping[str, Any]], where: Path) -> None:
+    lacking = next((name for row in rows for name in fields if name not in row), None)
+    if lacking:
+        raise FedrotError(f"'{where}' holds other rows than fedrot writes: a row has no '{lacking}'.")
 
 
 def versions() -> dict[str, str]:

@@ -15,14 +15,14 @@ import rich.progress
 from rich.console import Console
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import (
     RunFolder,
     read_alignment,
-    read_rows,
+    read_results,
     refuse_used,
 )
+from fedrot.simulations.jobs import keeping_sigterm
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -45,6 +45,7 @@ def prepare_environment() -> None:
 
 def check(configs: Sequence[SimulationConfig]) -> None:
     """Load model, data and partitions of every configuration: bad input fails before any run."""
+    from fedrot.simulations.arm import Arm
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of
@@ -83,7 +84,7 @@ def present(out: Path, console: Console) -> None:
     from fedrot.simulations.report.summaries import metrics_in
     from fedrot.simulations.report.tables import summary_tables
 
-    rows = read_rows(out)
+    rows = read_results(out)
     metrics = metrics_in(rows)
     for table in summary_tables(rows):
         console.print(table)
@@ -112,19 +113,23 @@ def simulate(
 ) -> bool:
     """Run a configuration in Flower's engine into the folder ``out``; return False if interrupted.
 
+    An unfinished run of the same configuration goes on: its finished cells are skipped.
+
     Args:
         gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
         dry_run: only check everything and print the partitions; nothing is run or written.
 
     Raises:
-        FileExistsError: the folder holds another run.
-        FedrotError: data, partition or model cannot be used, or the machine has fewer GPUs.
+        FileExistsError: the folder holds another run, or a finished one.
+        FedrotError: another run writes to the folder; data, partition or model cannot be used, or the
+            machine has fewer GPUs.
         RuntimeError: a simulation failed; the finished part is in the folder.
     """
     from fedrot.simulations.federation.ordered_grid import Interrupted
 
+    settings = [config.model_dump(mode="json")]
     if not dry_run:
-        refuse_used(out)
+        refuse_used(out, settings)
     check_gpus(gpus)
     check([config])
     print_partitions([config], console)
@@ -133,14 +138,19 @@ def simulate(
             f"Dry run: {len(config.cells())} cells (seed, start and arm); nothing was run or written."
         )
         return True
-    folder = RunFolder(out, [config.model_dump(mode="json")], command)
+    folder = RunFolder(out, settings, command)
+    missing = len(config.cells()) - folder.finished_cells
+    if folder.finished_cells:
+        console.print(f"{folder.finished_cells} of {len(config.cells())} cells are finished already.")
     complete = False
     try:
-        with _interruptible() as stop, _progress(console, config) as advance:
+        with _interruptible() as stop, _progress(console, missing * config.rounds) as advance:
             _run(config, folder, stop, advance, gpus)
         complete = True
     except Interrupted:
-        console.print(f"Interrupted; the finished part is in {out}.", style="yellow")
+        console.print(
+            f"Interrupted; the finished part is in {out}. Repeat the command to go on.", style="yellow"
+        )
     finally:
         folder.close(complete)
         present(out, console)
@@ -184,7 +194,8 @@ def _run(
             raise
 
     try:
-        run_simulation(server_app, client_app, config.clients, backend_config=backend_config(gpus))
+        with keeping_sigterm():
+            run_simulation(server_app, client_app, config.clients, backend_config=backend_config(gpus))
     except Exception as error:
         cause = failure[0] if failure else error
         if isinstance(cause, Interrupted):
@@ -232,26 +243,29 @@ def log_to(handler: logging.Handler) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Set an event at the first Ctrl-C; the second one interrupts as usual."""
-    stop = threading.Event()
+    """Set an event at the first Ctrl-C or SIGTERM; the second one interrupts as usual."""
+    stop, signals = threading.Event(), (signal.SIGINT, signal.SIGTERM)
 
     def interrupt(signum: int, frame: object) -> None:
         stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if hasattr(signal, "alarm"):
+            signal.alarm(0)  # At SIGTERM, Ray sets an alarm that aborts the process.
+        for number in signals:
+            signal.signal(number, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def _progress(console: Console, config: SimulationConfig) -> Iterator[Any]:
+def _progress(console: Console, total: int) -> Iterator[Any]:
     text = rich.progress.TextColumn("{task.description}", markup=False)
     _, bar, _, remaining = rich.progress.Progress.get_default_columns()
     done, elapsed = rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()
-    total = len(config.cells()) * config.rounds
     with rich.progress.Progress(text, bar, done, elapsed, remaining, console=console) as progress:
         task = progress.add_task("starting Flower's engine", total=total)
 

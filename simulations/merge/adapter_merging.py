@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from fedrot._io import replacing, write_json
+from fedrot._io import read_json, replacing, write_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
 from fedrot.lora.averaging import AdapterAverage
+from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import about, refuse_filled
 from fedrot.tensors import Tensors
@@ -34,25 +33,6 @@ _ALIKE = (
     "use_qalora",
     "layer_replication",
 )
-
-
-class AdapterMergeSettings(BaseModel):
-    """Options of ``fedrot merge-adapters``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    method: str = Field(
-        default="exact",
-        description="exact: the mean of products, cut to the rank; mean: of the factors.",
-    )
-    rank: int | None = Field(
-        default=None,
-        gt=0,
-        description="Of the result; default: the adapters' rank, the largest if they differ.",
-    )
-    weights: str | None = Field(
-        default=None, description="One number per adapter; default: equal weights."
-    )
 
 
 def merge_adapters(
@@ -120,11 +100,9 @@ def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
             f"'{folder}' has no {missing}. Give folders of LoRA adapters, as PEFT's save_pretrained "
             "writes them; whole models are for fedrot merge."
         )
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    found = read_json(folder / CONFIG)
+    with about(folder / CONFIG):
         return found, LoraSettings.of(found)
-    except ValueError as error:
-        raise FedrotError(f"'{folder / CONFIG}': {error}") from error
 
 
 def _tensors(folder: Path) -> Tensors:
@@ -145,5 +123,5 @@ def _write(out: Path, tensors: Tensors, config: dict[str, Any], first: Path) -> 
         skipped = shutil.ignore_patterns("*.safetensors", "*.bin", CONFIG, "README.md")
         shutil.copytree(first, target, ignore=skipped)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, target / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(target / WEIGHTS, contiguous, {"format": "pt"})
         write_json(target / CONFIG, config)

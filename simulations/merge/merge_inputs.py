@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedrot.aggregation import aggregations
@@ -22,6 +20,7 @@ from fedrot.matching.pairs import squared_distance
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about
 from fedrot.simulations.models.saved_model import (
     ARCHITECTURE,
@@ -46,62 +45,6 @@ BATCH = 64
 
 #: The aggregations that need nothing but what a merge has.
 METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
-
-
-class MergeSettings(BaseModel):
-    """How saved models are aligned and merged; ``merge`` checks the values."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    anchor: str | None = Field(
-        default=None, description="The model that the others are moved to; default: the first."
-    )
-    method: str = Field(
-        default="mean", description=f"{', '.join(METHODS)} (ot: pip install 'fedrot[ot]')."
-    )
-    parts: str = Field(
-        default="attention+ffn",
-        description="What is aligned: whole, none, or parts such as attention+ffn.",
-    )
-    layers: str = Field(
-        default="all", description="Aligned layers: all, first:N, last:N or indices such as 0,2."
-    )
-    chance: float = Field(
-        default=AlignmentOptions.chance,
-        description="A group moves only if that removes more than this factor of what chance removes; "
-        "0: if it removes anything.",
-    )
-    token_order: bool = Field(
-        default=False,
-        description="Count tokens by their place in the vocabulary (whole): for tokenizers that number "
-        "frequent ones first.",
-    )
-    weights: str | None = Field(
-        default=None, description="One number per model, separated by commas; default: equal."
-    )
-    alpha: float = Field(default=0.9, description="RegMean's factor of off-diagonal entries.")
-    dtype: str | None = Field(
-        default=None, description="float32, float16 or bfloat16; default: the anchor's."
-    )
-    config: Path | None = Field(
-        default=None, description="Of .safetensors files: config.json, or a folder with one."
-    )
-    data: str | None = Field(
-        default=None,
-        description="Data set, as for simulate: texts for fisher, regmean and activations (whole), and "
-        "held-out rows to score the models on.",
-    )
-    data_dir: Path | None = Field(
-        default=None, description="Folder with glue/, emotion/ ... as Parquet files."
-    )
-    text_column: str | None = Field(default=None, description="Column with the text.")
-    label_column: str | None = Field(default=None, description="Column with the label.")
-    rows: int | None = Field(
-        default=None,
-        description="Texts at most; default: 1024, 256 for fisher, which takes a backward pass for each "
-        "text and label, and 500 to score on.",
-    )
-    max_length: int = Field(default=64, description="Tokens per text.")
 
 
 @dataclass(frozen=True)

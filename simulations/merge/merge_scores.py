@@ -13,7 +13,8 @@ from rich.text import Text
 from torch import Tensor
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.merge.merge_inputs import Input, MergeSettings, task_for
+from fedrot.simulations.merge.merge_inputs import Input, task_for
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.report.summaries import LOWER_IS_BETTER
 from fedrot.simulations.report.tables import number_style, terminal_table
 

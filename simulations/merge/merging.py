@@ -23,12 +23,12 @@ from fedrot.simulations.merge.merge_inputs import (
     Batches,
     Input,
     InputReport,
-    MergeSettings,
     aligned,
     batches_of,
     check_mergeable,
 )
 from fedrot.simulations.merge.merge_scores import Scores, scores
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.simulations.report.tables import terminal_table

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.models.packaged import loading_of
+from fedrot.simulations.models.packaged import loading, loading_of
 
 if TYPE_CHECKING:
     from fedrot.simulations.data.data_set import DataSet
@@ -25,7 +25,8 @@ def pretrained_settings(model: str) -> Any:
     """Return the transformers configuration of ``SimulationConfig.model``."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(**loading_of(model))
+    with loading(model):
+        return AutoConfig.from_pretrained(**loading_of(model))
 
 
 def pad_id_of(settings: Any) -> int:

@@ -10,7 +10,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.models.federated import with_adapter
-from fedrot.simulations.models.packaged import loading_of, no_bar_for_files
+from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 
 
@@ -39,7 +39,7 @@ def build_model(
     auto_model = getattr(transformers, OBJECTIVES[config.task].auto_model)
     if config.model is None:
         return auto_model.from_config(settings)
-    with no_bar_for_files(config.model):
+    with loading(config.model), no_bar_for_files(config.model):
         model = auto_model.from_pretrained(**loading_of(config.model), config=settings)
     if adapter is None:
         return model

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fedrot._io import replacing
+from fedrot._io import read_json, replacing, write_tensors
 from fedrot.errors import FedrotError
+from fedrot.simulations.models.packaged import loading
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SUFFIX = ".safetensors"
@@ -132,10 +132,13 @@ def _listed(path: Path) -> dict[str, tuple[Path, str]]:
         return {name: (single, dtype) for name, dtype in _dtypes(single).items()}
     if index is None or not index.is_file():
         raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
-    try:
-        files = {n: path / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.") from error
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.")
+    outside = next((file for file in shards.values() if Path(file).name != file), None)
+    if outside is not None:
+        raise FedrotError(f"'{index}' is damaged: '{outside}' is no file of its folder.")
+    files = {name: path / file for name, file in shards.items()}
     dtypes = {file: _dtypes(file) for file in dict.fromkeys(files.values()) if file.is_file()}
     for name, file in files.items():
         if name not in dtypes.get(file, ()):
@@ -200,10 +203,10 @@ def write_model(
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as target:
         if out.suffix == SUFFIX:
-            _save(tensors, target)
+            write_tensors(target, tensors, {"format": "pt"})
             return
         target.mkdir()
-        _save(tensors, target / WEIGHTS)
+        write_tensors(target / WEIGHTS, tensors, {"format": "pt"})
         (target / CONFIG).write_text(_config_text(config_file, dtype), encoding="utf-8")
         for file in (beside / name for name in BESIDE) if beside else ():
             if file.is_file():
@@ -218,13 +221,6 @@ def _config_text(file: Path, dtype: torch.dtype | None) -> str:
     # Older versions of transformers write torch_dtype.
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     return json.dumps({**settings, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    try:
-        save_file(dict(tensors), file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"'{file}' cannot be written: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -248,7 +244,7 @@ class MappedTensors:
 
         Raises ``FedrotError`` if one is missing or of another shape, or if tied tensors differ.
         """
-        with torch.device("meta"):
+        with loading(config_file), torch.device("meta"):
             state = model_class(config).state_dict(keep_vars=True)
         names: dict[int, str] = {}
         first = {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}

@@ -69,6 +69,22 @@ def loading_of(model: str) -> dict[str, Any]:
 
 
 @contextmanager
+def loading(model: object) -> Iterator[None]:
+    """Turn errors of loading a model, its configuration or tokenizer into ``FedrotError``."""
+    try:
+        yield
+    except FedrotError:
+        raise
+    except Exception as error:  # transformers raises many unrelated kinds
+        said = str(error).strip().partition("\n")[0]
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise FedrotError(
+            f"'{model}' cannot be loaded: {kind}{said.removesuffix('.')}. Check that its weights, "
+            "configuration and tokenizer are whole and belong together."
+        ) from error
+
+
+@contextmanager
 def no_bar_for_files(model: str) -> Iterator[None]:
     """Turn the progress bars of ``transformers`` off while a model is read from this machine's disk."""
     from transformers.utils import logging

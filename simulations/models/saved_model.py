@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedrot._io import read_json
 from fedrot.collect.token_counts import counts_by_order
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import (
@@ -32,7 +31,7 @@ from fedrot.simulations.models.model_files import (
     refuse_quantised,
     stored_tensors,
 )
-from fedrot.simulations.models.packaged import PACKAGED, no_bar_for_files, source_of
+from fedrot.simulations.models.packaged import PACKAGED, loading, source_of
 from fedrot.symmetry import check_family
 
 #: Fields of a configuration in which models to be compared or merged must agree.
@@ -75,7 +74,8 @@ class SavedModel:
             return None
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        with loading(self.tokenizer):
+            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
         return frozenset(tokenizer.get_vocab().items())
 
     @cached_property
@@ -124,7 +124,7 @@ class SavedModel:
         names that the files lack, which are random; and the stored names that the class does not have.
         """
         tensors = self._unwrapped()
-        with _loading(self.name), no_bar_for_files(str(self.path)):
+        with loading(self.name), _no_bars():
             model, found = model_class.from_pretrained(
                 None if tensors else self.path,
                 config=self.config,
@@ -203,14 +203,12 @@ def _downloaded(name: str, *files: str) -> Path:
 def _read_config(file: Path) -> Any:
     from transformers import AutoConfig
 
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise FedrotError(f"'{file}' is damaged: it is no JSON ({error}).") from error
+    settings = read_json(file)
     with about(file):
         check_family(settings)
     refuse_quantised(settings, file)
-    return AutoConfig.from_pretrained(file, local_files_only=True)
+    with loading(file):
+        return AutoConfig.from_pretrained(file, local_files_only=True)
 
 
 def tokens_by_order(saved: SavedModel) -> Tensor:
@@ -252,16 +250,13 @@ def check_bundled(model: SavedModel) -> None:
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Hide progress bars, and turn errors of loading into ``FedrotError``."""
+def _no_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
-    except (OSError, RuntimeError, ValueError, ImportError, UnpicklingError) as error:
-        raise FedrotError(f"'{name}' cannot be loaded: {_first_line(error)}") from error
     finally:
         if shown:
             logging.enable_progress_bar()

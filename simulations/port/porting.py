@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedrot.alignment import Alignment, align
@@ -16,6 +15,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.models.model_files import refuse_filled
 from fedrot.simulations.models.saved_model import check_alike, tokens_by_order
+from fedrot.simulations.port.port_settings import PortSettings
 from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical
@@ -28,24 +28,6 @@ MATCHES: Mapping[str, AlignmentOptions | None] = {
     "permutation": AlignmentOptions(WHOLE_MODEL, canonical=False),
     "none": None,
 }
-
-
-class PortSettings(BaseModel):
-    """How a fine-tuning is carried over."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    match: str = Field(
-        default="rotation",
-        description="How the new base is matched to the old one: rotation (of the residual stream where "
-        "the family has it, else a permutation), permutation, or none.",
-    )
-    token_order: bool = Field(
-        default=False,
-        description="Count tokens by their place in the vocabulary: for tokenizers that number frequent "
-        "ones first.",
-    )
-    scale: float = Field(default=1.0, description="The fine-tuning's difference counts so many times.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import replacing
+from fedrot._io import read_json, refuse_links, replacing, write_text
 from fedrot.simulations.federation.run_folder import read_rows, rows_file
 
 ROWS = ("rows.jsonl", "alignment.jsonl")
@@ -26,6 +26,7 @@ SMALL = ("config.json", "versions.json", "status.json", "models.jsonl", "summary
 def compact(run: Path, out: Path) -> Path:
     """Write a compact copy of a run folder; ``FileNotFoundError`` if it holds no rows."""
     out.mkdir(parents=True, exist_ok=True)
+    refuse_links(out)
     for name in ROWS:
         if name == ROWS[0] or rows_file(run, name):
             exact = name == ROWS[0]
@@ -34,9 +35,8 @@ def compact(run: Path, out: Path) -> Path:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
     if (run / PARTITION).exists():
-        partition = json.loads((run / PARTITION).read_text())
-        with replacing(out / PARTITION) as temporary:
-            temporary.write_text(json.dumps(partition, separators=(",", ":")))
+        partition = read_json(run / PARTITION)
+        write_text(out / PARTITION, json.dumps(partition, separators=(",", ":")))
     return out
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedrot.simulations.report.findings.shares import shares_by
-from fedrot.simulations.report.plots import new_figure, save_figure
+from fedrot.simulations.report.plots import as_label, new_figure, save_figure
 from fedrot.simulations.report.summaries import Row
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     images: dict[str, AxesImage] = {}
     for ax, (title, own) in zip(axes.flat, cells.items(), strict=False):
         images |= _panel(ax, own)
-        ax.set_title(title, loc="left", fontsize="medium")
+        ax.set_title(as_label(title), loc="left", fontsize="medium")
         _label(ax, lines, columns, "round" if several else "")
     for place, scale in enumerate(scales):
         left = 1 + (BAR + place * NEXT_BAR) / width
@@ -216,7 +216,7 @@ def _bar(where: Axes, image: AxesImage, scale: Scale) -> None:
 def _label(ax: Axes, lines: list[tuple[str, int]], columns: list[Any], name: str) -> None:
     every = math.ceil(len(lines) / (PANEL_HEIGHT / 0.16))
     places = range(0, len(lines), every)
-    labels = [part if layer < 0 else f"{part} {layer}" for part, layer in lines[::every]]
+    labels = [as_label(part if layer < 0 else f"{part} {layer}") for part, layer in lines[::every]]
     ax.set_yticks(places, labels, fontsize="small")
     parts = [part for part, _ in lines]
     for place in range(1, len(lines)):
@@ -224,7 +224,12 @@ def _label(ax: Axes, lines: list[tuple[str, int]], columns: list[Any], name: str
             ax.axhline(place - 0.5, color="white", lw=2)
     every = math.ceil(len(columns) / 20)
     slanted: dict[str, Any] = {} if name else {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
-    ax.set_xticks(range(0, len(columns), every), columns[::every], fontsize="small", **slanted)
+    ax.set_xticks(
+        range(0, len(columns), every),
+        [as_label(str(c)) for c in columns[::every]],
+        fontsize="small",
+        **slanted,
+    )
     ax.set_xlabel(name)
     ax.tick_params(length=0)
     ax.grid(visible=False)

@@ -24,6 +24,8 @@ PALETTE = (
 MARKERS = "osD^vPX*"
 # Untrained models have a thousand times the perplexity of trained ones.
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
+#: Characters of a name in a picture.
+LONGEST = 80
 LINES = ("-", "--", "-.", ":")
 
 #: Start -> arm -> round -> seed -> value.
@@ -40,7 +42,9 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
     for index, column in enumerate(table.T):
         name = names[index] if index < len(names) else "none"
         colour = _colour(index, table.shape[1])
-        ax.bar(clients, column, 0.75, base, label=name, color=colour, edgecolor="white", lw=0.4)
+        ax.bar(
+            clients, column, 0.75, base, label=as_label(name), color=colour, edgecolor="white", lw=0.4
+        )
         base += column
     if len(table) <= 20:
         ax.set_xticks(clients, [str(client) for client in clients])
@@ -70,7 +74,7 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
     for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
         for arm, by_round in by_arm.items():
             _band(ax, by_round, arm, arms.index(arm))
-        ax.set_title(f"start: {start}", loc="left")
+        ax.set_title(as_label(f"start: {start}"), loc="left")
         ax.set_xlabel("round")
         _whole_numbers(ax)
     name_metric(axes[0][0], metric)
@@ -89,7 +93,7 @@ def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
         rounds = sorted(values)
         marker = "o" if len(rounds) <= 30 else ""
         ax.plot(rounds, [values[r] for r in rounds], marker=marker, ms=3, lw=1.4, color=PALETTE[0])
-        ax.set_title(name, loc="left", fontsize="small")
+        ax.set_title(as_label(name), loc="left", fontsize="small")
         ax.tick_params(labelsize="small")
         _whole_numbers(ax)
     return save_figure(figure, path)
@@ -104,9 +108,11 @@ def _points(path: Path, series: Series, final: int, metric: str, arms: Sequence[
             ax.plot(values, place, "|", color="0.6", ms=9)
             if values:
                 ax.plot(np.mean(values), place[0], "o", color=PALETTE[0], ms=6)
-        ax.set_yticks([-index for index in range(len(arms))], arms)
-        ax.set_title(f"start: {start}", loc="left")
-        ax.set_xlabel(f"{metric.replace('_', ' ')} after round {final} (bars: seeds, dot: mean)")
+        ax.set_yticks([-index for index in range(len(arms))], list(map(as_label, arms)))
+        ax.set_title(as_label(f"start: {start}"), loc="left")
+        ax.set_xlabel(
+            f"{as_label(metric.replace('_', ' '))} after round {final} (bars: seeds, dot: mean)"
+        )
         ax.grid(axis="x", color="0.9", lw=0.8)
     return save_figure(figure, path)
 
@@ -118,7 +124,7 @@ def _band(ax: Axes, by_round: dict[int, dict[int, float]], arm: str, index: int)
     sd = np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
     colour = _colour(index, len(PALETTE))
     marker, line = MARKERS[index % len(MARKERS)], LINES[index % len(LINES)]
-    ax.plot(rounds, mean, line, marker=marker, color=colour, label=arm, ms=4, lw=1.6)
+    ax.plot(rounds, mean, line, marker=marker, color=colour, label=as_label(arm), ms=4, lw=1.6)
     ax.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.15, lw=0)
 
 
@@ -148,9 +154,15 @@ def new_figure(
     return figure, axes
 
 
+def as_label(name: str) -> str:
+    """Return a name as matplotlib takes text: cut, and without formulas, which dollars enclose."""
+    cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+    return "".join(c if c.isprintable() else " " for c in cut).replace("$", r"\$")
+
+
 def name_metric(ax: Axes, metric: str) -> None:
     """Label the vertical axis with a metric, and make it logarithmic if the metric needs that."""
-    ax.set_ylabel(metric.replace("_", " "))
+    ax.set_ylabel(as_label(metric.replace("_", " ")))
     if metric in LOGARITHMIC:
         ax.set_yscale("log")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_rows, rows_file
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from fedrot._io import read_json, refuse_links
+from fedrot.errors import FedrotError
+from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_results, rows_file
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.findings import regimes, sentences
 from fedrot.simulations.report.findings.shares import share_table
@@ -31,7 +34,39 @@ from fedrot.simulations.report.tables import (
 )
 
 ROWS = "rows.jsonl"
-OBJECTS = ("config.json", "versions.json", "partition.json", "status.json")
+
+
+class _Setting(BaseModel):
+    setting: str
+    starts: list[str]
+    arms: list[str]
+    seeds: list[int]
+    rounds: int
+    data: str = ""
+    model: str | None = None
+
+
+class _Config(BaseModel):
+    command: str | None = None
+    settings: list[_Setting] = []
+
+
+class _Seed(BaseModel):
+    counts: list[list[int]]
+
+
+class _Partition(BaseModel):
+    label_names: list[str] = []
+    seeds: dict[str, _Seed] = {}
+
+
+#: The JSON files of a run folder, and what the page reads of them.
+OBJECTS: Mapping[str, TypeAdapter[Any]] = {
+    "config.json": TypeAdapter(_Config),
+    "versions.json": TypeAdapter(dict[str, str]),
+    "partition.json": TypeAdapter(dict[str, _Partition]),
+    "status.json": TypeAdapter(dict[str, bool]),
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +94,8 @@ def write_report(run_dir: Path) -> Path:
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
-    rows = read_rows(run_dir) if rows_file(run_dir) else []
+    refuse_links(run_dir)
+    rows = read_results(run_dir) if rows_file(run_dir) else []
     alignment = read_alignment(run_dir)
     objects = {name: _object(run_dir / name) for name in OBJECTS}
     metrics = metrics_in(rows)
@@ -69,7 +105,7 @@ def write_report(run_dir: Path) -> Path:
 
 def markdown_report(run_dir: Path) -> str:
     """Return the tables of a run folder as Markdown: results, map, subsets, and what alignment found."""
-    rows, settings = read_rows(run_dir), _object(run_dir / "config.json").get("settings", [])
+    rows, settings = read_results(run_dir), _object(run_dir / "config.json").get("settings", [])
     found = regimes.regimes(rows, settings)
     others = (subset_table(rows, settings), share_table(read_alignment(run_dir)))
     tables = [
@@ -81,11 +117,13 @@ def markdown_report(run_dir: Path) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
+    """Return a JSON object, empty if it is missing or unreadable, or if it is not of its kind."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(path)
+        OBJECTS[path.name].validate_python(found)
+    except (OSError, FedrotError, ValidationError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 PAGE: HtmlPage[RunResults] = HtmlPage()
@@ -113,7 +151,7 @@ def verdict(run: RunResults) -> Values | None:
 @PAGE.section
 def incomplete(run: RunResults) -> Values | None:
     """Reasons why the run is not complete; left out if it is."""
-    files = {**{name: run.objects[name] for name in OBJECTS[:3]}, ROWS: run.rows}
+    files = {**{name: run.objects[name] for name in OBJECTS if name != "status.json"}, ROWS: run.rows}
     reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
     if not run.objects["status.json"].get("complete"):
         reasons.append("the run has not finished: it was interrupted, failed or still goes on")
@@ -219,7 +257,7 @@ def settings(run: RunResults) -> Values:
     for setting in dict.fromkeys([*partition, *rows]):
         described = {"label_names": [], "seeds": {}, **partition.get(setting, {})}
         names, seeds = described["label_names"], described["seeds"]
-        name = re.sub(r"\W+", "-", setting) or "run"
+        name = file_name(setting) or "run"
         name += f"-{len(stems)}" if name in stems else ""
         stems.add(name)
         stem = str(run.folder / "plots" / name)
@@ -248,6 +286,11 @@ def _columns(lines: Sequence[Line]) -> dict[str, Any]:
     return {"names": names, "seeds": seeds.pop() if len(seeds) == 1 else 0}
 
 
+def file_name(name: str) -> str:
+    """Return a name without separators of paths and of words, short enough for a file's name."""
+    return re.sub(r"[^a-zA-Z0-9_]+", "-", name)[:60]
+
+
 def _described(settings: Sequence[Row]) -> dict[str, list[str]]:
     """Return the data and the models of the settings, each once."""
     data = dict.fromkeys(str(setting.get("data", "")) for setting in settings)
@@ -266,7 +309,7 @@ def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -
     for metric in headline(rows):
         better = "lower" if metric in LOWER_IS_BETTER else "higher"
         caption = f"{metric} on the held-out split by round ({better} is better; band: ± sd)"
-        drawn[caption] = plots.metric_plot(Path(f"{stem}-{metric}.png"), rows, metric, arms)
+        drawn[caption] = plots.metric_plot(Path(f"{stem}-{file_name(metric)}.png"), rows, metric, arms)
     aligned = [row for row in alignment if "before" in row]
     if aligned:
         drawn[heat_map.caption(aligned)] = heat_map.alignment_plot(

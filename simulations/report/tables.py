@@ -125,8 +125,13 @@ def terminal_table(
 def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
     """Return a Markdown table; columns of ``texts`` are left-aligned, others are right-aligned."""
     rule = ["---" if name in texts else "---:" for name in header]
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, rule, *rows)]
+    escaped = [[_in_markdown(cell) for cell in line] for line in (header, rule, *rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+def _in_markdown(cell: str) -> str:
+    """Return a cell of one line, in which HTML and bars are text."""
+    return " ".join(cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
 
 
 def summary_tables(rows: Sequence[Row]) -> list[Table]:

@@ -20,7 +20,8 @@ FORBIDDEN = {
 PACKAGES = {"fedrot": "fedrot", "strategies": "fedrot.strategies", "simulations": "fedrot.simulations"}
 #: Modules and folders of fedrot; each may import what stands before its row.
 LAYERS = (
-    ("errors", "precision", "_io"),
+    ("errors", "precision"),
+    ("_io",),
     ("tensors",),
     ("symmetry",),
     ("options", "report"),

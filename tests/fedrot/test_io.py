@@ -1,12 +1,29 @@
-"""Files are replaced as a whole or not at all."""
+"""Files are written whole or not at all, in the folder that was given, by one process."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from fedrot._io import replacing
+from fedrot._io import (
+    append_rows,
+    only_writer,
+    read_json,
+    refuse_links,
+    replacing,
+    write_tensors,
+    write_text,
+)
+from fedrot.errors import FedrotError
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
@@ -32,3 +49,104 @@ def test_a_failed_replacement_leaves_the_file(tmp_path: Path) -> None:
         half(path)
     assert path.read_text() == "one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for ten bytes of every file, as ``open`` meets it."""
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            room = 10 - self.tell() % 1000
+            if room <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(bytes(data)[:room])
+
+    real = io.open
+
+    def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+        if not {*mode} & {"w", "a"}:
+            return real(file, mode, buffering, *args, **kwargs)
+        raw = Full(file, mode.replace("b", ""))
+        return raw if buffering == 0 else io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+
+    monkeypatch.setattr(io, "open", opened)
+
+
+def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path, full: None) -> None:
+    rows, page = tmp_path / "rows.jsonl", tmp_path / "page.html"
+    append_rows(rows, [{"a": 1}])
+    page.symlink_to(tmp_path / "elsewhere")
+    writes: list[tuple[Path, Callable[[], None]]] = [
+        (rows, lambda: append_rows(rows, [{"a": 2}])),
+        (page, lambda: write_text(page, 20 * "x")),
+    ]
+    for path, write in writes:
+        with pytest.raises(OSError, match="No space") as caught:
+            write()
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert rows.read_text() == '{"a": 1}\n'
+    assert {*tmp_path.iterdir()} == {rows, page}
+
+
+def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(tmp_path: Path) -> None:
+    def write() -> None:
+        with replacing(tmp_path / "model") as folder:
+            folder.mkdir()
+            write_tensors(folder / "no folder" / "model.safetensors", {"a": torch.zeros(1)})
+
+    with pytest.raises(FileNotFoundError) as caught:
+        write()
+    assert caught.value.filename == str(tmp_path / "model/no folder/model.safetensors")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "link"
+    precious.write_text("one")
+    link.symlink_to(precious)
+    write_text(link, "two")
+    assert (precious.read_text(), link.read_text(), link.is_symlink()) == ("one", "two", False)
+
+
+@pytest.mark.parametrize("text", [b"", b'{"a"', b"[]", b"null", b"\xff\xfe", 100_000 * b"["])
+def test_what_is_no_json_object_is_named(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(FedrotError, match=r"config\.json"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "cells", "plots/map.png"])
+def test_a_link_out_of_a_folder_is_refused(name: str, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    (folder / "plots").mkdir(parents=True)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(FedrotError, match="outside"), only_writer(folder):
+        pass
+    assert not outside.exists()
+
+
+def test_a_folder_may_be_a_link_and_hold_links_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    (tmp_path / "run/latest").symlink_to("plots")
+    refuse_links(tmp_path / "run")
+    with only_writer(tmp_path / "run"):
+        pass
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fedrot._io import only_writer\n"
+        f"with only_writer(Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(FedrotError, match="Another run"), only_writer(tmp_path):
+            pass
+        other.kill()
+    with only_writer(tmp_path):
+        pass
+    assert not [*tmp_path.iterdir()]

@@ -204,7 +204,7 @@ def test_the_flower_app_is_written_to_a_new_folder(tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "simulations" / "flower_app" / "pyproject.toml"
     assert (tmp_path / "new" / "app" / "pyproject.toml").read_bytes() == source.read_bytes()
     code, output = invoke("flower-app", tmp_path / "new" / "app")
-    assert (code, "File exists" in output) == (BAD_INPUT, True), output
+    assert (code, "there already" in output) == (BAD_INPUT, True), output
 
 
 def test_report_of_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

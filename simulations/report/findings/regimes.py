@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrot.simulations.report.plots import new_figure, save_figure
+from fedrot.simulations.report.plots import as_label, new_figure, save_figure
 from fedrot.simulations.report.summaries import Paired, Row, compare_seeds, final_values, holm
 from fedrot.simulations.report.tables import BASELINE, number_style, pipe_table
 
@@ -148,7 +148,7 @@ def regime_plot(path: Path, found: Sequence[Regime]) -> Path:
             own = [r for r in found if (r.model, r.partition) == (model, partition)]
             _panel(ax, own, epochs[model], starts)
             ax.set_xlim(-0.5, columns - 0.5)
-            ax.set_title(f"{model}, {partition}", loc="left", fontsize="small")
+            ax.set_title(as_label(f"{model}, {partition}"), loc="left", fontsize="small")
     for ax in axes[-1]:
         ax.set_xlabel("local epochs")
     _legend(figure)
@@ -165,7 +165,7 @@ def _panel(ax: Axes, own: Sequence[Regime], epochs: list[float], starts: list[st
         said = "=" if regime.verdict == SAME else _number(regime.difference.mean)
         ax.text(x, y, said, ha="center", va="center", fontsize="small")
     ax.set_xticks(range(len(epochs)), [f"{value:g}" for value in epochs])
-    ax.set_yticks(range(len(starts)), starts)
+    ax.set_yticks(range(len(starts)), list(map(as_label, starts)))
     ax.set_ylim(len(starts) - 0.5, -0.5)
     ax.grid(visible=False)
     ax.tick_params(length=0)

@@ -11,11 +11,11 @@ import typer
 from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
-from fedrot.simulations.barrier.barrier_methods import BarrierSettings
+from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import command
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.merge.merge_inputs import MergeSettings
+from fedrot.simulations.merge.merge_settings import MergeSettings
 
 
 class Settings(BaseModel):

@@ -20,7 +20,8 @@ from safetensors.torch import load, load_file, save_file
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.collect.token_counts import counts_by_order
-from fedrot.simulations.merge.merge_inputs import MergeSettings, batches_of
+from fedrot.simulations.merge.merge_inputs import batches_of
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
 from fedrot.simulations.models import model_files
 from fedrot.simulations.models.saved_model import open_saved_model
@@ -724,14 +725,14 @@ def test_nothing_is_left_when_it_fails(
     def fail(*_: object, **__: object) -> Any:
         raise OSError("out of luck")
 
-    def half(tensors: object, file: Path) -> Any:
+    def half(file: Path, *_: object) -> Any:
         Path(file).write_bytes(b"half")
         fail()
 
     if stage == "merging":
         monkeypatch.setattr(Mean, "result", fail)
     elif stage == "writing":
-        monkeypatch.setattr(model_files, "_save", half)
+        monkeypatch.setattr(model_files, "write_tensors", half)
     else:
         monkeypatch.setattr(Path, "replace", fail)
     before = contents(tmp_path)

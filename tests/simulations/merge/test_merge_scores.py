@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.merge.merge_inputs import MergeSettings
 from fedrot.simulations.merge.merge_scores import Scores, verdict
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training

@@ -137,7 +137,7 @@ def test_the_command_takes_a_file(report: Path, tmp_path: Path) -> None:
         ("", [], "is not what a strategy writes"),
         ("no json\n", [], "is not what a strategy writes"),
         ('{"client": 1}\n', [], "is not what a strategy writes"),
-        ("[1, 2]\n", [], "has a line that is not a row: [1, 2]"),
+        ("[1, 2]\n", [], "row is [1, 2] in line 1"),
         ('{"round": 1}\n', ["--metrics", "report.jsonl"], "round, stage, metrics in each"),
         ('{"round": 1}\n', ["--metrics", "nowhere.jsonl"], "No such file"),
         ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown has an effect only for a run folder"),

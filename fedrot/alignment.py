@@ -157,9 +157,9 @@ def align(
     try:
         with torch.no_grad():
             moves, report = solve(problem, groups)
-    except FedrotError:
+    except (FedrotError, torch.cuda.OutOfMemoryError):
         raise
-    except (ArithmeticError, ValueError, torch.linalg.LinAlgError) as error:
+    except (ArithmeticError, ValueError, RuntimeError) as error:
         raise UpdateError(f"The update cannot be matched to its anchor: {error}.") from error
     report = replace(report, seconds=time.perf_counter() - start)
     return Alignment(symmetry, moves, report, bool(options.canonical))

@@ -58,7 +58,7 @@ class Round:
         """
         try:
             yield
-        except (SymmetryError, MemoryError, torch.OutOfMemoryError):
+        except (SymmetryError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except FedrotError as error:
             self.drop(client, str(error))

@@ -18,6 +18,7 @@ from fedrot.anchors import ANCHORS, check_anchor
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
+from fedrot.strategies.flower_compat import figures_of
 from fedrot.strategies.lazy_grid import LazyGrid, streamed
 from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog, begin_rows
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
@@ -382,7 +383,7 @@ class Aligned(Strategy):
             needs=self.needs(this_round.number),
             uses_statistics=self.uses_statistics,
             copy=self.execution.deterministic,
-            loss_key=getattr(self._weighting, "train_loss_key", None),
+            figures=figures_of(self) | figures_of(self._weighting),
             in_front=self._in_front,
         )
         run_round(

@@ -17,10 +17,12 @@ function or constant       internal, and why it is used                         
                            public name.
 ``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       1.41 to 1.43,
 ``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
-``clips_zero``              ``get_norm`` of the privacy wrappers, which divide by the    flwr 1.41
-                           norm of an update: that of no change is 0.
-``equal_weights``          ``accountant``: a wrapper that keeps accounts raises on    flwr 1.41
-                           clients of different weights.
+``clips_zero``             ``get_norm`` of the privacy wrappers, which divide by    1.41 to 1.43
+                           the norm of an update: that of no change is 0.
+``equal_weights``          ``accountant``: a wrapper that keeps accounts raises     1.41 to 1.43
+                           on clients of different weights.
+``figures_of``             ``train_loss_key``, ``KEY_NORM_BIT``: a strategy ends     1.41 to 1.43
+                           the run if a reply lacks such a metric.
 ``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   1.41 to 1.43
                            that the engine has not given a run.
 =========================  =======================================================  =============
@@ -38,6 +40,7 @@ from typing import Any
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAdagrad,
@@ -47,8 +50,11 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 from flwr.supercore import differential_privacy
+from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from fedrot.tensors import LARGEST_WEIGHT
 
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -112,6 +118,13 @@ def clips_zero() -> Iterator[None]:
 def equal_weights(strategy: Strategy) -> bool:
     """Return whether a strategy takes only clients of equal weight."""
     return getattr(strategy, "accountant", None) is not None
+
+
+def figures_of(strategy: object) -> dict[str, float]:
+    """Return the metrics of replies that a strategy computes with, each with its largest value."""
+    loss = getattr(strategy, "train_loss_key", None)
+    clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
+    return ({loss: LARGEST_WEIGHT} if loss else {}) | ({KEY_NORM_BIT: 1.0} if clipped else {})
 
 
 def callers() -> Iterator[object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import TypeVar
 
@@ -140,7 +140,7 @@ class Inbox:
         needs: the kinds of statistics that a reply must bring.
         uses_statistics: False leaves out the statistics of replies, with a warning.
         copy: see ``Schema.read``.
-        loss_key: the metric that the strategy weights updates by, as q-FedAvg does; None if it does not.
+        figures: the metrics that the strategy computes with, each with its largest value.
         in_front: the method of a subclass that was given the replies first, empty if there is none.
     """
 
@@ -151,7 +151,7 @@ class Inbox:
     needs: Collection[str] = ()
     uses_statistics: bool = True
     copy: bool = False
-    loss_key: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
     in_front: str = ""
 
     def read(self, message: Message) -> Update | None:
@@ -187,7 +187,7 @@ class Inbox:
                 f"{len(content.metric_records)} MetricRecords; send exactly one of each."
             )
         weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
-        self._check_loss(content)
+        self._check_figures(content)
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = read_statistics(content, self.schema.shapes, self.copy)
@@ -206,16 +206,15 @@ class Inbox:
         sender = client_id(message)
         return Update(sender, message, record, tensors, weight, statistics, *as_received, counts)
 
-    def _check_loss(self, content: RecordDict) -> None:
-        if self.loss_key is None:
-            return
+    def _check_figures(self, content: RecordDict) -> None:
         (metrics,) = content.metric_records.values()
-        loss = metrics.get(self.loss_key)
-        if not isinstance(loss, float) or not 0 <= loss <= LARGEST_WEIGHT:
-            raise UpdateError(
-                f"The metric '{self.loss_key}' is {loss!r:.60}; it must be a float from 0 to "
-                f"{LARGEST_WEIGHT:g}: updates are weighted by it."
-            )
+        for name, most in self.figures.items():
+            value = metrics.get(name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise UpdateError(
+                    f"The metric '{name}' is {value!r:.60}; it must be a number from 0 to {most:g}: "
+                    "the strategy computes with it."
+                )
 
     def close(self) -> None:
         """Note the clients that have not answered."""

@@ -37,10 +37,6 @@ Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 #: Strategies that look at the updates' mean and at nothing else.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 
-#: At most this many aggregators are built in a round. An aggregator takes its first update as the
-#: model of all others; a second one is built from an update that the first refuses.
-CANDIDATES = 3
-
 _ODD = "Its statistics are of another form than most clients'. Collect them alike at every client."
 
 
@@ -100,6 +96,9 @@ class _Candidate:
 class AggregatorMerge:
     """Adds updates to an aggregator as they come; the one that most updates agree with counts.
 
+    An aggregator takes its first update as the model of all others. Another one is built from an update
+    that none takes: as many as there are clients whose statistics have a form of their own.
+
     ``mean`` is the aggregator if it is a plain mean, which refuses no form of update. ``comparison``
     chooses between the result and that of the same updates as they were received.
     """
@@ -113,7 +112,6 @@ class AggregatorMerge:
     ) -> None:
         self._build, self.this_round, self.mean, self.comparison = build, this_round, mean, comparison
         self._candidates = [self._candidate(build() if mean is None else mean)]
-        self._gone: list[tuple[int, str, RecordDict]] = []
 
     def add(self, update: Update) -> bool:
         """Add an update to the first aggregator that takes it; drop it if none does."""
@@ -138,11 +136,6 @@ class AggregatorMerge:
         another = self._candidate(self._build())
         with suppress(UpdateError):
             another.add(update, str(refusals[0]))
-            if len(self._candidates) == CANDIDATES:
-                # The candidate with the fewest updates goes, the newest of equals; never the best.
-                fewest = min(reversed(self._candidates), key=lambda candidate: len(candidate.taken))
-                self._candidates.remove(fewest)
-                self._gone += fewest.taken
             self._candidates.append(another)
             return another
         raise refusals[0]
@@ -159,9 +152,9 @@ class AggregatorMerge:
         """
         best = self._best
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
-        for client, refusal, _ in self._gone + others:
+        for client, refusal, _ in others:
             self.this_round.drop(client, refusal)
-        self._candidates, self._gone, self.mean = [], [], None
+        self._candidates, self.mean = [], None
         both = [best.aggregator] if best.plain is None else [best.aggregator, best.plain]
         return both, [content for _, _, content in best.taken]
 

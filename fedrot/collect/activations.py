@@ -105,7 +105,10 @@ def _scaled(action: object, how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tenso
             torch.block_diag(*map(_inverse_root, diagonal_blocks(m, action.dim))) for m in (a, c)
         )
         return left @ ac @ right / len(ac)
-    return ac / (a.trace() * c.trace()).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    traces = torch.stack([a.trace(), c.trace()]).clamp_min(0)
+    size = traces.prod().sqrt()
+    # Constant activations tell nothing: their moments are rounding.
+    return torch.where(size > 1e-12 * traces.max(), ac / size, 0.0)
 
 
 def _inverse_root(m: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedrot.errors import UpdateError
 from fedrot.matching.assignment import best_columns
 
 #: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves 3/4 of its square.
@@ -71,7 +72,20 @@ def identity(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
+def singular_values(m: Tensor) -> Tensor:
+    """Return the singular values of matrices ``[..., d, d]``, ``[..., d]``."""
+    return torch.linalg.svdvals(_finite(m))
+
+
+def _finite(m: Tensor) -> Tensor:
+    """Return matrices that LAPACK can decompose; of others it prints errors, or never ends."""
+    if not bool(torch.isfinite(m).all()):
+        raise UpdateError("The similarity of the two models overflows. Check the client's training.")
+    return m
+
+
 def _polar_by_svd(m: Tensor) -> Tensor:
+    _finite(m)
     try:
         u, _, vh = torch.linalg.svd(m)
     except RuntimeError:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedrot.matching.chance import beyond
 from fedrot.matching.pairs import Pair
 from fedrot.matching.problem import Match, Problem
-from fedrot.matching.procrustes import best_orders, identity, polar
+from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
 from fedrot.matching.stages import solves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation, Rescale
@@ -163,7 +163,7 @@ class RotationSolver(HeadSolver):
 
     def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
         if options.within_heads == "rotation" and options.ridge == 0:
-            return torch.linalg.svdvals(evidence).sum(-1)
+            return singular_values(evidence).sum(-1)
         return super().worth(action, evidence, options)
 
 

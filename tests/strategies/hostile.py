@@ -1,0 +1,108 @@
+"""Updates of an attacker, and strategies that receive them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from flwr.app import MetricRecord
+from flwr.serverapp.strategy import FedAdam, FedMedian, FedTrimmedAvg, Krum
+from torch import Tensor
+
+import fedrot
+from fedrot.strategies import Aligned, FedRot, OtherBasis
+from fedrot.strategies.round.guard import Guard
+from fedrot.strategies.settings import Execution, Robustness
+from tests.models import State, config_of
+from tests.strategies.classifier import NAME, build
+
+CONFIG = config_of(NAME)
+
+
+def filled(base: State, change: Callable[[Tensor], Tensor], within: str = "") -> State:
+    """Return the model with every floating-point tensor changed whose name contains ``within``."""
+    return {
+        name: change(tensor) if tensor.is_floating_point() and within in name else tensor
+        for name, tensor in base.items()
+    }
+
+
+def constant(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.full_like(tensor, value)
+
+
+def times(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor * value
+
+
+def alternating(value: float) -> Callable[[Tensor], Tensor]:
+    def signs(tensor: Tensor) -> Tensor:
+        found = torch.full_like(tensor, value)
+        found.view(-1)[1::2] *= -1
+        return found
+
+    return signs
+
+
+def gaussian(value: float) -> Callable[[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return lambda tensor: value * torch.randn(tensor.shape, generator=generator)
+
+
+#: Finite updates that a server in float32 can hold, and that no alignment can be computed from.
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "0": (constant(0.0), ""),
+    "times 1e-40": (times(1e-40), ""),
+    "constant 1e-42": (constant(1e-42), ""),
+    "first layer denormal": (times(1e-40), "layer.0."),
+    "last layer denormal": (constant(1e-42), "layer.1."),
+    "queries denormal": (constant(1e-45), "query"),
+    "squares vanish": (times(1e-20), ""),
+    "constant 1e5": (constant(1e5), ""),
+    "gaussian 1e10": (gaussian(1e10), ""),
+    "times 1e14": (times(1e14), ""),
+    "alternating 1e15": (alternating(1e15), ""),
+    "norms 1e12": (constant(1e12), "LayerNorm"),
+    "first layer 1e15": (gaussian(1e15), "layer.0."),
+}
+
+
+def attack(base: State, kind: str) -> State:
+    """Return the update of a kind."""
+    change, within = KINDS[kind]
+    return filled(base, change, within)
+
+
+def behind(strategy: type, **settings: Any) -> Callable[[], Any]:
+    """Return a function that builds a strategy of Flower with alignment in front."""
+    return lambda: type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})(CONFIG, **settings)
+
+
+def _guard(number: int, arrays: object) -> MetricRecord:
+    return MetricRecord({"loss": 1.0})
+
+
+def _parts(parts: Iterable[str], **options: Any) -> dict[str, Any]:
+    return {"options": fedrot.AlignmentOptions(parts=tuple(parts), **options)}
+
+
+OTHER = OtherBasis(build)
+
+#: Ways to align and average, by name. With other bases, activations are computed from the updates.
+SETUPS: dict[str, Callable[[], Any]] = {
+    **{anchor: lambda anchor=anchor: FedRot(CONFIG, anchor=anchor) for anchor in fedrot.anchors.ANCHORS},
+    "FedMedian": behind(FedMedian),
+    "FedAdam": behind(FedAdam),
+    "FedTrimmedAvg": behind(FedTrimmedAvg),
+    "Krum": behind(Krum, num_malicious_nodes=0),
+    "guard": lambda: FedRot(CONFIG, guard=Guard("loss", evaluate=_guard)),
+    "deterministic": lambda: FedRot(CONFIG, execution=Execution(deterministic=True)),
+    "norm bound": lambda: FedRot(CONFIG, robustness=Robustness(norm_bound=3.0)),
+    "whole model": lambda: FedRot(CONFIG, **_parts(fedrot.WHOLE_MODEL)),
+    "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "rescale", "ffn"))),
+    "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),
+    "canonical": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), canonical=True)),
+    "other basis": lambda: FedRot(CONFIG, other_basis=OTHER),
+    "other basis, consensus": lambda: FedRot(CONFIG, other_basis=OTHER, anchor="consensus"),
+}

@@ -1,0 +1,186 @@
+"""Updates that no alignment can be computed from: the round goes on, with every honest client."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+
+import fedrot
+from fedrot.errors import SymmetryError
+from fedrot.matching import descent
+from fedrot.matching.problem import Match, Problem
+from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.strategies import FedRot, OtherBasis
+from fedrot.strategies.settings import Execution, Reporting
+from fedrot.symmetry import Group
+from fedrot.tensors import LARGEST_NORM
+from tests.models import State, near
+from tests.strategies.classifier import build, state
+from tests.strategies.fakes import arrays_of, broadcast, largest_difference, reply
+from tests.strategies.hostile import CONFIG, KINDS, SETUPS, attack, constant, filled, gaussian
+
+HONEST = [near(state(), 0.02, seed) for seed in (1, 2, 3)]
+PLACES = (0, 1, 3)
+
+
+def play(
+    strategy: Any, sent: Sequence[State], weights: Sequence[float] = (10, 11, 12, 13)
+) -> tuple[ArrayRecord | None, MetricRecord]:
+    """Play one round in which the clients answer in the order of their ids."""
+    messages = sorted(broadcast(strategy, state(), len(sent)), key=lambda m: m.metadata.dst_node_id)
+    answers = [
+        reply(m, u, w, i) for i, (m, u, w) in enumerate(zip(messages, sent, weights, strict=False))
+    ]
+    arrays, metrics = strategy.aggregate_train(1, answers)
+    return arrays, metrics or MetricRecord()
+
+
+def among(hostile: State, place: int) -> list[State]:
+    return [*HONEST[:place], hostile, *HONEST[place:]]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_hostile_update_ends_no_round_and_pushes_no_honest_client_out(
+    setup: str, tmp_path: Path
+) -> None:
+    where = itertools.cycle([(0, 10.0), (3, 10.0), (1, 1e12)])
+    for kind, (place, weight) in zip(KINDS, where, strict=False):
+        weights = [10.0, 11.0, 12.0, 13.0]
+        weights[place] = weight
+        strategy = SETUPS[setup]()
+        strategy.reporting = Reporting(rows=tmp_path / f"{kind}.jsonl")
+        arrays, _ = play(strategy, among(attack(state(), kind), place), weights)
+        assert arrays is not None
+        for name, array in arrays_of(arrays).items():
+            assert torch.isfinite(torch.from_numpy(array)).all(), (kind, name)
+        rows = read_rows(tmp_path, f"{kind}.jsonl")
+        assert {row["client"] for row in rows if "dropped" in row} <= {place}, kind
+
+
+@pytest.mark.parametrize("setup", ["other basis", "other basis, consensus"])
+@pytest.mark.parametrize("kind", ["gaussian 1e10", "alternating 1e15"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_update_whose_activations_overflow_is_dropped(setup: str, kind: str, place: int) -> None:
+    found, metrics = play(SETUPS[setup](), among(attack(state(), kind), place))
+    weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
+    expected, _ = play(SETUPS[setup](), HONEST, weights)
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert largest_difference(found, expected) == 0
+
+
+@pytest.mark.parametrize("value", [2 * LARGEST_NORM, 1e30, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_norm_beyond_the_range_is_dropped_at_the_door(value: float, place: int) -> None:
+    hostile = filled(state(), constant(value), "layer.1.output.dense.bias")
+    found, metrics = play(FedRot(CONFIG), among(hostile, place))
+    weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
+    expected, _ = play(FedRot(CONFIG), HONEST, weights)
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert largest_difference(found, expected) == 0
+
+
+@pytest.mark.parametrize("kind", ["0", "constant 1e-42", "squares vanish"])
+def test_what_has_no_normal_scale_is_averaged_as_it_is(kind: str) -> None:
+    """Nothing is moved to such an anchor, nor such an update to another one."""
+    hostile = attack(state(), kind)
+    turned = [
+        fedrot.random_equivalent(update, fedrot.symmetry_of(CONFIG, update), 3) for update in HONEST
+    ]
+    found, metrics = play(FedRot(CONFIG, anchor="first"), [hostile, *turned])
+    assert metrics["fedrot-groups-moved"] == 0
+    weights = torch.tensor([10.0, 11.0, 12.0, 13.0], dtype=torch.float64) / 46
+    for name, array in arrays_of(found).items():
+        mean = sum(w * u[name].double() for w, u in zip(weights, [hostile, *turned], strict=True))
+        assert torch.allclose(torch.from_numpy(array).double(), mean, atol=1e-6), name
+
+
+def test_the_heaviest_model_of_another_basis_is_the_anchor_only_if_models_can_be_aligned_to_it() -> None:
+    own = [build_anew(seed) for seed in (5, 6, 7)]
+    hostile = filled(own[0], gaussian(1e10))
+    strategy = FedRot(CONFIG, other_basis=OtherBasis(build))
+    _, metrics = play(strategy, [*own, hostile], (10, 11, 12, 1e12))
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert metrics["fedrot-replies-accepted"] == 3
+
+
+def build_anew(seed: int) -> State:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return near(dict(build().state_dict()), 0.05, seed)
+
+
+MARK = 12345.0
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fail to match a client whose embeddings are marked, or an anchor, if the list holds True."""
+    against_anchors: list[bool] = []
+    solve = descent.match_stage
+
+    def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
+        side = problem.anchor.tensors if against_anchors else problem.client
+        if float(side["bert.embeddings.word_embeddings.weight"][0, 0]) >= MARK / 4:
+            raise RuntimeError("no algorithm for this")
+        return solve(groups, problem)
+
+    monkeypatch.setattr(descent, "match_stage", match)
+    return against_anchors
+
+
+def marked() -> State:
+    hostile = {name: tensor.clone() for name, tensor in HONEST[0].items()}
+    hostile["bert.embeddings.word_embeddings.weight"][0, 0] = MARK
+    return hostile
+
+
+@pytest.mark.parametrize("anchor", fedrot.anchors.ANCHORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_fails_drops_the_update_and_not_the_round(
+    anchor: str, place: int, failing: list[bool]
+) -> None:
+    found, metrics = play(FedRot(CONFIG, anchor=anchor), among(marked(), place))
+    weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
+    expected, _ = play(FedRot(CONFIG, anchor=anchor), HONEST, weights)
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert largest_difference(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("anchor", fedrot.anchors.ANCHORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_honest_clients_are_not_dropped_where_the_anchor_fails(
+    anchor: str, place: int, failing: list[bool]
+) -> None:
+    failing.append(True)
+    _, metrics = play(
+        FedRot(CONFIG, anchor=anchor),
+        among(marked(), place),
+        [1e12 if i == place else 1 for i in range(4)],
+    )
+    assert metrics["fedrot-replies-accepted"] == 4
+
+
+def test_what_no_client_can_cause_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (SymmetryError("no solver"), MemoryError()):
+
+        def match(*given: object, error: Exception = error) -> list[Match]:
+            raise error
+
+        monkeypatch.setattr(descent, "match_stage", match)
+        with pytest.raises(type(error)):
+            play(FedRot(CONFIG), HONEST)
+
+
+def test_spilled_updates_are_attacked_in_vain(tmp_path: Path) -> None:
+    for kind in KINDS:
+        execution = Execution(deterministic=True, spill=tmp_path)
+        arrays, metrics = play(FedRot(CONFIG, execution=execution), among(attack(state(), kind), 0))
+        assert arrays is not None
+        assert metrics["fedrot-replies-accepted"] == 4

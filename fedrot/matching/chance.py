@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedrot.matching.pairs import count_once, entries_once
 from fedrot.symmetry.groups import Group
+from fedrot.symmetry.moves import Move
 from fedrot.tensors import SMALLEST_NORM, Tensors
 
 #: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.
@@ -39,7 +40,7 @@ ENOUGH, MOST_DRAWS = 2000, 8
 #: rounds move anything by noise, in rounds of up to 100,000 pairs of client and group.
 ONCE_IN = 10_000_000
 
-#: The norms on the grid of ``deviation``: so many, each larger than the one before by this factor.
+#: The values on the grid of ``deviation``: so many, each larger than the one before by this factor.
 _LEVELS, _STEP = 100, 1.2
 
 
@@ -136,27 +137,31 @@ def requirement(
     return max(before * max(times, _quantile(group.kind.free, share)), chance + deviation)
 
 
-def deviation(group: Group, anchor: Tensors, element: Tensor, size: float) -> float:
+def deviation(group: Group, anchor: Tensors, element: Tensor, size: float, inner: bool = False) -> float:
     """Return how much more than on average noise removes, at most, but once in ``ONCE_IN`` times.
 
     For orders and signs. On the null model ``t a + s g``, an element ``h`` removes more than ``h'`` by
     ``2 s <h a - h' a, g>`` and a constant. So what the best element removes is a Lipschitz function of
     ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where
     ``D`` is the largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013,
-    Theorem 5.6). Units that stay in place do not count: ``D`` is at most four times the squared norm of
-    those that move. Which move is not known before: the bound holds on a grid of ``_LEVELS`` norms.
+    Theorem 5.6). Here ``h'`` is the identity, and ``D`` is that of the best element. As it is not known
+    before, the bound holds on a grid of ``_LEVELS`` values together. With elements inside the units,
+    ``h`` and ``h'`` have them, and ``D`` is at most four times the squared norm of the moved units.
 
     Args:
         anchor: the anchor's tensors.
         element: the best one found.
         size: ``s``, the size of the noise.
+        inner: whether units that move also get the best elements inside them, as heads do.
     """
-    norm = 0.0
+    move, way = Move(group, element), 0.0
     for slot in group.slots:
-        rows = slot.rows(anchor[slot.tensor].detach(), torch.float64)
-        moved = group.kind.moved(element.abs() if slot.unsigned else element).to(rows.device)
-        norm += float(rows.reshape(len(moved), -1)[moved].square().sum())
-    return 2 * size * math.sqrt(2 * 4 * _STEP * norm * math.log(ONCE_IN * _LEVELS))
+        tensor = anchor[slot.tensor].detach().double()
+        moved = move.on(tensor, slot)
+        way += float(
+            4 * tensor[moved != tensor].square().sum() if inner else (moved - tensor).square().sum()
+        )
+    return 2 * size * math.sqrt(2 * _STEP * way * math.log(ONCE_IN * _LEVELS))
 
 
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:

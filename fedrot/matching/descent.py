@@ -171,7 +171,8 @@ class _Descent:
             for group, line in lines.items():
                 more = 0.0
                 if not group.kind.free:
-                    more = deviation(group, anchor.tensors, elements[group], line.size)
+                    inner = any(other.within == group.name for other in self.problem.symmetry.groups)
+                    more = deviation(group, anchor.tensors, elements[group], line.size, inner)
                 drawn[group.name] = _Chance(statistics.fmean(gains[group.name]), more)
         return drawn
 

@@ -358,3 +358,52 @@ def test_training_from_a_trained_start_moves_hardly_any_group(optimiser: type) -
         rows += fedrot.align(update, start, symmetry).report.groups
     assert all(row.before > 0 for row in rows)
     assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("noise", [0.01, 0.02, 0.05])
+def test_rounds_of_independent_noise_move_nothing(width: int, noise: float) -> None:
+    """Clients that are the broadcast model plus noise, from near to far beyond its weights of 0.02."""
+    state, symmetry = bert(width, heads=4, layers=2)
+    options = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"))
+    for anchor in ("running", "global"):
+        for seed in range(4):
+            updates = [(isotropic(state, noise, 10 * seed + client), 1.0) for client in range(3)]
+            for result in align_round(updates, state, symmetry, options, anchor):
+                assert not result.alignment.moves
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.01, 0.02])
+def test_clients_in_other_coordinates_are_found_in_much_noise(noise: float) -> None:
+    """Noise as large as the weights hides nothing at a width of 64."""
+    state, symmetry = bert(64, heads=4, layers=2)
+    parts = ("heads", "attention", "ffn")
+    updates = [isotropic(state, noise, client) for client in range(3)]
+    sent = [(fedrot.random_equivalent(u, symmetry, 5 + i, parts), 1.0) for i, u in enumerate(updates)]
+    found = align_round(sent, state, symmetry, fedrot.AlignmentOptions(parts=parts), "running")
+    for update, result in zip(updates, found, strict=True):
+        assert all(result.alignment.moved.values())
+        for name, tensor in result.tensors.items():
+            if "intermediate" in name and tensor.is_floating_point():
+                assert torch.equal(tensor, update[name]), name
+
+
+def test_what_noise_removes_stays_within_the_deviation_of_its_mean() -> None:
+    """For orders of neurons, and of heads with the best rotation inside, from near to far."""
+    state, symmetry = bert(16, heads=4)
+    for part, inner in (("ffn", False), ("heads", True)):
+        (group,) = (g for g in symmetry.groups if g.part == part)
+        for scale in (0.01, 0.03, 0.1):
+            options = fedrot.AlignmentOptions(parts=(part, "attention") if inner else (part,), chance=0)
+            gains, bounds = [], []
+            for seed in range(40):
+                null = isotropic(state, scale, seed)
+                alignment = fedrot.align(null, state, symmetry, options)
+                (row,) = (row for row in alignment.report.groups if row.group == group.name)
+                gains.append(row.found)
+                line = line_of(group, state, null)
+                for move in alignment.moves:
+                    if move.group is group:
+                        bounds.append(chance.deviation(group, state, move.element, line.size, inner))
+            if bounds:
+                assert max(gains) - sum(gains) / len(gains) <= min(bounds)

@@ -6,8 +6,7 @@ free dimensions on ``n`` entries removes the share ``k / n`` of its squared norm
 group's orbit. Elsewhere a null model is drawn and matched like a client: ``t a + s g`` with standard
 Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anchor and its distance.
 
-A group moves if it removes more than a quantile of what noise removes, see ``ONCE_IN``: of the beta
-distribution for groups with free dimensions, and by ``deviation`` for orders and signs.
+A group moves if it removes more than a quantile of what noise removes, see ``requirement``.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.pairs import count_once, entries_once
+from fedrot.symmetry.actions import Orders
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move
 from fedrot.tensors import SMALLEST_NORM, Tensors
@@ -40,7 +40,7 @@ ENOUGH, MOST_DRAWS = 2000, 8
 #: rounds move anything by noise, in rounds of up to 100,000 pairs of client and group.
 ONCE_IN = 10_000_000
 
-#: The values on the grid of ``deviation``: so many, each larger than the one before by this factor.
+#: The values on the grid of ``quantile``: so many, each larger than the one before by this factor.
 _LEVELS, _STEP = 100, 1.2
 
 
@@ -116,52 +116,68 @@ def entries_of(group: Group, tensors: Tensors) -> int:
 
 
 def requirement(
-    group: Group, before: float, chance: float, factor: float, deviation: float = 0.0
+    group: Group, before: float, chance: float, factor: float, quantile: float = math.inf
 ) -> float:
     """Return the squared distance that a group has to remove to be beyond chance.
 
-    It is ``factor`` times chance. Of few free dimensions noise removes more than that now and then: then
-    it is a quantile of the share that noise removes, which has a beta distribution, see ``ONCE_IN``. Of
-    large shares the factor multiplies the odds ``share / (1 - share)``: less than all is required.
+    It is ``factor`` times chance. Noise removes more than that now and then: then it is a quantile of
+    what noise removes, see ``ONCE_IN``. Near the anchor, the share that a group with free dimensions
+    removes has a beta distribution. Of large shares the factor multiplies the odds
+    ``share / (1 - share)``: less than all is required.
 
     Args:
         before: the group's squared distance to the anchor.
         chance: the squared distance that chance removes on average.
         factor: ``AlignmentOptions.chance``.
-        deviation: see ``deviation``; for groups without free dimensions.
+        quantile: see the function ``quantile``, where null models were drawn.
     """
-    if factor == 0 or before <= 0:
+    if factor == 0 or before <= 0 or (chance <= 0 and quantile == math.inf):
         return 0.0
     share = min(max(chance / before, 0.0), 1.0)
     times = factor * share / (1 + (factor - 1) * share)
-    return max(before * max(times, _quantile(group.kind.free, share)), chance + deviation)
+    of_share = before * _quantile(group.kind.free, share) if group.kind.free else math.inf
+    return max(before * times, min(of_share, quantile))
 
 
-def deviation(group: Group, anchor: Tensors, element: Tensor, size: float, inner: bool = False) -> float:
-    """Return how much more than on average noise removes, at most, but once in ``ONCE_IN`` times.
+def quantile(
+    group: Group, anchor: Tensors, element: Tensor, line: Line, mean: float, inner: bool
+) -> float:
+    """Return what the best element removes from noise at most, but once in ``ONCE_IN`` times.
 
-    For orders and signs. On the null model ``t a + s g``, an element ``h`` removes more than ``h'`` by
-    ``2 s <h a - h' a, g>`` and a constant. So what the best element removes is a Lipschitz function of
-    ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where
-    ``D`` is the largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013,
-    Theorem 5.6). Here ``h'`` is the identity, and ``D`` is that of the best element. As it is not known
-    before, the bound holds on a grid of ``_LEVELS`` values together. With elements inside the units,
-    ``h`` and ``h'`` have them, and ``D`` is at most four times the squared norm of the moved units.
+    On the null model ``t a + s g``, an element ``h`` removes ``2 s <h a, g> - t |h a - a|^2``.
+
+    *Orders of units*: across ``a``, ``g`` has no preferred direction. On ``n`` entries, the cosine of
+    one element with it exceeds ``x`` with a probability of at most ``(1 - x^2)^((n - 2) / 2)``. There
+    are at most ``(2 k)^m`` orders with signs that move ``m`` of ``k`` units: the bound is for all
+    together.
+
+    *Other elements* are infinitely many. What the best one removes is a Lipschitz function of ``g``. It
+    exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where ``D`` is the
+    largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013, Theorem 5.6).
+    Here ``h'`` is the identity, and ``D`` is that of the best element. As it is not known before, the
+    bound holds on a grid of ``_LEVELS`` values together. With elements inside the units, ``h`` and
+    ``h'`` have them, and ``D`` is at most four times the squared norm of the moved units.
 
     Args:
         anchor: the anchor's tensors.
         element: the best one found.
-        size: ``s``, the size of the noise.
+        line: the null model.
+        mean: what the best element removes from noise on average.
         inner: whether units that move also get the best elements inside them, as heads do.
     """
-    move, way = Move(group, element), 0.0
+    move, way, norm = Move(group, element), 0.0, 0.0
     for slot in group.slots:
         tensor = anchor[slot.tensor].detach().double()
         moved = move.on(tensor, slot)
-        way += float(
-            4 * tensor[moved != tensor].square().sum() if inner else (moved - tensor).square().sum()
-        )
-    return 2 * size * math.sqrt(2 * _STEP * way * math.log(ONCE_IN * _LEVELS))
+        way += float((2 * tensor[moved != tensor] if inner else moved - tensor).square().sum())
+        norm += float(slot.of(tensor).square().sum())
+    if inner or not isinstance(group.kind, Orders):
+        return mean + 2 * line.size * math.sqrt(2 * _STEP * way * math.log(ONCE_IN * _LEVELS))
+    units, entries = group.kind.units, entries_of(group, anchor)
+    orders = int(group.kind.moved(element).sum()) * math.log(2 * units) + math.log(units)
+    cosine = math.sqrt(-math.expm1(-2 * (math.log(ONCE_IN) + orders) / max(entries - 2, 1)))
+    across = math.sqrt(max(way - way**2 / (4 * norm), 0.0)) if norm else 0.0
+    return 2 * line.size * math.sqrt(entries) * across * cosine - line.slope * way
 
 
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
@@ -181,7 +197,7 @@ def _quantile(free: int, share: float) -> float:
     """Return the share that isotropic noise exceeds once in ``ONCE_IN`` times, given its mean."""
     from scipy.special import betaincinv
 
-    if not free or not 0 < share < 1:
+    if not 0 < share < 1:
         return share
     return float(betaincinv(free / 2, free / 2 * (1 / share - 1), 1 - 1 / ONCE_IN))
 

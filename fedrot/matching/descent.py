@@ -6,6 +6,7 @@ heads, rotations, signs and the residual stream.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedrot.matching.chance import beyond, deviation, line_of, null_models, without_common_tensors
+from fedrot.matching.chance import beyond, line_of, null_models, quantile, without_common_tensors
 from fedrot.matching.pairs import distance_once
 from fedrot.matching.problem import Match, Problem
 from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
@@ -46,10 +47,10 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
 
 @dataclass(frozen=True)
 class _Chance:
-    """What chance removes from a group: on average, None if not known, and how much more it may be."""
+    """What chance removes from a group: on average, None if not known; and at most, where drawn."""
 
     mean: float | None
-    deviation: float = 0.0
+    quantile: float = math.inf
 
 
 def _coupled(groups: Sequence[Group]) -> bool:
@@ -169,11 +170,10 @@ class _Descent:
                 for group, match in zip(batch, match_stage(batch, problem), strict=True):
                     gains[group.name].append(match.gain)
             for group, line in lines.items():
-                more = 0.0
-                if not group.kind.free:
-                    inner = any(other.within == group.name for other in self.problem.symmetry.groups)
-                    more = deviation(group, anchor.tensors, elements[group], line.size, inner)
-                drawn[group.name] = _Chance(statistics.fmean(gains[group.name]), more)
+                inner = any(other.within == group.name for other in self.problem.symmetry.groups)
+                mean = statistics.fmean(gains[group.name])
+                most = quantile(group, anchor.tensors, elements[group], line, mean, inner)
+                drawn[group.name] = _Chance(mean, most)
         return drawn
 
     def _beyond(
@@ -182,7 +182,7 @@ class _Descent:
         """Return the names of the groups that remove enough; those of one action are judged together."""
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
-            needed = self.problem.required(group, match.before, chance.mean, chance.deviation)
+            needed = self.problem.required(group, match.before, chance.mean, chance.quantile)
             by_action.setdefault(type(group.kind), []).append((group.name, match.gain, needed))
         names: set[str] = set()
         for rows in by_action.values():

@@ -156,7 +156,7 @@ class Problem:
         return None if share is None else share * before
 
     def required(
-        self, group: Group, before: float, chance: float | None, deviation: float = 0.0
+        self, group: Group, before: float, chance: float | None, quantile: float = math.inf
     ) -> float:
         """Return the squared distance that a group has to remove to be beyond chance.
 
@@ -167,7 +167,7 @@ class Problem:
             return math.inf
         if chance is None or group.within in self.applied:
             return 0.0
-        return requirement(group, before, chance, self.options.chance, deviation)
+        return requirement(group, before, chance, self.options.chance, quantile)
 
     def least(self, group: Group, before: float, chance: float | None) -> float:
         """Return a lower bound of what is required, for groups that need not be solved exactly."""

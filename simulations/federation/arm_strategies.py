@@ -101,6 +101,8 @@ class CellStrategy(Aligned):
     last round, in the round's coordinates, if the arm needs them.
     """
 
+    trusts_ids = True
+
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path, *args: Any, **kwargs: Any) -> None:
         config = cell.task.config
         super().__init__(

@@ -100,25 +100,34 @@ class Waiting(Sequence[Update]):
 
     Args:
         store: keeps the updates.
-        sorts: order them by what all clients sent together, whatever the order of arrival. A client
-            cannot choose its place: for that it would have to know every other client's update.
+        order: returns a number of each update that decides about its place; None sorts none.
+        mixes: mix the numbers of all updates into the place of each. A client cannot choose its place
+            then: for that it would have to know what every other client sends.
     """
 
-    def __init__(self, store: Store, sorts: bool = False) -> None:
-        self._store, self._sorts = store, sorts
+    def __init__(
+        self, store: Store, order: Callable[[Update], int] | None = None, mixes: bool = True
+    ) -> None:
+        self._store, self._order, self._mixes = store, order, mixes
         self._updates: list[tuple[int, Callable[[], Update]]] = []
 
     def add(self, update: Update | None) -> None:
         """Keep an update; None is left out."""
         if update is not None:
-            checksum = update.checksum if self._sorts else 0
-            self._updates.append((checksum, _held(update, self._store)))
+            number = self._order(update) if self._order is not None else 0
+            self._updates.append((number, _held(update, self._store)))
 
     def close(self) -> None:
         """Sort the updates; call it once all have come."""
-        if self._sorts:
-            every = sorted(checksum for checksum, _ in self._updates)
-            self._updates.sort(key=lambda held: sha256(repr((every, held[0])).encode()).digest())
+        if self._order is None:
+            return
+        every = sorted(number for number, _ in self._updates) if self._mixes else []
+
+        def place(held: tuple[int, Callable[[], Update]]) -> tuple[bytes, int]:
+            mixed = sha256(repr((every, held[0])).encode()).digest() if every else b""
+            return mixed, held[0]
+
+        self._updates.sort(key=place)
 
     def __len__(self) -> int:
         return len(self._updates)

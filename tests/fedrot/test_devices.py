@@ -34,8 +34,9 @@ OPTIONS = {
 }
 #: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
 #: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.
-#: The sizes of a layer's groups beside their anchor are four times more.
-READS = {"near": 16, "far": 34}
+#: The sizes of a layer's groups beside their anchor are four times more, and far from it the sizes of
+#: both once more for each group.
+READS = {"near": 16, "far": 37}
 
 
 @pytest.fixture(autouse=True)

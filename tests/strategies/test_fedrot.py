@@ -245,12 +245,12 @@ def test_a_bad_reply_is_dropped_with_its_reason_and_the_round_goes_on(
     assert f"Reply of client {aside['client']} dropped" in caplog.text
 
 
-#: Metrics beside the number of examples, by how many numbers they are.
+#: Metrics beside the number of examples, by how many keys of lists and numbers they are.
 MANY: dict[str, tuple[int, dict[str, Any]]] = {
-    "a list": (99_999, {"loss": [0.5] * 99_999}),
-    "a list too long": (100_000, {"loss": [0.5] * 100_000}),
-    "lists": (99_999, {"a": [1] * 50_000, "b": [0.5] * 49_998, "c": 2}),
-    "lists too long together": (100_000, {"a": [1] * 50_000, "b": [0.5] * 49_999, "c": 2}),
+    "a list": (99_999, {"loss": [0.5] * 99_998}),
+    "a list too long": (100_000, {"loss": [0.5] * 99_999}),
+    "lists": (99_999, {"a": [1] * 50_000, "b": [0.5] * 49_996, "c": 2}),
+    "lists too long together": (100_000, {"a": [1] * 50_000, "b": [0.5] * 49_997, "c": 2}),
     "too many names": (100_000, dict.fromkeys(map(str, range(100_000)), 0.5)),
 }
 

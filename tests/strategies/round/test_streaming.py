@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,7 +217,7 @@ def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None
             Update(ids[client], reply(messages[client], {}, 1, ids[client]), "arrays", sent[client], 1.0)
             for client in places
         ]
-        waiting = Waiting(Store(), sorts=True)
+        waiting = Waiting(Store(), attrgetter("checksum"))
         for update in given:
             waiting.add(update)
         waiting.close()

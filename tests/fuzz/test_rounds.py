@@ -29,7 +29,10 @@ from fedrot.strategies import Aligned, FedRotLoRA
 from fedrot.strategies.round.inbox import Asked, readable_evaluations
 from fedrot.tensors import LARGEST_NORM, check_finite
 from tests.fuzz.cases import fuzzed
+from tests.models import near
+from tests.strategies.classifier import state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.hostile import SETUPS, alternating, constant, filled, gaussian, times
 
 #: Sizes of numbers at which float32 and float64 break: too small, too large, none.
 SCALES = (0.0, 1e-320, 1e-44, 1e-20, 1e-6, 1.0, 1e6, 1e10, 1e15, 9e29, 1e38, float("nan"), float("inf"))
@@ -292,3 +295,33 @@ def test_evaluations_of_honest_clients_are_averaged(hostile: Message, place: int
     assert average is not None
     assert list(average) == ["train_loss"]
     return any(one is hostile for one in found)
+
+
+# Updates of whole models
+
+WITHIN = ("", "layer.0.", "layer.1.", "query", "output.dense", "LayerNorm", "embeddings", "bias")
+FILLS = (constant, times, alternating, gaussian)
+
+
+@st.composite
+def whole(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Draw a model with some of its tensors replaced by, or multiplied with, numbers of any size."""
+    found = near(state(), 0.05, draw(st.integers(0, 9)))
+    for _ in range(draw(st.integers(1, 3))):
+        fill, size = draw(st.sampled_from(FILLS)), draw(scales)
+        found = filled(found, fill(size), draw(st.sampled_from(WITHIN)))
+    return found
+
+
+@fuzzed(2, setup=st.sampled_from(sorted(SETUPS)), hostile=whole(), examples=weights, place=places)
+def test_updates_are_averaged_or_dropped(
+    setup: str, hostile: dict[str, Tensor], examples: float, place: int
+) -> bool:
+    honest: list[tuple[dict[str, Tensor], Any]] = [
+        (near(state(), 0.02, seed), 10.0) for seed in (1, 2, 3)
+    ]
+    honest.insert(place, (hostile, examples))
+    accepted, arrays = played(SETUPS[setup](), state(), honest)
+    check_finite({name: tensor / 10 for name, tensor in tensors_of(arrays).items()})
+    assert accepted >= 3
+    return accepted == 4

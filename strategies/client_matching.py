@@ -186,6 +186,7 @@ def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ..
         found = groups.get(name)
         if found is None or found.name in moves or not found.kind.contains(element):
             raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
-        moves[found.name] = Move(found, element)
+        # The server's own elements are in float64, and compose with those of one dtype only.
+        moves[found.name] = Move(found, element.double() if element.is_floating_point() else element)
     # Head permutations come before elements inside heads, in whatever order they arrive.
     return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

@@ -12,7 +12,8 @@ from flwr.clientapp import ClientApp
 import fedrot
 from fedrot.research import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
-from fedrot.strategies.client_matching import ANCHOR, COMMON_BASIS, UPDATE
+from fedrot.strategies.client_matching import ANCHOR, COMMON_BASIS, ELEMENTS, UPDATE
+from fedrot.strategies.wire.arrays import to_arrays
 from tests.models import near
 from tests.strategies.fakes import Client, failure, play, tensors_of
 from tests.trained import CONFIG, build, loss, rows, trained
@@ -101,3 +102,21 @@ def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
 def test_negative_passes_are_refused() -> None:
     with pytest.raises(fedrot.FedrotError, match="must not be negative"):
         OtherBasis(options=PASSES.options, learning_passes=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_answer_in_either_precision_ends_no_round(dtype: torch.dtype) -> None:
+    """The server's own elements are in float64; an honest client may answer in float32."""
+    symmetry = fedrot.symmetry_of(CONFIG, trained(0))
+    rotations = [g for g in symmetry.groups if g.part == "attention"]
+    generator = torch.Generator().manual_seed(0)
+    elements = {g.name: g.kind.random(generator).to(dtype) for g in rotations}
+
+    def answer(message: Message) -> Message:
+        return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
+
+    others = OtherBasis(options=fedrot.AlignmentOptions(("residual", "attention")), learning_passes=1)
+    sent = [trained(seed) for seed in (1, 2, 3)]
+    result, metrics = play(FedRot(CONFIG, other_basis=others), trained(0), sent, [answer] * 3)
+    assert metrics["fedrot-replies-accepted"] == 3
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors_of(result).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -412,3 +413,26 @@ def test_what_noise_removes_stays_below_its_quantile(part: str, inner: bool, sca
     turned = fedrot.random_equivalent(isotropic(state, 0.003, 1), symmetry, 2, (part,))
     report = fedrot.align(turned, state, symmetry, fedrot.AlignmentOptions(parts=(part,))).report
     assert all(row.moved for row in report.groups)
+
+
+@pytest.mark.parametrize(("parts", "draws"), [(("ffn",), 1), (("heads", "ffn"), chance.MOST_DRAWS)])
+def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
+    parts: tuple[str, ...], draws: int
+) -> None:
+    """More neurons than ``ENOUGH``, as BERT-base has in a layer."""
+    state, symmetry = bert(16)
+    wide = {n: t.new_zeros([2100 if s == 32 else s for s in t.shape]) for n, t in state.items()}
+    lines = {g: chance.Line(1.0, 0.1) for g in symmetry.groups if g.part in parts}
+    (ffn,) = (g for g in symmetry.groups if g.part == "ffn")
+    large = replace(ffn, kind=replace(ffn.kind, n=chance.ENOUGH + 100))
+    lines = {large if group is ffn else group: line for group, line in lines.items()}
+    assert len(list(null_models(lines, wide, wide))) == draws
+
+
+def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -> None:
+    state, symmetry = bert(16)
+    (group,) = (g for g in symmetry.groups if g.part == "heads")
+    norm = sum(float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots)
+    most = 2 * 0.5 * (2 * 1.2 * 4 * norm * math.log(chance.ONCE_IN * 100)) ** 0.5
+    swapped, line = torch.tensor([1, 0]), chance.Line(0.0, 0.5)
+    assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(3 + most)

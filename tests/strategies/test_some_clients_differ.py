@@ -1,0 +1,189 @@
+"""Rounds in which only some clients mark rows, match themselves, or send what others do not send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, FedAvg, FedMedian
+from flwr.supercore.differential_privacy import KEY_NORM_BIT
+
+from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.errors import FedrotError
+from fedrot.lora.adapter_options import AdapterOptions
+from fedrot.lora.averaging import AdapterAverage
+from fedrot.strategies import Aligned, FedRot, OtherBasis, Reporting, Robustness
+from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.lora import AdapterMean
+from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.resume.values import decode, encode
+from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.wire.records import TOKEN_COUNTS, token_counts_record
+from tests.models import State, config_of, near
+from tests.strategies.aggregating import HEAD, headless, honest
+from tests.strategies.aggregating import play as play_clients
+from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, permuted, state
+from tests.strategies.fakes import (
+    ALL_METRICS,
+    FakeGrid,
+    broadcast,
+    failure,
+    play,
+    reply,
+    tensors_of,
+)
+from tests.strategies.test_lora import SETTINGS, adapter
+
+CONFIG = config_of(NAME)
+ZERO = {"w": torch.zeros(3)}
+
+
+def test_a_clients_metric_does_not_replace_the_servers_figure() -> None:
+    strategy = FedRot(CONFIG)
+    sent = [
+        reply(message, near(state(), 0.01, i), 10, i, **{"fedrot-replies-dropped": 7.0})
+        for i, message in enumerate(broadcast(strategy, state(), 3))
+    ]
+    _, metrics = strategy.aggregate_train(1, sent)
+    assert metrics is not None
+    assert metrics["fedrot-replies-dropped"] == 0
+
+
+class OwnMessages(FedRot):
+    """Makes its messages without ``super().configure_train``."""
+
+    def configure_train(self, *given: Any) -> Iterable[Message]:
+        _, arrays, config, grid = given
+        content = RecordDict({"arrays": arrays, "config": config})
+        return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+
+def test_a_second_run_of_own_messages_starts_from_its_own_model() -> None:
+    def client(message: Message) -> Message:
+        received = tensors_of(message.content.array_records["arrays"])
+        return reply(message, near(received, 0.01, 1), 10)
+
+    grid = FakeGrid({100: client, 101: client})
+
+    def strategy() -> FedRot:
+        return OwnMessages(CONFIG, reporting=ALL_METRICS, fraction_evaluate=0.0)
+
+    def distance(runs: FedRot, start: State) -> Any:
+        result = runs.start(grid, ArrayRecord(dict(start)), num_rounds=1)
+        return result.train_metrics_clientapp[1]["fedrot-distance-before"]
+
+    twice = {name: 2 * t if t.is_floating_point() else t for name, t in state().items()}
+    used = strategy()
+    distance(used, state())
+    assert distance(used, twice) == pytest.approx(distance(strategy(), twice))
+
+
+def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
+    class Refusing(FakeGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Any:
+            return [None, *super().push_messages(list(messages)[1:])]
+
+        def pull_messages(self, *given: Any, **named: Any) -> Any:
+            assert None not in given[0]
+            return super().pull_messages(*given, **named)
+
+    grid = Refusing({node: lambda message: reply(message, {}, 1) for node in (100, 101)})
+    messages = [Message(RecordDict(), node, "train") for node in (100, 101)]
+    assert len(LazyGrid(grid).send_and_receive(messages, timeout=0.5)) == 1
+
+
+def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
+    seen: list[Any] = []
+
+    class Average(AdapterAverage):
+        def add(self, update: Any, trained: Any = None) -> None:
+            seen.append(trained)
+
+    base = adapter(0)
+    mean = AdapterMean(Average(SETTINGS, AdapterOptions(), base, 1), Round(1))
+    mean.add(base, 1.0, {TRAINED: {"w": torch.ones(2)}, "gram": {}})
+    assert [*seen[0]] == [TRAINED]
+
+
+def test_without_alignment_the_marks_of_one_client_count() -> None:
+    one, two, *_ = (replace(client, statistics={}) for client in honest())
+    result, _ = play_clients(FedRot(CONFIG, align=False), [headless(one, (0,)), two])
+    torch.testing.assert_close(tensors_of(result)[HEAD[1]][1:], two.update[HEAD[1]][1:])
+
+
+def test_two_spellings_of_one_file_are_one_file(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(FedrotError, match="one file"):
+        Reporting(rows=tmp_path / "a.jsonl", metrics=tmp_path / "x" / ".." / "a.jsonl")
+
+
+def test_a_norm_bit_is_0_or_1() -> None:
+    class Private(Aligned, DifferentialPrivacyClientSideAdaptiveClipping):
+        pass
+
+    strategy = Private(None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, align=False)
+    sent = [
+        reply(message, {"w": torch.ones(3)}, 1, i, **{KEY_NORM_BIT: bit})
+        for i, (message, bit) in enumerate(zip(broadcast(strategy, ZERO, 3), (1e9, 1, 0), strict=True))
+    ]
+    _, metrics = strategy.aggregate_train(1, sent)
+    assert metrics is not None
+    assert metrics["fedrot-replies-dropped"] == 1
+
+
+def test_a_reply_that_is_dropped_for_its_metrics_is_not_enough_for_min_replies() -> None:
+    strategy = FedRot(align=False, robustness=Robustness(min_replies=3))
+    sent = [
+        reply(message, {"w": torch.ones(3)}, 1, i, **({"extra": 1.0} if i == 2 else {}))
+        for i, message in enumerate(broadcast(strategy, ZERO, 3))
+    ]
+    assert strategy.aggregate_train(1, sent)[0] is None
+
+
+@pytest.mark.parametrize("anchor", ["consensus", "medoid"])
+def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment(anchor: str) -> None:
+    def identity(message: Message) -> Message:
+        return Message(RecordDict({"fedrot-elements": ArrayRecord()}), reply_to=message)
+
+    others = OtherBasis(options=WHOLE, at_clients=True)
+    strategy = FedRot(SYMMETRY, anchor=anchor, other_basis=others, reporting=ALL_METRICS)
+    sent = [permuted(near(state(), 0.01, seed), seed) for seed in (1, 2, 3)]
+    _, metrics = play(strategy, state(), sent, [identity, failure, failure])
+    assert metrics["fedrot-replies-dropped"] == 0
+    assert metrics["fedrot-replies-accepted"] == 3
+
+
+@pytest.mark.parametrize("median", [True, False])
+def test_token_counts_do_not_reach_a_strategy_of_flower(median: bool) -> None:
+    aligned = type("AlignedMedian", (Aligned, FedMedian), {})
+    strategy = aligned(CONFIG) if median else FedRot(CONFIG, align=False)
+    sent = [
+        reply(message, near(state(), 0.01, i), 10, i)
+        for i, message in enumerate(broadcast(strategy, state(), 3))
+    ]
+    for message in sent:
+        message.content[TOKEN_COUNTS] = token_counts_record(torch.ones(50))
+    arrays, _ = strategy.aggregate_train(1, sent)
+    assert set(arrays or ()) == set(state())
+
+
+def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
+    strategy: Any = FedRot(align=False)
+    strategy.kind = torch.optim.SGD
+    RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
+
+
+def test_numbers_of_another_byte_order_come_back_from_a_file(tmp_path: Path) -> None:
+    value, arrays = np.array([1.0, 2.0], ">f4"), dict[str, np.ndarray]()
+    coded = encode(value, "it", arrays)
+    safetensors.numpy.save_file(arrays, tmp_path / "state")
+    found = decode(coded, safetensors.numpy.load_file(tmp_path / "state"))
+    assert found.tolist() == [1.0, 2.0]
+    assert found.dtype == value.dtype

@@ -140,7 +140,7 @@ def requirement(
 
 
 def quantile(
-    group: Group, anchor: Tensors, element: Tensor, line: Line, mean: float, inner: bool
+    group: Group, anchor: Tensors, element: Tensor, line: NullLine, mean: float, inner: bool
 ) -> float:
     """Return what the best element removes from noise at most, but once in ``ONCE_IN`` times.
 
@@ -203,7 +203,7 @@ def _quantile(free: int, share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Line:
+class NullLine:
     """A null model ``t a + s g`` of a client: ``slope`` is ``t``, ``size`` is ``s``."""
 
     slope: float
@@ -215,12 +215,12 @@ class Line:
         return self.slope * a + self.size * noise.to(a)
 
 
-def line_of(group: Group, anchor: Tensors, client: Tensors) -> Line:
+def line_of(group: Group, anchor: Tensors, client: Tensors) -> NullLine:
     """Return the null model of a client on the entries that a group acts on."""
     return _line(entries_once(group.slots, anchor, client), entries_of(group, anchor))
 
 
-def null_models(lines: Mapping[Group, Line], anchor: Tensors, client: Tensors) -> Iterator[Tensors]:
+def null_models(lines: Mapping[Group, NullLine], anchor: Tensors, client: Tensors) -> Iterator[Tensors]:
     """Yield null models of a client: its tensors, with those of some groups replaced.
 
     The groups share no tensor. The numbers are drawn on the CPU with a seed of each group's own, so that
@@ -237,7 +237,7 @@ def null_models(lines: Mapping[Group, Line], anchor: Tensors, client: Tensors) -
         yield {**client, **drawn}
 
 
-def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> Line:
+def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> NullLine:
     """Return the null model of blocks, as pairs of anchor and client."""
     products = torch.zeros(3, dtype=torch.float64)
     for pair in pairs:
@@ -246,7 +246,7 @@ def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> Line:
     aa, ac, cc = products.tolist()
     # An anchor without a normal scale would need a slope that overflows float32.
     slope = ac / aa if aa > SMALLEST_NORM**2 else 0.0
-    return Line(slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5)
+    return NullLine(slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5)
 
 
 def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:

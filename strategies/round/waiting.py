@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fedrot._io import write_tensors
 from fedrot.errors import FedrotError
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.records import without_arrays
@@ -64,9 +65,6 @@ class Store:
         if self._own is None:
             kept = dict(tensors)
             return lambda: kept
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         # safetensors refuses views and tensors that share memory, as equal arrays do in Flower.
         keys = {id(tensor): str(index) for index, tensor in enumerate(tensors.values())}
         unique, taken = dict[str, Tensor](), set[int]()
@@ -78,8 +76,8 @@ class Store:
         path = self._own / f"{self._count}.safetensors"
         self._count += 1
         try:
-            save_file(unique, path)
-        except (OSError, SafetensorError) as error:
+            write_tensors(path, unique)
+        except OSError as error:
             raise FedrotError(f"Updates cannot be kept in '{self._own.parent}': {error}") from error
         names = {name: keys[id(tensor)] for name, tensor in tensors.items()}
         return lambda: _mapped(path, names)
@@ -121,13 +119,11 @@ class Waiting(Sequence[Update]):
         """Sort the updates; call it once all have come."""
         if self._order is None:
             return
-        every = sorted(number for number, _ in self._updates) if self._mixes else []
-
-        def place(held: tuple[int, Callable[[], Update]]) -> tuple[bytes, int]:
-            mixed = sha256(repr((every, held[0])).encode()).digest() if every else b""
-            return mixed, held[0]
-
-        self._updates.sort(key=place)
+        if not self._mixes:
+            self._updates.sort(key=lambda held: held[0])
+            return
+        every = sorted(number for number, _ in self._updates)
+        self._updates.sort(key=lambda held: sha256(repr((every, held[0])).encode()).digest())
 
     def __len__(self) -> int:
         return len(self._updates)

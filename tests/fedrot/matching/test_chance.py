@@ -421,12 +421,11 @@ def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
 ) -> None:
     """More neurons than ``ENOUGH``, as BERT-base has in a layer."""
     state, symmetry = bert(16)
-    wide = {n: t.new_zeros([2100 if s == 32 else s for s in t.shape]) for n, t in state.items()}
-    lines = {g: chance.Line(1.0, 0.1) for g in symmetry.groups if g.part in parts}
-    (ffn,) = (g for g in symmetry.groups if g.part == "ffn")
+    ffn = next(group for group in symmetry.groups if group.part == "ffn")
     large = replace(ffn, kind=replace(ffn.kind, n=chance.ENOUGH + 100))
-    lines = {large if group is ffn else group: line for group, line in lines.items()}
-    assert len(list(null_models(lines, wide, wide))) == draws
+    groups = [large if group is ffn else group for group in symmetry.groups if group.part in parts]
+    lines = dict.fromkeys(groups, chance.NullLine(1.0, 0.1))
+    assert len(list(null_models(lines, state, state))) == draws
 
 
 def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -> None:
@@ -434,5 +433,5 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
     (group,) = (g for g in symmetry.groups if g.part == "heads")
     norm = sum(float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots)
     most = 2 * 0.5 * (2 * 1.2 * 4 * norm * math.log(chance.ONCE_IN * 100)) ** 0.5
-    swapped, line = torch.tensor([1, 0]), chance.Line(0.0, 0.5)
+    swapped, line = torch.tensor([1, 0]), chance.NullLine(0.0, 0.5)
     assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(3 + most)

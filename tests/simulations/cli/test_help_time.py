@@ -57,6 +57,7 @@ def test_light_modules_name_what_the_heavy_ones_have() -> None:
     assert [*barrier_methods.METHODS] == [*barrier_settings.METHOD_NAMES]
     assert [entry.name for entry in aggregations({"symmetry"})] == [*merge_settings.METHOD_NAMES]
     assert AlignmentOptions.chance == merge_settings.CHANCE
+    assert AlignmentOptions.chance == merge_settings.CHANCE
 
 
 def test_every_public_name_is_there() -> None:

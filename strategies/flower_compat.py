@@ -21,6 +21,8 @@ function or constant       internal, and why it is used                         
                            the norm of an update: that of no change is 0.
 ``equal_weights``          ``accountant``: a wrapper that keeps accounts raises     1.41 to 1.43
                            on clients of different weights.
+``set_broadcast``          ``current_arrays``: strategies subtract the broadcast    1.41 to 1.43
+                           model, which must be in the mean's coordinates.
 ``figures_of``             ``train_loss_key``, ``KEY_NORM_BIT``: a strategy ends     1.41 to 1.43
                            the run if a reply lacks such a metric.
 ``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   1.41 to 1.43
@@ -37,7 +39,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from flwr.app import Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -101,6 +103,24 @@ def without_metrics(strategy: Strategy) -> Iterator[None]:
 def transient_attributes(strategy: Strategy) -> frozenset[str]:
     """Return the attributes of Flower's own strategy that are set anew in every round."""
     return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
+
+
+def compares_with_broadcast(strategy: Strategy) -> bool:
+    """Return whether a strategy, or the one that it wraps, compares updates with the broadcast model."""
+    return any(_current(one) is not None for one in (strategy, getattr(strategy, "strategy", None)))
+
+
+def set_broadcast(strategy: Strategy, arrays: ArrayRecord) -> None:
+    """Replace the model that a strategy, and the one that it wraps, compare updates with."""
+    for one in (strategy, getattr(strategy, "strategy", None)):
+        if isinstance(_current(one), ArrayRecord):
+            vars(one)["current_arrays"] = arrays.copy()
+        elif _current(one) is not None:
+            vars(one)["current_arrays"] = {name: array.numpy() for name, array in arrays.items()}
+
+
+def _current(strategy: object) -> object:
+    return getattr(strategy, "current_arrays", None)
 
 
 @contextmanager

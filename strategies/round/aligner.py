@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ class Unaligned:
 
     def __init__(self, broadcast: Tensors) -> None:
         self.broadcast = broadcast
+
+    def check(self, update: Update) -> None:
+        """Look at an update of the round before ``prepare``, which sees all of them.
+
+        Raises:
+            FedrotError: the update has to be dropped.
+        """
 
     def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
         """Look at all updates of the round; return their places in the order to align them in."""
@@ -102,6 +110,17 @@ class Plan:
         """Return the anchor that aligns every update to ``base`` itself."""
         return replace(self, anchor="global").rule(base, mixed)
 
+    def moved_to(self, model: Tensors, base: Tensors, mixed: bool) -> Tensors:
+        """Return a model in the coordinates of a round whose base is another one."""
+        there = on_device(model, self.device)
+        return self.to_one(on_device(base, self.device), mixed).align(there).apply(there)
+
+    def is_canonical(self, mixed: bool) -> bool:
+        """Return whether a round brings its updates to canonical form."""
+        others = self.other_bases.options if mixed else None
+        possible = [options for options in (self.options, others) if options is not None]
+        return any(options.for_model(self.symmetry).canonical for options in possible)
+
     def of_others(self, mixed: bool) -> tuple[AlignmentOptions | None, Evidence | None]:
         """Return options and evidence for updates from other bases; none if there are none.
 
@@ -130,7 +149,26 @@ class Aligner(Unaligned):
         self._shared, self._exchange = shared, exchange
         self._matched: dict[int, Alignment] = {}
         self._places: dict[int, int] = {}
+        self._base, self._mixed = broadcast, True
         self.rule = plan.rule(self._there(broadcast), shared=shared)
+
+    def check(self, update: Update) -> None:
+        """Refuse an update whose canonical form, or whose activations, overflow where they are needed.
+
+        It must not choose the round's coordinates or anchor.
+        """
+        asked = self.plan.other_bases.evidence is not None
+        other = asked and in_other_basis(update, self.broadcast, self.plan.symmetry)
+        self._check(update.tensors, with_activations=other)
+
+    def _check(self, tensors: Tensors, with_activations: bool) -> None:
+        plan, others, form = self.plan, self.plan.other_bases, self._there(tensors)
+        if plan.is_canonical(mixed=True):
+            rotates = plan.options.rotates or others.rotates
+            form = canonical(form, plan.symmetry.rotated if rotates else plan.symmetry)
+            check_finite(form)
+        if with_activations and others.evidence is not None:
+            others.evidence(form, form)
 
     def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
         """Choose the round's coordinates and anchor; updates that their clients matched come first."""
@@ -138,7 +176,8 @@ class Aligner(Unaligned):
         if others.needs_all:
             places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
             self.this_round.other_basis = len(places)
-            base = others.base(updates, places, base, self._fits)
+            base = others.base(updates, places, base, self._matchable)
+            self._base, self._mixed = base, bool(places)
             counts = others.counts(updates, symmetry)
             if others.at_clients and places and self._exchange is not None:
                 asked = (updates, base, symmetry, self._exchange, self.this_round)
@@ -156,10 +195,10 @@ class Aligner(Unaligned):
             self.rule.prepare([(self._there(update.tensors), update.weight) for update in given])
         return [*sorted(self._matched), *rest]
 
-    def _fits(self, base: Tensors) -> bool:
-        """Return whether the broadcast model can be aligned to the coordinates of ``base``."""
+    def _matchable(self, model: Tensors) -> bool:
+        """Return whether updates from other bases can be matched with a model."""
         with suppress(UpdateError):
-            self.plan.to_one(self._there(base)).align(self._there(self.broadcast))
+            self._check(model, with_activations=True)
             return True
         return False
 
@@ -225,8 +264,11 @@ class Aligner(Unaligned):
             yield distance
 
     def close(self) -> None:
-        """Say how many replies came from another basis."""
+        """Say how many replies came from another basis, and whether the round's coordinates are new."""
         self.plan.other_bases.warn(self.this_round.other_basis, len(self.this_round.reports))
+        if self._base is not self.broadcast or self.plan.is_canonical(self._mixed):
+            given = (self.broadcast, self._base, self._mixed)
+            self.this_round.moved_broadcast = partial(self.plan.moved_to, *given)
 
     def _there(self, tensors: Tensors) -> Tensors:
         return on_device(tensors, self.plan.device)

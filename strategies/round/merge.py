@@ -17,8 +17,10 @@ from fedrot.aggregation.layerwise import fold_by_layer
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import (
     clips_zero,
+    compares_with_broadcast,
     equal_weights,
     metrics_function,
+    set_broadcast,
     without_metrics,
 )
 from fedrot.strategies.round.aligner import LayerwiseAligner
@@ -169,7 +171,7 @@ class AggregatorMerge:
         mean, state = of_mean(merged, wrapped.weighted_by), vars(wrapped.strategy)
         before = dict(state)  # Flower's strategies replace what they keep, and change nothing in place.
         with without_metrics(wrapped.strategy):
-            arrays, _ = wrapped.aggregate(this_round.number, [mean])
+            arrays, _ = _aggregated(wrapped, this_round, [mean])
         if arrays is None or not this_round.finite(from_arrays(arrays)):
             state.clear()
             state.update(before)
@@ -193,7 +195,10 @@ class AggregatorMerge:
         aligned = self._encoded(aggregators.pop(), is_mean, sent)
         if as_received is None or aligned is None:
             return None, contents
-        return comparison.kept(this_round, aligned, as_received), contents
+        kept = comparison.kept(this_round, aligned, as_received)
+        if kept is as_received:
+            this_round.moved_broadcast = None  # these are the broadcast model's coordinates
+        return kept, contents
 
     def _encoded(self, aggregator: Aggregator, is_mean: bool, sent: ArrayRecord) -> ArrayRecord | None:
         """Return an aggregator's result encoded as ``sent``, None if it is not finite."""
@@ -264,10 +269,20 @@ class ListMerge:
         if not this_round.enough(wrapped.min_replies):
             return None, None
         with clips_zero():
-            arrays, metrics = wrapped.aggregate(this_round.number, [update.message for update in good])
+            arrays, metrics = _aggregated(wrapped, this_round, [update.message for update in good])
         if arrays is None or not this_round.finite(from_arrays(arrays)):
             return None, metrics
         return restored(arrays, wrapped.broadcast) if wrapped.align else arrays, metrics
+
+
+def _aggregated(wrapped: Wrapped, this_round: Round, messages: list[Message]) -> Aggregated:
+    """Let the strategy aggregate; a broadcast model that it subtracts is in the mean's coordinates."""
+    if this_round.moved_broadcast is not None and compares_with_broadcast(wrapped.strategy):
+        # A broadcast model that cannot be matched stays as it is.
+        with suppress(UpdateError):
+            start = as_sent(dict(this_round.moved_broadcast()), wrapped.broadcast)
+            set_broadcast(wrapped.strategy, plain(start))
+    return wrapped.aggregate(this_round.number, messages)
 
 
 def _layout(update: Update) -> tuple[object, ...]:

@@ -133,22 +133,28 @@ class OtherBases:
         updates: Sequence[Update],
         places: Sequence[int],
         broadcast: Tensors,
-        fits: Callable[[Tensors], bool],
+        matchable: Callable[[Tensors], bool],
     ) -> Tensors:
-        """Return the model whose coordinates the round takes.
+        """Return the model whose coordinates the round takes, if the residual stream is matched.
 
-        This is the broadcast model. If most updates come from another basis and the residual stream is
-        matched, it is the heaviest of these, which are at ``places``, to which models can be aligned.
+        This is the broadcast model. If most updates come from another basis, it is the heaviest of
+        these, which are at ``places``. If the broadcast model is not ``matchable``, it is the heaviest
+        of the majority.
         """
         matched = self.options is not None and "residual" in self.options.parts
-        if not matched or 2 * len(places) <= len(updates):
+        if not matched or not places:
             return broadcast
-        for update in sorted((updates[place] for place in places), key=lambda one: -one.weight):
-            if fits(update.tensors):
-                counts, message = (len(places), len(updates)), "%d of %d replies come from other bases; "
-                log(INFO, message + "the anchor is client %d's model.", *counts, update.client)
-                return update.tensors
-        return broadcast
+        of = len(updates)
+        if 2 * len(places) > of:
+            chosen, why = places, f"{len(places)} of {of} replies come from other bases"
+        elif not matchable(broadcast):
+            chosen = [place for place in range(of) if place not in places]
+            why = "The broadcast model cannot be matched"
+        else:
+            return broadcast
+        update = max((updates[place] for place in chosen), key=lambda one: one.weight)
+        log(INFO, "%s; the anchor is client %d's model.", why, update.client)
+        return update.tensors
 
     def counts(self, updates: Sequence[Update], symmetry: Symmetry) -> Tensor | None:
         """Return how often each token occurs: the strategy's own counts, or the sum of the clients'.

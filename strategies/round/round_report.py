@@ -42,6 +42,8 @@ class Round:
     #: What the aggregation says and measures, in place of alignment.
     said: str = ""
     measured: dict[str, float] = field(default_factory=dict)
+    #: Returns the broadcast model in the round's coordinates; None if these are the broadcast model's.
+    moved_broadcast: Callable[[], Tensors] | None = None
 
     def drop(self, client: int, reason: str) -> None:
         """Note a reply that is not averaged, and why."""

@@ -48,6 +48,12 @@ def run_round(
             if merge.add(aligned):
                 aligner.accept(aligned, place)
 
+    def usable(update: Update) -> bool:
+        with this_round.dropping(update.client):
+            aligner.check(update)
+            return True
+        return False
+
     this_round = inbox.this_round
     # ``map`` keeps no item: a loop variable would keep one until the next reply has come.
     updates = map(inbox.read, this_round.waited(replies))
@@ -63,6 +69,7 @@ def run_round(
             for place, reason in far.items():
                 this_round.drop(waiting[place].client, reason)
             waiting.remove(far)
+        waiting.remove([place for place, update in enumerate(waiting) if not usable(update)])
         for place in aligner.prepare(waiting):
             take(waiting[place], place)
     aligner.close()

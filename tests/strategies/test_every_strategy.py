@@ -38,9 +38,11 @@ from flwr.supercore.privacy_accounting import SamplingMethod
 from torch import nn
 
 import fedrot
+from fedrot import AlignmentOptions
+from fedrot import random_equivalent as moved
 from fedrot.strategies import Aligned, FedRot, OtherBasis, align_mod
 from tests.models import EAGER, State, config_of, near, squared_distance
-from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.classifier import NAME, SYMMETRY, build, error, permuted, state
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
 
 CONFIG, ROUNDS, CLIENTS = config_of(NAME), 2, 7
@@ -163,6 +165,40 @@ def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
     at_clients = run(case.plain(), True, (*case.mods, align_mod(CONFIG, EAGER)))
     assert gap(scrambled, at_clients) < case.rounding * moved
     assert len(honest.train_metrics_clientapp) == ROUNDS
+
+
+def idle(index: int, other: bool) -> Client:
+    """Return a node that sends what it received in other coordinates, the stream's too if ``other``."""
+
+    def answer(message: Message) -> Message:
+        received = tensors_of(message.content.array_records["arrays"])
+        turned = permuted(received, index) if other else moved(received, SYMMETRY, index)
+        return reply(message, turned, 10 + 3 * index, index, train_loss=0.5)
+
+    return answer
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - CLIENT_SIDE.keys()))
+def test_clients_that_learned_nothing_change_no_function_in_canonical_rounds(name: str) -> None:
+    """A strategy that compares updates with the broadcast model is given that in canonical form."""
+    canonical = AlignmentOptions(parts=("attention", "ffn"), canonical=True)
+    grid = FakeGrid({100 + i: idle(i, other=False) for i in range(CLIENTS)})
+    result = CASES[name].aligned(options=canonical).start(grid, ArrayRecord(state()), ROUNDS)
+    assert gap(result, state()) > 0.1
+    assert error(result.arrays, state()) < ROUNDED
+
+
+@pytest.mark.parametrize("others", [1, CLIENTS - 1])
+@pytest.mark.parametrize("name", sorted(CASES.keys() - CLIENT_SIDE.keys() - SERVER_SIDE.keys()))
+def test_clients_of_another_basis_that_learned_nothing_change_no_function(
+    name: str, others: int
+) -> None:
+    """The same holds where the round takes the coordinates of one of them."""
+    grid = FakeGrid({100 + i: idle(i, other=i < others) for i in range(CLIENTS)})
+    strategy = CASES[name].aligned(options=None, anchor="running", other_basis=OtherBasis(build))
+    result = strategy.start(grid, ArrayRecord(state()), 1)
+    assert result.train_metrics_clientapp[1]["fedrot-groups-moved"] > 0
+    assert error(result.arrays, state()) < ROUNDED
 
 
 @pytest.mark.parametrize("name", ["server, adaptive", "client, adaptive"])

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import FedAdam
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fedrot
 from fedrot.errors import SymmetryError
 from fedrot.matching import descent
 from fedrot.matching.problem import Match, Problem
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.strategies import FedRot, OtherBasis
+from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.settings import Execution, Reporting
 from fedrot.symmetry import Group
 from fedrot.tensors import LARGEST_NORM
@@ -31,10 +33,14 @@ PLACES = (0, 1, 3)
 
 
 def play(
-    strategy: Any, sent: Sequence[State], weights: Sequence[float] = (10, 11, 12, 13)
+    strategy: Any,
+    sent: Sequence[State],
+    weights: Sequence[float] = (10, 11, 12, 13),
+    start: State | None = None,
 ) -> tuple[ArrayRecord | None, MetricRecord]:
     """Play one round in which the clients answer in the order of their ids."""
-    messages = sorted(broadcast(strategy, state(), len(sent)), key=lambda m: m.metadata.dst_node_id)
+    messages = broadcast(strategy, start or state(), len(sent))
+    messages.sort(key=lambda m: m.metadata.dst_node_id)
     answers = [
         reply(m, u, w, i) for i, (m, u, w) in enumerate(zip(messages, sent, weights, strict=False))
     ]
@@ -114,6 +120,92 @@ def build_anew(seed: int) -> State:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return near(dict(build().state_dict()), 0.05, seed)
+
+
+@pytest.mark.parametrize("others", [3, 1])
+def test_a_broadcast_model_that_cannot_be_matched_is_no_anchor(others: int) -> None:
+    """A hostile update can make such a model, where it is averaged."""
+    embeddings = {name: t for name, t in state().items() if "embeddings.weight" in name}
+    broken = attack(state(), "gaussian 1e10") | embeddings
+    sent = [*(build_anew(seed) for seed in range(others)), *HONEST[others:]]
+    _, metrics = play(FedRot(CONFIG, other_basis=OtherBasis(build)), sent, start=broken)
+    assert metrics["fedrot-replies-accepted"] == 3
+    assert metrics["fedrot-groups-moved"] > 0
+
+
+GPT2 = GPT2Config(
+    **{"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    **{"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
+)
+
+
+def build_gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2)
+
+
+def gpt2_clients(scale: float) -> tuple[State, list[State]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        start = {name: t.clone() for name, t in build_gpt2().state_dict().items()}
+    rotated = fedrot.symmetry_of(GPT2, start).rotated
+    clients = (fedrot.canonical(near(start, scale, seed), rotated) for seed in range(3))
+    whole = fedrot.WHOLE_MODEL
+    return start, [fedrot.random_equivalent(c, rotated, i, whole) for i, c in enumerate(clients)]
+
+
+def overflows_when_folded(update: State) -> State:
+    """Return an update that is finite, while a gain in front of its output table takes that too far."""
+    hostile = {name: tensor.clone() for name, tensor in update.items()}
+    hostile["lm_head.weight"].view(-1)[-1] = -0.99 * LARGEST_NORM
+    hostile["transformer.ln_f.weight"][:] = 1.2
+    return hostile
+
+
+@pytest.mark.parametrize("anchor", fedrot.anchors.ANCHORS)
+def test_an_update_whose_canonical_form_overflows_chooses_no_anchor(anchor: str) -> None:
+    start, honest = gpt2_clients(0.02)
+
+    def strategy() -> FedRot:
+        return FedRot(GPT2, anchor=anchor, other_basis=OtherBasis(build_gpt2))
+
+    hostile = overflows_when_folded(honest[0])
+    found, metrics = play(strategy(), [*honest, hostile], (10, 11, 12, 1e12), start)
+    expected, _ = play(strategy(), honest, start=start)
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert largest_difference(found, expected) == 0
+
+
+@pytest.mark.parametrize("anchor", ["consensus", "medoid"])
+def test_a_bias_that_overflows_in_canonical_form_chooses_no_anchor(anchor: str) -> None:
+    options = fedrot.AlignmentOptions(parts=("attention", "ffn"), canonical=True)
+    hostile = {name: tensor.clone() for name, tensor in HONEST[0].items()}
+    for name in hostile:
+        if name.endswith(("value.bias", "attention.output.dense.weight")):
+            hostile[name][:] = 1e12
+    symmetry = fedrot.symmetry_of(CONFIG, state())
+    honest = [fedrot.random_equivalent(update, symmetry, i) for i, update in enumerate(HONEST)]
+    found, metrics = play(FedRot(CONFIG, anchor=anchor, options=options), [*honest, hostile])
+    expected, _ = play(FedRot(CONFIG, anchor=anchor, options=options), honest)
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert largest_difference(found, expected) == 0
+
+
+class AlignedFedAdam(Aligned, FedAdam):
+    pass
+
+
+@pytest.mark.parametrize("strategy", [FedRot, AlignedFedAdam])
+def test_a_dropped_reply_of_another_basis_leaves_the_round_as_it_is(strategy: Any) -> None:
+    start, others = gpt2_clients(0.02)
+    honest = [near(start, 0.02, seed) for seed in (7, 8, 9)]
+
+    def fresh() -> Any:
+        return strategy(GPT2, other_basis=OtherBasis(build_gpt2))
+
+    found, metrics = play(fresh(), [*honest, overflows_when_folded(others[0])], start=start)
+    expected, _ = play(fresh(), honest, start=start)
+    assert metrics["fedrot-replies-dropped"] == 1
+    assert largest_difference(found, expected) == 0
 
 
 MARK = 12345.0

@@ -294,7 +294,7 @@ def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFix
     updates = [near(state(), 0.02, 1), permuted(near(state(), 0.02, 2), 2), near(state(), 0.02, 3)]
     lines = lines_of(caplog, strategy, updates, 1)
     sentence, _ = [line for line in lines if "chance not known" in line]
-    assert re.match(r"Round 1: .*rotation \d\.\d %.*, chance \d\.\d %", sentence)
+    assert re.match(r"Round 1: .*rotation \d+\.\d %.*, chance \d+\.\d %", sentence)
     assert "; 1 reply from another basis: rotation " in sentence
 
     # The first of these is the round's anchor.

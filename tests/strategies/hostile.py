@@ -11,11 +11,12 @@ from flwr.serverapp.strategy import FedAdam, FedMedian, FedTrimmedAvg, Krum
 from torch import Tensor
 
 import fedrot
+from fedrot.research.optimal_transport import OptimalTransport
 from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Execution, Robustness
 from tests.models import State, config_of
-from tests.strategies.classifier import NAME, build
+from tests.strategies.classifier import NAME, SYMMETRY, build
 
 CONFIG = config_of(NAME)
 
@@ -103,6 +104,7 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "rescale", "ffn"))),
     "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),
     "canonical": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), canonical=True)),
+    "optimal transport": lambda: FedRot(CONFIG, aggregation=lambda: OptimalTransport(SYMMETRY)),
     "other basis": lambda: FedRot(CONFIG, other_basis=OTHER),
     "other basis, consensus": lambda: FedRot(CONFIG, other_basis=OTHER, anchor="consensus"),
 }

@@ -19,6 +19,16 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose values a dtype holds: the nearest ones if it is of integers or booleans."""
+    if dtype.is_floating_point or not tensor.is_floating_point():
+        return tensor
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    # Of float64, the largest int64 is rounded up: there is no such int64.
+    most = min(most, 2**63 - 1024)
+    return tensor.double().round().clamp(least, most)
+
+
 def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
     """Return a vector in a shape that multiplies one axis of a tensor, with its dtype and device."""
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
@@ -55,11 +65,27 @@ def check_weight(weight: float) -> None:
         )
 
 
+def unusable(tensor: object) -> str:
+    """Return why a tensor cannot be computed with, empty if it can, or if it is something else."""
+    if not isinstance(tensor, Tensor):
+        return ""
+    if tensor.layout != torch.strided:
+        return f"is sparse ({tensor.layout}); give it as a dense tensor: to_dense()"
+    if tensor.is_complex():
+        return f"is {tensor.dtype}; give real numbers, such as its real and imaginary part"
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype}); give its values: dequantize()"
+    if tensor.is_meta:
+        return "is on the device 'meta' and has no values; load the model's weights first"
+    return ""
+
+
 def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check names and shapes of an update.
 
     Raises:
-        UpdateError: the update is no mapping; or a tensor is missing, extra or has another shape.
+        UpdateError: the update is no mapping; or a tensor is missing, extra, has another shape, or is
+            ``unusable``.
     """
     if not isinstance(update, Mapping):
         raise UpdateError(
@@ -73,6 +99,9 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
                 f"The tensor '{name}' has shape {list(update[name].shape)}, the model has "
                 f"{list(shape)}. Send the tensors of the same model."
             )
+        why = unusable(update[name])
+        if why:
+            raise UpdateError(f"The tensor '{name}' {why}.")
     extra = [name for name in update if name not in shapes]
     if extra:
         raise UpdateError(

@@ -37,7 +37,7 @@ from fedrot.strategies.round.merge import (
     Wrapped,
 )
 from fedrot.strategies.round.other_basis import Exchange, OtherBases
-from fedrot.strategies.round.outbox import common_model, plain, to_send
+from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_send
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.run_round import aligned_merge, run_round
 from fedrot.strategies.round.update import Schema, Update
@@ -306,7 +306,8 @@ class Aligned(Strategy):
         """Return what takes a round's updates."""
         build = self.aggregator(this_round.number)
         if build is None:
-            return ListMerge(store, this_round)
+            integers = integers_of(self._broadcast) if self.align else ArrayRecord()
+            return ListMerge(store, this_round, integers)
         return AggregatorMerge(build, this_round, Mean() if build is Mean else None, self.comparison)
 
     def on_update(self, update: Update) -> None:

@@ -194,7 +194,7 @@ class _FedAvgMerge:
 
     def result(self, wrapped: Wrapped) -> Aggregated:
         """Return the new model and metrics."""
-        merge: Merge = ListMerge(self._store, self._round)
+        merge: Merge = ListMerge(self._store, self._round, ArrayRecord())
         if any(update.statistics.get(TRAINED) for update in self._updates):
             merge = AggregatorMerge(Mean, self._round, Mean())
         while self._updates:

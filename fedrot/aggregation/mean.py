@@ -11,7 +11,7 @@ from torch import Tensor
 from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistic_kinds import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype
+from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
 
 
 @register_aggregation("mean", "the weighted mean, as in FedAvg", by_tensor=True)
@@ -20,7 +20,7 @@ class Mean:
 
     The mean is held in float32, or float64 for float64 updates, and updated in place: it takes the
     memory of one model, however many updates are added. The result has the dtypes of the first update.
-    Integer and boolean tensors are those of the first update.
+    Integers and booleans are averaged in float64, and rounded to the nearest in the result.
 
     Statistics ``trained`` are masks of the rows that a client trained (the labels it has seen, say).
     These rows are averaged over the clients that trained them, and over all clients if none did.
@@ -45,14 +45,17 @@ class Mean:
 
     @property
     def current(self) -> Tensors:
-        """The mean over all clients, empty before the first update; not a copy: do not write to it."""
+        """The mean over all clients, empty before the first update; not a copy: do not write to it.
+
+        Means of integers are not rounded.
+        """
         return self._mean
 
     def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Check the arguments of ``add``, and raise the errors of ``add``."""
         check_weight(weight)
-        if self._mean:
-            check_update(update, {name: tuple(tensor.shape) for name, tensor in self._mean.items()})
+        like = self._mean or update
+        check_update(update, {name: tuple(tensor.shape) for name, tensor in like.items()})
         check_statistics(statistics or {}, {name: tuple(t.shape) for name, t in update.items()})
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
@@ -89,12 +92,10 @@ class Mean:
             value, mean = tensor.detach(), self._mean.get(name)
             if mean is None:
                 self._dtypes[name] = tensor.dtype
-                held = compute_dtype(value) if value.is_floating_point() else value.dtype
+                held = compute_dtype(value) if value.is_floating_point() else torch.float64
                 mean = self._mean[name] = value.to(held, copy=True)
-            if not mean.is_floating_point():
-                continue
             value = value.to(mean.dtype)
-            if name in masks or name in self._trained:
+            if name in self._trained or (name in masks and tensor.is_floating_point()):
                 self._fold_rows(name, value, weight, masks.get(name))
             if share < 1:
                 mean.lerp_(value, share)
@@ -124,7 +125,7 @@ class Mean:
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
         found = {
-            name: self._merged(name).to(device, dtype, copy=not last)
+            name: rounded(self._merged(name), dtype).to(device, dtype, copy=not last)
             for name, dtype in self._dtypes.items()
         }
         if last:

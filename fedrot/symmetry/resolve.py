@@ -18,6 +18,7 @@ from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
 from fedrot.symmetry.stream import Fold, folds_of, without_mean
+from fedrot.tensors import unusable
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
@@ -44,6 +45,10 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
         raise SymmetryError(
             f"Tensors are needed by name, not a {type(tensors).__name__}; pass model.state_dict()."
         )
+    for name, tensor in tensors.items():
+        on_meta = isinstance(tensor, Tensor) and tensor.is_meta
+        if why := "" if on_meta else unusable(tensor):
+            raise SymmetryError(f"The tensor '{name}' {why}.")
     family = family_of(settings, families, next(iter(tensors), None))
     shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
     unwrapped = _unwrapped(shapes)

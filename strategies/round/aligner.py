@@ -237,7 +237,7 @@ class Aligner(Unaligned):
             alignment = self.rule.align(tensors, self._places.get(place, place))
         given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
         statistics = alignment.transport(given)
-        moved = without_integers(self._there(alignment.apply(tensors)), self.broadcast)
+        moved = self._there(alignment.apply(tensors))
         check_finite(moved)
         self.this_round.report(update.client, alignment.report)
         return replace(update, tensors=moved, statistics=statistics)
@@ -278,9 +278,9 @@ class LayerwiseAligner(Aligner):
     """Prepares updates for ``LayerwiseMerge``, which aligns them; here they stay in host memory."""
 
     def align(self, update: Update, place: int = 0) -> Update:
-        """Return the update with the broadcast model's integers."""
+        """Return the update, after a look at its basis."""
         self.this_round.other_basis += in_other_basis(update, self.broadcast, self.plan.symmetry)
-        return replace(update, tensors=without_integers(update.tensors, self.broadcast))
+        return update
 
     def _there(self, tensors: Tensors) -> Tensors:
         return tensors
@@ -293,14 +293,3 @@ def on_device(tensors: Tensors, device: torch.device) -> Tensors:
     given = dict(tensors)
     moved = {id(tensor): tensor.to(device) for tensor in given.values()}
     return {name: moved[id(tensor)] for name, tensor in given.items()}
-
-
-def without_integers(tensors: Tensors, broadcast: Tensors) -> dict[str, Tensor]:
-    """Return the tensors with the broadcast model's integer and boolean buffers, as floats.
-
-    The new model keeps the broadcast ones, and strategies measure distances over everything.
-    """
-    return {
-        name: t if t.is_floating_point() else broadcast[name].float().to(t.device)
-        for name, t in tensors.items()
-    }

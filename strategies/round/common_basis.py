@@ -71,7 +71,7 @@ def _request(
     """Return the request to learn between a client's own model and the mean of all others."""
     own, share = alignment.apply(update.tensors), update.weight / mean.weight
     rest = {
-        name: (total - share * own[name]) / (1 - share) if total.is_floating_point() else total
+        name: (total - share * own[name]) / (1 - share) if own[name].is_floating_point() else own[name]
         for name, total in mean.current.items()
     }
     node = node_of(update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -259,8 +260,9 @@ def readable_evaluations(
 ) -> list[Message]:
     """Return the evaluations to average, then one error reply per client; log what is dropped.
 
-    The evaluations are left out if they have no examples in all: there is nothing to average. Reasons
-    of error replies are on one line: Flower's strategies log them as they are.
+    The evaluations are left out if they have no examples in all: there is nothing to average. One
+    without examples whose loss is NaN, a mean over nothing, would make the mean over all clients NaN.
+    Reasons of error replies are on one line: Flower's strategies log them as they are.
     """
     good: list[Message] = []
     failed: list[Message] = []
@@ -277,7 +279,9 @@ def readable_evaluations(
             continue
         try:
             asked.check(message)
-            read_weight(message.content, weighted_by)
+            examples = read_weight(message.content, weighted_by)
+            if not examples and not _finite_metrics(message.content):
+                raise UpdateError(f"It has no examples ('{weighted_by}' is 0), so that metrics are NaN.")
         except Exception as error:
             drop(message, _refusal(error))
         else:
@@ -287,6 +291,12 @@ def readable_evaluations(
         drop(message, "Its metrics are not like most.")
     examples = sum(read_weight(message.content, weighted_by) for message in good)
     return (good if examples else []) + failed
+
+
+def _finite_metrics(content: RecordDict) -> bool:
+    (metrics,) = content.metric_records.values()
+    values = (value if isinstance(value, list) else [value] for value in metrics.values())
+    return all(math.isfinite(number) for numbers in values for number in numbers)
 
 
 def _refusal(error: Exception) -> str:

@@ -26,7 +26,7 @@ from fedrot.strategies.flower_compat import (
 from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
-from fedrot.strategies.round.outbox import as_sent, of_mean, plain, restored, with_tensors
+from fedrot.strategies.round.outbox import as_sent, integers_of, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Store
@@ -168,15 +168,17 @@ class AggregatorMerge:
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
         # To strategies that look at nothing else, the mean is a round's only update.
+        integers = integers_of(merged)
         mean, state = of_mean(merged, wrapped.weighted_by), vars(wrapped.strategy)
         before = dict(state)  # Flower's strategies replace what they keep, and change nothing in place.
         with without_metrics(wrapped.strategy):
             arrays, _ = _aggregated(wrapped, this_round, [mean])
-        if arrays is None or not this_round.finite(from_arrays(arrays)):
+        found = _restored(arrays, wrapped.broadcast, integers)
+        if found is None or not this_round.finite(from_arrays(found)):
             state.clear()
             state.update(before)
             return None, metrics
-        return restored(arrays, wrapped.broadcast), metrics
+        return found, metrics
 
     def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, list[RecordDict]]:
         """Return the merged model, None if the round failed, and the metrics of the clients.
@@ -208,7 +210,8 @@ class AggregatorMerge:
         else:
             merged = aggregator.result()
         self.this_round.note(aggregator.notes)
-        return as_sent(merged, sent) if self.this_round.finite(merged) else None
+        found = as_sent(merged, sent)
+        return found if self.this_round.finite(from_arrays(found)) else None
 
 
 class LayerwiseMerge(AggregatorMerge):
@@ -239,15 +242,21 @@ class LayerwiseMerge(AggregatorMerge):
 
 
 class ListMerge:
-    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers."""
+    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers.
 
-    def __init__(self, store: Store, this_round: Round) -> None:
-        self._store, self.this_round = store, this_round
+    ``integers`` are the arrays of the broadcast model that the new model keeps, and that every update
+    shows to the strategy: a mean of them would let one client set them, and noise would spoil them.
+    """
+
+    def __init__(self, store: Store, this_round: Round, integers: ArrayRecord) -> None:
+        self._store, self.this_round, self._integers = store, this_round, integers
+        # As floats: Flower's strategies subtract them.
+        self._shown = {name: t.double() for name, t in from_arrays(integers).items()}
         self._held: list[Update] = []
 
     def add(self, update: Update) -> bool:
         """Keep the update's message."""
-        message = with_tensors(update, self._store)
+        message = with_tensors(update, self._store, self._shown)
         self._held.append(update.holding({}, {}, message))
         return True
 
@@ -270,9 +279,12 @@ class ListMerge:
             return None, None
         with clips_zero():
             arrays, metrics = _aggregated(wrapped, this_round, [update.message for update in good])
+        if wrapped.align or (arrays is not None and arrays.keys() == wrapped.broadcast.keys()):
+            integers = self._integers if wrapped.align or arrays is None else integers_of(arrays)
+            arrays = _restored(arrays, wrapped.broadcast, integers)
         if arrays is None or not this_round.finite(from_arrays(arrays)):
             return None, metrics
-        return restored(arrays, wrapped.broadcast) if wrapped.align else arrays, metrics
+        return arrays, metrics
 
 
 def _aggregated(wrapped: Wrapped, this_round: Round, messages: list[Message]) -> Aggregated:
@@ -283,6 +295,18 @@ def _aggregated(wrapped: Wrapped, this_round: Round, messages: list[Message]) ->
             start = as_sent(dict(this_round.moved_broadcast()), wrapped.broadcast)
             set_broadcast(wrapped.strategy, plain(start))
     return wrapped.aggregate(this_round.number, messages)
+
+
+def _restored(
+    arrays: ArrayRecord | None, broadcast: ArrayRecord, integers: ArrayRecord
+) -> ArrayRecord | None:
+    """Return a strategy's new model as it is sent; the strategy has no say in its integers."""
+    if arrays is None:
+        return None
+    found = restored(arrays, broadcast)
+    for name, array in integers.items():
+        found[name] = array
+    return found
 
 
 def _layout(update: Update) -> tuple[object, ...]:

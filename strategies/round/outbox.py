@@ -20,6 +20,7 @@ from fedrot.strategies.wire.records import (
     model_records,
     replace_changed,
 )
+from fedrot.tensors import Tensors, rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
@@ -65,7 +66,7 @@ def to_send(
 def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     """Return tensors encoded as the broadcast model was: in its precision, with its ties.
 
-    Integer and boolean buffers are the broadcast ones; tensors that were not broadcast come last.
+    Integers and booleans are rounded. Tensors that were not broadcast come last.
     ``tensors`` is emptied: the memory of a tensor that is encoded serves the next one's bytes.
     """
     tied = {
@@ -75,11 +76,11 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     }
     arrays = ArrayRecord()
     for name, array in sent.items():
-        if name in tied or not _floating(array):
+        if name in tied:
             arrays[name] = array
-            tensors.pop(name, None)
+            del tensors[name]
         else:
-            arrays[name] = encode(name, tensors.pop(name).to(getattr(torch, array.dtype)))
+            arrays[name] = encode(name, _in_dtype(tensors.pop(name), getattr(torch, array.dtype)))
     for name in tuple(tensors):
         arrays[name] = encode(name, tensors.pop(name))
     return arrays
@@ -94,12 +95,22 @@ def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
     return arrays if as_they_are else as_sent(from_arrays(arrays), sent)
 
 
-def with_tensors(update: Update, store: Store) -> Message:
+def integers_of(arrays: ArrayRecord) -> ArrayRecord:
+    """Return the arrays of integers and booleans."""
+    found = ArrayRecord()
+    for name, array in arrays.items():
+        if not _floating(array):
+            found[name] = array
+    return found
+
+
+def with_tensors(update: Update, store: Store, integers: Tensors) -> Message:
     """Return a copy of a reply's message with the update's tensors and without our own records.
 
-    If the store keeps files, ``Array.numpy`` reads the values from one.
+    If the store keeps files, ``Array.numpy`` reads the values from one. ``integers`` take the place of
+    the update's own.
     """
-    tensors, content = update.tensors, RecordDict(dict(update.message.content))
+    tensors, content = {**update.tensors, **integers}, RecordDict(dict(update.message.content))
     for ours in {STATISTICS, TOKEN_COUNTS} & content.array_records.keys():
         del content[ours]
     if store.folder is not None:
@@ -136,6 +147,10 @@ class StoredArray(Array):
         """Return the values, mapped from the file."""
         tensor = self.__dict__["_read"]()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return rounded(tensor, dtype).to(dtype)
 
 
 def _floating(array: Array) -> bool:

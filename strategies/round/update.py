@@ -13,7 +13,7 @@ from torch import Tensor
 from fedrot.aggregation import Statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.tensors import Shaped, Tensors, check_finite, check_update
+from fedrot.tensors import Shaped, Tensors, check_finite, check_update, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Update:
         client: see ``inbox.client_id``.
         message: the reply, with its metrics and configurations.
         record: name of the reply's ArrayRecord.
-        tensors: in the broadcast model's dtypes; as they were received, later as they were aligned.
+        tensors: in the broadcast model's dtypes, in float32 where they came in wider ones; as they were
+            received, later as they were aligned.
         weight: number of examples, or another positive weight.
         statistics: by kind, then by tensor name; they belong to ``tensors``.
         received: the tensors as they were received: views of the message's arrays where possible.
@@ -100,12 +101,20 @@ class Schema:
                 )
         check_finite(tensors)
         # Flower's wrappers take tensors by their place.
-        cast = {name: tensors[name].to(like.dtype) for name, like in self.like.items()}
-        for name, tensor in cast.items():
-            if tensor.dtype != tensors[name].dtype and not bool(torch.isfinite(tensor).all()):
-                raise UpdateError(
-                    f"The tensor '{name}' holds values beyond {tensor.dtype}, in which the model was "
-                    "broadcast. Check the client's training (learning rate, mixed precision) before "
-                    "sending it."
-                )
-        return cast
+        return {name: self._cast(name, tensors[name]) for name in self.like}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor in the broadcast dtype; a mean of float32 tensors is rounded once, at its end.
+
+        Raises:
+            UpdateError: it holds values beyond the broadcast dtype.
+        """
+        dtype = self.like[name].dtype
+        cast = tensor.to(dtype)
+        if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):
+            raise UpdateError(
+                f"The tensor '{name}' holds values beyond {dtype}, in which the model was broadcast. "
+                "Check the client's training (learning rate, mixed precision) before sending it."
+            )
+        narrower = dtype.itemsize < tensor.dtype.itemsize and dtype.is_floating_point
+        return tensor.to(compute_dtype(cast)) if narrower else cast

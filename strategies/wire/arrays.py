@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
+from fedrot.tensors import unusable
 
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record; no data.
 BFLOAT16, TIED, UNCHANGED = "fedrot.bfloat16", "fedrot.tied", "fedrot.unchanged"
@@ -58,13 +59,15 @@ def to_arrays(
             bit, in the precision of the wire, is sent as "unchanged": the receiver keeps its own.
 
     Raises:
-        FedrotError: ``dtype`` is another one, or a tensor's dtype cannot be sent (complex, float8).
+        FedrotError: ``dtype`` is another one, or a tensor cannot be sent (complex, float8, sparse).
     """
     if dtype is not None and dtype not in PRECISIONS:
         raise FedrotError(f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
     known = from_arrays(since) if isinstance(since, ArrayRecord) else since or {}
     arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
+        if why := unusable(tensor):
+            raise FedrotError(f"The tensor '{name}' {why}.")
         cast = dtype is not None and tensor.is_floating_point()
         sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
         memory = _memory(tensor)

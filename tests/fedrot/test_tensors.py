@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.aggregation import Mean
+from fedrot.strategies import to_arrays
 from tests.fedrot.pairs import MODULES
 from tests.models import (
     CASES,
     FULL,
     State,
+    config_of,
     near,
     state_of,
     symmetry_for,
@@ -136,3 +140,34 @@ def test_tensors_on_different_devices_are_refused() -> None:
     update = {k: v.to("meta") for k, v in state.items()}
     with pytest.raises(fedrot.UpdateError, match="device"):
         fedrot.align(update, state, symmetry)
+
+
+STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse": (lambda t: t.to_sparse(), "to_dense"),
+    "compressed": (lambda t: t.to_sparse_csr(), "to_dense"),
+    "complex": (lambda t: t.to(torch.complex64), "complex64"),
+    "without values": (lambda t: t.to("meta"), "device 'meta'"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize(
+    "name", ["bert.pooler.dense.weight", "bert.encoder.layer.0.output.dense.weight"]
+)
+def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) -> None:
+    made, says = STRANGE[kind]
+    state, symmetry = state_of("bert-classifier"), symmetry_for("bert-classifier")
+    strange = {**state, name: made(state[name])}
+    calls: list[Callable[[], object]] = [
+        lambda: fedrot.align(strange, state, symmetry),
+        lambda: fedrot.align(state, strange, symmetry),
+        lambda: fedrot.canonical(strange, symmetry),
+        lambda: Mean().add(strange, 1),
+        lambda: to_arrays(strange),
+    ]
+    if kind != "without values":  # A symmetry needs shapes alone.
+        calls.append(lambda: fedrot.symmetry_of(config_of("bert-classifier"), strange))
+    for call in calls:
+        with pytest.raises(fedrot.FedrotError, match=re.escape(name)) as caught:
+            call()
+        assert says in str(caught.value)

@@ -367,6 +367,21 @@ def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
 
 
 @pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
+def test_float32_replies_to_a_float16_model_are_rounded_once(align: bool) -> None:
+    base = {name: tensor.half() for name, tensor in model().items()}
+    strategy = FedRot(CONFIG, align=align, anchor="global")
+    sent = updates(model())
+    answers = [
+        reply(m, u, 10, i) for i, (m, u) in enumerate(zip(broadcast(strategy, base), sent, strict=True))
+    ]
+    result, _ = strategy.aggregate_train(1, answers)
+    for name, array in arrays_of(result).items():
+        mean = torch.stack([u[name].double() for u in sent]).mean(0)
+        # A half-way case may go either way: float32 is what the sum is held in.
+        assert torch.allclose(torch.from_numpy(array).double(), mean, rtol=2**-11 * 1.001, atol=2**-25)
+
+
+@pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("sent", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
     sent: torch.dtype, align: bool, tmp_path: Path
@@ -486,17 +501,19 @@ def test_a_threshold_skips_and_says_so() -> None:
     assert largest_difference(result, plain) < 5e-7
 
 
-def test_integer_and_boolean_buffers_are_the_broadcast_models() -> None:
+def test_integer_and_boolean_buffers_are_averaged_and_keep_their_dtypes() -> None:
     base = {**model(), "steps": torch.tensor(7), "mask": torch.tensor([True, False])}
     strategy = FedRot(CONFIG)
     messages = broadcast(strategy, base)
-    sent = [{**u, "steps": torch.tensor(9), "mask": base["mask"]} for u in updates(model())]
+    sent = [
+        {**u, "steps": torch.tensor(9 + i), "mask": base["mask"]} for i, u in enumerate(updates(model()))
+    ]
     result, _ = strategy.aggregate_train(
         1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
     )
     arrays = arrays_of(result)
-    assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), 7)
-    assert arrays["mask"].dtype == np.dtype("bool")
+    assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), 10)
+    assert (arrays["mask"].dtype, arrays["mask"].tolist()) == (np.dtype("bool"), [True, False])
 
 
 def test_the_replies_are_not_changed() -> None:

@@ -203,16 +203,21 @@ def test_models_of_conv1d_alone_are_merged_too() -> None:
     assert apart(result, merged(RegMean(), clients)) <= 1e-6
 
 
-def test_integer_buffers_stay_the_broadcasts() -> None:
+def test_integer_buffers_are_averaged_and_rounded() -> None:
     more = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
     base = {**state(), **more}
     symmetry = fedrot.symmetry_of(config_of(NAME), base)
-    other = {"steps": torch.tensor(9), "mask": torch.tensor([False, False])}
-    clients = [replace(client, update={**client.update, **other}) for client in honest()]
+    clients = [
+        replace(client, update={**client.update, "steps": torch.tensor(9 + i), "mask": more["mask"]})
+        for i, client in enumerate(honest())
+    ]
+    weights = [client.weight for client in clients]
+    mean = sum(w * (9 + i) for i, w in enumerate(weights)) / sum(weights)
+    assert round(mean) != mean
     for align in (True, False):
         strategy = FedRot(symmetry, align=align, aggregation=RegMean)
         arrays = arrays_of(play(strategy, clients, base=base)[0])
-        assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), 7)
+        assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), round(mean))
         assert arrays["mask"].tolist() == [True, False]
 
 

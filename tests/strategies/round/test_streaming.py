@@ -938,3 +938,22 @@ def test_evaluations_without_examples_average_to_nothing() -> None:
     empty = [evaluation(m, **{"num-examples": 0, "loss": 1.0}) for m in messages]
     assert strategy.aggregate_evaluate(1, empty) is None
     assert strategy.aggregate_evaluate(1, []) is None
+
+
+def test_an_evaluation_of_no_examples_whose_loss_is_nan_is_left_out_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The mean over no rows is NaN, and 0 times NaN would be the mean over all clients."""
+    logging.getLogger("flwr").propagate = True
+    strategy = FedRot(CONFIG)
+    grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
+    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    given = zip(messages, (10, 0, 30), (1.0, math.nan, 3.0), strict=True)
+    sent = [evaluation(m, **{"num-examples": n, "loss": loss}) for m, n, loss in given]
+    found = strategy.aggregate_evaluate(1, sent)
+    assert dict(found or {}) == pytest.approx({"loss": 2.5})
+    node = messages[1].metadata.dst_node_id
+    assert f"Evaluation of client {node} dropped: It has no examples" in caplog.text
+    messages = list(strategy.configure_evaluate(2, ArrayRecord(state()), ConfigRecord(), grid))
+    nothing = [evaluation(m, **{"num-examples": 0, "loss": math.nan}) for m in messages]
+    assert strategy.aggregate_evaluate(2, nothing) is None

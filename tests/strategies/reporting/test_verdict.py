@@ -28,7 +28,7 @@ from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, State, near
 from tests.strategies.classifier import SYMMETRY, build, permuted, state
-from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
+from tests.strategies.fakes import ArrayRecord, FakeGrid, failure, reply
 
 TURNED = "clients had turned against each other"
 
@@ -304,3 +304,14 @@ def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFix
     record = next(line for line in lines if "Aggregated MetricRecord" in line)
     assert CHANCE not in record
     assert all(name in record for name in default - {CHANCE})
+
+
+def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)
+    nobody = FakeGrid({100: failure, 101: failure})
+    strategy.start(nobody, ArrayRecord(state()), 3)
+    assert "No new model in rounds 1-3 (of 3)" in caplog.text
+    lines = lines_of(caplog, strategy, [turned(client) for client in range(3)], 1)
+    assert not [line for line in lines if "No new model" in line]
+    assert "Alignment moved groups in 1 of 1 round." in lines

@@ -957,3 +957,15 @@ def test_an_evaluation_of_no_examples_whose_loss_is_nan_is_left_out_and_named(
     messages = list(strategy.configure_evaluate(2, ArrayRecord(state()), ConfigRecord(), grid))
     nothing = [evaluation(m, **{"num-examples": 0, "loss": math.nan}) for m in messages]
     assert strategy.aggregate_evaluate(2, nothing) is None
+
+
+def test_the_order_of_a_clients_metrics_does_not_matter(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("flwr").propagate = True
+    strategy = FedRot(CONFIG)
+    grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
+    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    metrics = {"num-examples": 10, "loss": 1.0, "accuracy": 0.5}
+    orders = (metrics, metrics, dict(reversed(metrics.items())))
+    sent = [evaluation(m, **given) for m, given in zip(messages, orders, strict=True)]
+    assert dict(strategy.aggregate_evaluate(1, sent) or {}) == {"loss": 1.0, "accuracy": 0.5}
+    assert "dropped" not in caplog.text

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from flwr.app import MetricRecord
-from flwr.serverapp.strategy import FedAdam, FedMedian, FedTrimmedAvg, Krum
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping as ServerSideAdaptive,
+)
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping as ServerSideFixed,
+)
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, Krum
 from torch import Tensor
 
 import fedrot
@@ -75,9 +81,11 @@ def attack(base: State, kind: str) -> State:
     return filled(base, change, within)
 
 
-def behind(strategy: type, **settings: Any) -> Callable[[], Any]:
+def behind(strategy: type, *wrapped: Any, **settings: Any) -> Callable[[], Any]:
     """Return a function that builds a strategy of Flower with alignment in front."""
-    return lambda: type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})(CONFIG, **settings)
+    return lambda: type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})(
+        CONFIG, *wrapped, **settings
+    )
 
 
 def _guard(number: int, arrays: object) -> MetricRecord:
@@ -90,6 +98,8 @@ def _parts(parts: Iterable[str], **options: Any) -> dict[str, Any]:
 
 OTHER = OtherBasis(build)
 
+_CLIPPED: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": 4, "anchor": "global"}
+
 #: Ways to align and average, by name. With other bases, activations are computed from the updates.
 SETUPS: dict[str, Callable[[], Any]] = {
     **{anchor: lambda anchor=anchor: FedRot(CONFIG, anchor=anchor) for anchor in fedrot.anchors.ANCHORS},
@@ -97,6 +107,8 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "FedAdam": behind(FedAdam),
     "FedTrimmedAvg": behind(FedTrimmedAvg),
     "Krum": behind(Krum, num_malicious_nodes=0),
+    "clipped": behind(ServerSideFixed, FedAvg(), clipping_norm=1.0, **_CLIPPED),
+    "clipped adaptively": behind(ServerSideAdaptive, FedAvg(), **_CLIPPED),
     "guard": lambda: FedRot(CONFIG, guard=Guard("loss", evaluate=_guard)),
     "deterministic": lambda: FedRot(CONFIG, execution=Execution(deterministic=True)),
     "norm bound": lambda: FedRot(CONFIG, robustness=Robustness(norm_bound=3.0)),

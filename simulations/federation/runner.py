@@ -164,8 +164,8 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> N
 
     for config in configs:
         task, seed = task_of(config.to_json()), config.seeds[0]
-        if task.data.note:
-            console.print(task.data.note, highlight=False)
+        for sentence in filter(None, (task.data.note, task.data.said)):
+            console.print(sentence, highlight=False)
         names, _, counts = task.partition(seed)
         console.print(partition_table(counts, names, config.setting, seed))
 

@@ -44,11 +44,15 @@ def prepare_environment() -> None:
 
 
 def check(configs: Sequence[SimulationConfig]) -> None:
-    """Load model, data and partitions of every configuration: bad input fails before any run."""
+    """Load model, data and partitions of every configuration, and try the model on the data.
+
+    Bad input fails here, before any run.
+    """
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of
+    from fedrot.simulations.tasks.trial import check_labels, check_model
     from fedrot.symmetry import check_family, symmetry_of
 
     for config in configs:
@@ -58,6 +62,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         if "pretrained" in config.starts:
             task_of(config.pretraining.to_json())
         task = task_of(config.to_json())
+        check_labels(task)
         for seed in config.seeds:
             task.clients(seed)
         known = task.objective.diverged()
@@ -67,6 +72,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
                 listed = ", ".join(known)
                 raise FedrotError(f"arm '{arm.name}': no metric '{arm.guard}' here; one of {listed}")
         model = build_model(config, task.data, seed=0)
+        check_model(task, model)
         if config.moves:
             symmetry = symmetry_of(model_config(config, task.data), model.state_dict())
             for arm in filter(lambda arm: arm.align, arms):

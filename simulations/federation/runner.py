@@ -52,7 +52,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of
-    from fedrot.simulations.tasks.trial import check_labels, check_model
+    from fedrot.simulations.tasks.trial import check_head, check_labels, check_model
     from fedrot.symmetry import check_family, symmetry_of
 
     for config in configs:
@@ -71,6 +71,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
             if arm.guard and arm.guard not in known:
                 listed = ", ".join(known)
                 raise FedrotError(f"arm '{arm.name}': no metric '{arm.guard}' here; one of {listed}")
+        check_head(task)
         model = build_model(config, task.data, seed=0)
         check_model(task, model)
         if config.moves:

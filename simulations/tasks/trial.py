@@ -11,12 +11,18 @@ from torch import nn
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.encoding import EncodedText, tokenizer_for
 from fedrot.simulations.data.sources import DataError
-from fedrot.simulations.tasks.language import MaskedLanguageModelling
-from fedrot.simulations.tasks.objectives import Classification
+from fedrot.simulations.models.architectures import pretrained_settings
+from fedrot.simulations.models.build import model_config
+from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
+from fedrot.simulations.tasks.objectives import Classification, TokenClassification
 from fedrot.simulations.tasks.task import Task
 
 #: Names of tables of learned positions in transformers.
 _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+#: Objectives whose number of labels is that of the data.
+_LABELLED = (Classification, TokenClassification)
+#: Tokens of the text that shows whether a model reads ahead.
+_SEEN = 4
 
 
 def check_labels(task: Task) -> None:
@@ -46,6 +52,29 @@ def check_labels(task: Task) -> None:
         )
 
 
+def check_head(task: Task) -> None:
+    """Raise ``FedrotError`` if a pretrained model has no head for the task, or one of other labels."""
+    import transformers
+
+    model, auto_model = task.config.model, task.objective.auto_model
+    if model is None:
+        return
+    saved, wanted = pretrained_settings(model), model_config(task.config, task.data)
+    if type(saved) not in getattr(transformers, auto_model)._model_mapping:
+        raise FedrotError(
+            f"model '{model}' of type '{saved.model_type}' cannot do task '{task.config.task}' (there "
+            f"is no {auto_model} of this type); choose another task or model"
+        )
+    head = auto_model.removeprefix("AutoModel")
+    with_head = any(name.endswith(head) for name in saved.architectures or ())
+    if with_head and saved.num_labels != wanted.num_labels and isinstance(task.objective, _LABELLED):
+        raise FedrotError(
+            f"model '{model}' was saved with a task head of {saved.num_labels} labels, but "
+            f"'{task.data.name}' has {wanted.num_labels}; choose the data that it was trained on, or "
+            "save it without its head: AutoModel.from_pretrained(...).save_pretrained(...)"
+        )
+
+
 def check_model(task: Task, model: nn.Module) -> None:
     """Raise ``FedrotError`` if a model cannot take a step on the rows of a task.
 
@@ -56,6 +85,8 @@ def check_model(task: Task, model: nn.Module) -> None:
     if isinstance(task.train, EncodedText):
         _check_tables(task, model, name)
     model.eval()
+    if isinstance(task.objective, CausalLanguageModelling):
+        _check_causal(task, model, name)
     for split, encoded in (("training", task.train), ("held-out", task.test)):
         rows = task.objective.usable(encoded, np.arange(len(encoded)))
         if not len(rows):
@@ -98,4 +129,17 @@ def _check_tables(task: Task, model: Any, name: str) -> None:
             f"the tokenizer of model '{name}' has token {largest}, but the model has embeddings for "
             f"tokens 0 to {size - 1}; save the model's own tokenizer beside it, or enlarge the model "
             "(resize_token_embeddings)"
+        )
+
+
+def _check_causal(task: Task, model: Any, name: str) -> None:
+    """Check that the prediction after a text's first token does not depend on the tokens after it."""
+    ids = torch.from_numpy(max(task.train.ids, key=len)[:_SEEN])[None]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        whole, alone = (model(input_ids=part).logits[0, 0].float() for part in (ids, ids[:, :1]))
+    rounding = 100 * torch.finfo(model.dtype).eps * float(alone.abs().max())
+    if float((whole - alone).abs().max()) > rounding:
+        raise FedrotError(
+            f"model '{name}' reads the tokens that task 'clm' predicts: it is an encoder; choose a "
+            "decoder, or task 'mlm'"
         )

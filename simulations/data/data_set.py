@@ -182,10 +182,11 @@ def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: str) -
     # Of lists a part may be missing.
     counted = what if pa.types.is_nested(values.type) else f"{len(values)} {what}"
     shown = f" ({_listed(dict.fromkeys(map(_shown, values.to_pylist())))})" if written else ""
-    keep = ", or --missing keep makes them classes" if written and content == "label" else ""
+    classes = negative or (written and pa.types.is_string(values.type))
+    keep = ", or --missing keep makes them classes" if classes and content == "label" else ""
     return (
         f"{counted}{shown} in row(s) {_listed(np.flatnonzero(found) + 1)}, counted from 1; "
-        f"complete these rows, or leave them out with --missing drop{keep}"
+        f"complete these rows, or --missing drop leaves them out{keep}"
     )
 
 

@@ -52,7 +52,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of
-    from fedrot.simulations.tasks.trial import check_head, check_labels, check_model
+    from fedrot.simulations.tasks.trial import check_head, check_held_out, check_labels, check_model
     from fedrot.symmetry import check_family, symmetry_of
 
     for config in configs:
@@ -60,13 +60,16 @@ def check(configs: Sequence[SimulationConfig]) -> None:
             # An unsupported family is refused before its tokenizer and weights are loaded.
             check_family(pretrained_settings(config.model))
         if "pretrained" in config.starts:
-            task_of(config.pretraining.to_json())
+            first = task_of(config.pretraining.to_json())
+            check_model(first, build_model(first.config, first.data, seed=0))
         task = task_of(config.to_json())
         check_labels(task)
         for seed in config.seeds:
             task.clients(seed)
         known = task.objective.diverged()
         arms = list(map(Arm.parse, config.arms))
+        for arm in (arm for arm in arms if arm.guard or arm.takes("score")):
+            check_held_out(task, arm)
         for arm in arms:
             if arm.guard and arm.guard not in known:
                 listed = ", ".join(known)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BASELINE = "plain"
 #: Classes of a table of partitions.
-MOST_COLUMNS = 40
+MOST_COLUMNS = 20
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.data.encoding import EncodedText, tokenizer_for
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.architectures import pretrained_settings
@@ -50,6 +51,18 @@ def check_labels(task: Task) -> None:
             f"{data.name}: training rows have the classes {ours}, and held-out rows only others "
             f"({theirs}); give both the same labels"
         )
+
+
+def check_held_out(task: Task, arm: Arm) -> None:
+    """Raise ``FedrotError`` if an arm chooses by clients' held-out rows, and they have none."""
+    config = task.config
+    for seed in config.seeds:
+        clients = arm.clients or range(config.clients)
+        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
+            raise FedrotError(
+                f"arm '{arm.name}' chooses by clients' held-out rows, but holdout {config.holdout:g} "
+                f"leaves none with seed {seed}; give a larger --holdout, fewer clients or more rows"
+            )
 
 
 def check_head(task: Task) -> None:

@@ -239,8 +239,8 @@ def labels_of(
     """
     both, whole = (source.train, source.test), whole or source
     if not columns:
-        zeros = (np.zeros(table.num_rows, dtype=np.int64) for table in both)
-        return Labels("single", ("all",), *zeros)
+        train, test = (np.zeros(table.num_rows, dtype=np.int64) for table in both)
+        return Labels("single", ("all",), train, test)
     if len(columns) > 1:
         return _boolean_labels(source, columns, kind)
     (column,) = columns
@@ -313,7 +313,7 @@ def _classes(source: Source, column: str, whole: Source) -> Labels:
     if whole_numbers:
         declared = source.class_names.get(column) or CLASS_NAMES.get(source.task) or ()
         if values[0] >= 0 and values[-1] < len(declared):
-            values, names = range(len(declared)), declared
+            values, names = [*range(len(declared))], declared
         elif "label_name" in whole.columns:
             # The training rows have the last word.
             tables = zip((whole.test, whole.train), reversed(every), strict=True)

@@ -369,7 +369,8 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue, rows: Rows
     # A column of tags is a list of classes.
     kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
-    return Source((configuration or path).split("/")[-1], *rows(tables), named)
+    train, test = rows(tables)
+    return Source((configuration or path).split("/")[-1], train, test, named)
 
 
 def _offline() -> bool:

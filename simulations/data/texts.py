@@ -121,6 +121,7 @@ def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     if len(names) > 2:
         raise DataError(f"{source.task}: {OPTION} names {len(names)} columns; a text has one or two")
     pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), None)
+    found: tuple[str, ...]
     if wanted is None:
         found = pair or (source.column("text", None, TEXT_COLUMNS, OPTION),)
     else:

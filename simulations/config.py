@@ -265,6 +265,10 @@ class SimulationConfig(BaseModel):
                 "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
                 "columns tokens, ner_tags and split), or a data set of the hub"
             )
+        if self.label_kind and not traits.classifies:
+            raise ValueError(
+                f"label_kind is for tasks 'classification' and 'image', not for '{self.task}'"
+            )
         if self.model is not None and self.architecture:
             raise ValueError(
                 f"architecture '{self.architecture}' is for models from scratch; model "

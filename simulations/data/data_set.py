@@ -191,12 +191,12 @@ def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: str) -
 
 
 def _is_null(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    none: npt.NDArray[np.bool_] = column.is_null().to_numpy()
+    """Return where a value, or a part of a list, is null."""
+    none: npt.NDArray[np.bool_] = column.is_null().to_numpy().copy()
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         rows = pc.list_parent_indices(column).filter(pc.list_flatten(column).is_null())
-        none = none.copy()
         none[rows.to_numpy()] = True
-    return none.copy()
+    return none
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -244,8 +244,12 @@ def labels_of(
     if len(columns) > 1:
         return _boolean_labels(source, columns, kind)
     (column,) = columns
-    type_ = _plain(source.train[column]).type
+    type_, other = (_plain(table[column]).type for table in both)
     where = f"{source.task}: label column {column!r}"
+    if pa.types.is_string(type_) != pa.types.is_string(other):
+        raise DataError(
+            f"{where} holds {type_} in training rows and {other} in held-out rows; give both one type"
+        )
     if pa.types.is_nested(type_):
         raise DataError(
             f"{where} holds {type_}; give integers, strings or float scores, or one boolean column per "

@@ -129,7 +129,8 @@ def test_missing_texts_and_values_of_split_are_refused(tmp_path: Path) -> None:
 def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
     tags = [["O", None], ["O", "B-X"], ["B-X", "O"]] * 5
     path = tmp_path / "mine.parquet"
-    pq.write_table(pa.table({"tokens": [["a", "b"]] * 15, "ner_tags": tags}), path)
+    table = pa.table({"tokens": [["a", "b"]] * 15, "ner_tags": tags})
+    pq.write_table(table, path, row_group_size=2)  # read in several chunks
     with pytest.raises(DataError, match=r"'ner_tags' has missing values in row\(s\) 1, 4,"):
         load_tag_data(str(path))
     data = load_tag_data(str(path), missing="drop")
@@ -208,6 +209,14 @@ def test_boolean_columns_are_of_the_kind_that_is_set() -> None:
 )
 def test_texts_as_labels(labels: list[str], names: tuple[str, ...], tmp_path: Path) -> None:
     assert load_text_data(save(tmp_path / "mine.csv", labels)).label_names == names
+
+
+def test_labels_of_both_splits_have_one_type() -> None:
+    numbers, texts = pa.table({"label": [0, 1]}), pa.table({"label": ["0", "1"]})
+    with pytest.raises(DataError, match="holds int64 in training rows and string in held-out rows"):
+        labels_of(Source("it", numbers, texts), ("label",))
+    floats = pa.table({"label": [1.0, 0.0]})
+    assert labels_of(Source("it", numbers, floats), ("label",)).test.tolist() == [1, 0]
 
 
 def test_categories_and_decimals_are_read_as_what_they_hold() -> None:

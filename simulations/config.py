@@ -23,6 +23,7 @@ TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
 Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
 Start = Literal["same", "different", "scrambled", "pretrained"]
 Server = Literal["mean", "adam", "yogi"]
+Missing = Literal["error", "drop", "keep"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class SimulationConfig(BaseModel):
     setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
     data: str = Field(
         "",
-        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv, .jsonl, or .txt), "
-        "a folder of images, or a hub name; several classified texts, separated by commas, are the "
-        "domains of one task; default: goemotions_ekman, and digits for images.",
+        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv, .tsv, .jsonl, "
+        ".json, or .txt), a folder of images, or a hub name; several classified texts, separated by "
+        "commas, are the domains of one task; default: goemotions_ekman, and digits for images.",
     )
     unseen_data: str = Field(
         "", description="Data sets of which only test rows are used, separated by commas: other domains."
@@ -84,6 +85,17 @@ class SimulationConfig(BaseModel):
     )
     text_column: str | None = Field(None, description="Column with text, words or image.")
     label_column: str | None = Field(None, description="Column with the label or tags.")
+    label_kind: Literal["", "single", "multi", "regression"] = Field(
+        "",
+        description="Of classification: single (one class for each row), multi (any number of them, "
+        "boolean columns) or regression (scores); default: floating-point numbers are scores, and "
+        "boolean columns with other than one True in a row are multi.",
+    )
+    missing: Missing = Field(
+        "error",
+        description="Rows without a text or a label (empty, NA, negative class): error, drop (they are "
+        "left out), or keep (NA, None, negative numbers and the like are classes).",
+    )
     train_limit: int | None = Field(None, gt=0, description="Use at most so many rows.")
     test_limit: int | None = Field(None, gt=0, description="Test on at most so many rows.")
 
@@ -252,6 +264,10 @@ class SimulationConfig(BaseModel):
                 f"no data come with the package for task '{self.task}'; name a data set and its folder "
                 "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
                 "columns tokens, ner_tags and split), or a data set of the hub"
+            )
+        if self.label_kind and not traits.classifies:
+            raise ValueError(
+                f"label_kind is for tasks 'classification' and 'image', not for '{self.task}'"
             )
         if self.model is not None and self.architecture:
             raise ValueError(

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-#: Prints without markup: brackets in names, paths and extras are text.
-console = Console(markup=False)
+#: Prints without markup: brackets and colons in names, paths and extras are text.
+console = Console(markup=False, emoji=False)
 
 #: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130

@@ -70,7 +70,8 @@ def load_domains(
     domains = tuple(names), tuple(unseen)
     metrics = (SEEN, *([UNSEEN] if unseen else []), *map(metric_of, loaded))
     joined = ",".join(names)
-    return DomainData(joined, "multi", labels, metrics, train, test, *domains, note=notes)
+    said = " ".join(filter(None, (data.said for data in loaded.values())))
+    return DomainData(joined, "multi", labels, metrics, train, test, *domains, note=notes, said=said)
 
 
 def metric_of(domain: str) -> str:

@@ -149,7 +149,12 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
     from transformers import AutoTokenizer
 
     with loading(config.model):
-        return AutoTokenizer.from_pretrained(**loading_of(config.model)).backend_tokenizer
+        found = AutoTokenizer.from_pretrained(**loading_of(config.model))
+        if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
+            raise DataError(
+                f"model '{config.model}' has no tokenizer; save its own beside it (tokenizer.json)"
+            )
+        return found.backend_tokenizer
 
 
 def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
@@ -242,6 +247,11 @@ def _image_size(config: SimulationConfig) -> dict[str, int]:
         raise DataError(
             f"model '{config.model}' of type '{settings.model_type}' reads no square images "
             f"(image_size is {side}); choose a vision transformer, or another task"
+        )
+    if channels not in (1, 3):
+        raise DataError(
+            f"model '{config.model}' reads images of {channels} channels; images have 1 (grey) or 3 "
+            "(colours)"
         )
     return {"side": sides[0], "channels": channels}
 

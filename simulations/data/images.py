@@ -15,10 +15,18 @@ import pyarrow.types as types
 from PIL import Image
 
 from fedrot.simulations.data import DIGITS
-from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
+from fedrot.simulations.data.data_set import (
+    METRICS_OF_KIND,
+    Complete,
+    DataSet,
+    Split,
+    label_columns,
+    labels_of,
+)
 from fedrot.simulations.data.sources import (
     Catalogue,
     DataError,
+    Rows,
     Selection,
     Source,
     divided,
@@ -74,10 +82,21 @@ def load_image_data(
     Raises:
         DataError: as for texts; or a folder is empty, or a file is no image.
     """
-    source = _find(name, data_dir).limited(name, selection)
-    column = _image_column(source, selection.get("text_column"))
-    chosen = label_columns(source, selection.get("label_column"))
-    labels = labels_of(source, chosen)
+    kind = selection.get("label_kind", "")
+
+    def images_of(source: Source) -> tuple[str, ...]:
+        return (_image_column(source, selection.get("text_column")),)
+
+    def chosen_of(source: Source) -> tuple[str, ...]:
+        return label_columns(source, selection.get("label_column"))
+
+    missing = selection.get("missing", "error")
+    # A missing image is an error where images are decoded.
+    complete = Complete(images_of if missing == "drop" else lambda _: (), chosen_of, missing, kind)
+    whole = _find(name, data_dir, complete)
+    source = whole.limited(name, selection)
+    (column,), chosen = images_of(source), chosen_of(source)
+    labels = labels_of(source, chosen, kind, whole)
     bound = side or LARGEST_SIDE
     train = _pixels(source.train, column, bound, f"{name} (train)")
     test = _pixels(source.test, column, bound, f"{name} (held-out)")
@@ -97,6 +116,7 @@ def load_image_data(
         side=side or side_of([*train, *test]),
         channels=channels,
         note=source.note,
+        said=" ".join([*complete.said, labels.said]),
     )
 
 
@@ -134,12 +154,12 @@ def digits() -> Source:
 IMAGES = Catalogue((".", "images"), {DIGITS: digits})
 
 
-def _find(name: str, data_dir: Path | None) -> Source:
+def _find(name: str, data_dir: Path | None, rows: Rows) -> Source:
     places = [root / name for root in IMAGES.roots(data_dir)]
     for folder in places if name in IMAGES.bundled else [*places, Path(name)]:
         if folder.is_dir() and not (folder / "train.parquet").exists():
             return _from_folder(folder)
-    return find(name, data_dir, IMAGES)
+    return find(name, data_dir, IMAGES, rows=rows)
 
 
 def _from_folder(folder: Path) -> Source:

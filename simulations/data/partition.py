@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import warnings
 from collections import defaultdict
@@ -23,6 +24,9 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
 SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE, column:NAME"
+
+#: Whole numbers between scores, above which scores are counted in ``WIDE_BINS`` equal intervals.
+MOST_BINS, WIDE_BINS = 1000, 10
 
 log = logging.getLogger(__name__)
 
@@ -120,13 +124,16 @@ def partition_keys(labels: npt.NDArray[Any]) -> Rows:
 
     Single label: the label. Multi-label: the first true label, or the number of classes where none
     is true; unknown labels (NaN) are not. Regression: the score rounded to an integer, counted from the
-    lower of 0 and the least.
+    lower of 0 and the least; or its interval, see ``MOST_BINS``.
     """
     if labels.ndim == 2:
         labels = labels > 0
         none = labels.shape[1]
         return np.where(labels.any(axis=1), labels.argmax(axis=1), none).astype(np.int64)
     if np.issubdtype(labels.dtype, np.floating):
+        edges = _edges(labels)
+        if edges is not None:
+            return np.searchsorted(edges[1:-1], labels, side="right").astype(np.int64)
         bins = np.rint(labels).astype(np.int64)
         return bins - min(0, int(bins.min(initial=0)))
     return labels.astype(np.int64)
@@ -137,9 +144,20 @@ def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str
     if labels.ndim == 2:
         return (*label_names, "none") if not (labels > 0).any(axis=1).all() else tuple(label_names)
     if np.issubdtype(labels.dtype, np.floating):
+        edges = _edges(labels)
+        if edges is not None:
+            return tuple(f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges))
         low = min(0, int(np.rint(labels).min(initial=0)))
         return tuple(str(low + key) for key in range(int(partition_keys(labels).max()) + 1))
     return tuple(label_names)
+
+
+def _edges(scores: npt.NDArray[Any]) -> npt.NDArray[np.float64] | None:
+    """Return the edges of equal intervals for scores of a wide range, None for others."""
+    low, high = float(scores.min(initial=0)), float(scores.max(initial=0))
+    if high - low <= MOST_BINS:
+        return None
+    return np.linspace(float(scores.min()), high, WIDE_BINS + 1)
 
 
 def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> Rows:

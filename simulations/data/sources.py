@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +36,15 @@ SPLIT_SEED = 0
 LIMIT_SEED = 0
 
 
+#: What happens to rows without a text or a label.
+Missing: TypeAlias = Literal["error", "drop", "keep"]
+#: What takes the tables of a data set by their origin, and returns them with the rows to use.
+Rows: TypeAlias = Callable[[Mapping[str, pa.Table]], list[pa.Table]]
+
+#: Delimiters that are often found in place of the comma.
+_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
+
+
 class DataError(FedrotError):
     """A data set is unknown or unreadable, or lacks a column, a split or values."""
 
@@ -45,21 +57,47 @@ def _block(path: Path) -> int:
     return min(max(path.stat().st_size, 2**20), 2**31 - 1)  # a row longer than a block is refused
 
 
-def _csv(path: Path) -> pa.Table:
+def _first_line(path: Path) -> str:
+    """Return a file's first line; raises ``pa.ArrowInvalid`` if the file is in UTF-16."""
+    with path.open("rb") as file:
+        line = file.readline()
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line:
+        raise pa.ArrowInvalid("it is in UTF-16; save it in UTF-8")
+    return line.decode("utf-8", "replace")
+
+
+def _csv(path: Path, delimiter: str = ",") -> pa.Table:
+    head = _first_line(path)
+    found = next((name for mark, name in _DELIMITERS.items() if mark in head), None)
+    if found and delimiter not in head:
+        wanted = "commas" if delimiter == "," else "tabs"
+        raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
     table = pa_csv.read_csv(
         path,
         pa_csv.ReadOptions(block_size=_block(path)),
-        pa_csv.ParseOptions(newlines_in_values=True),  # texts of several lines
+        # Texts may have several lines.
+        pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
     )
     # pyarrow reads a column that is not UTF-8 as bytes.
     other = [field.name for field in table.schema if pa.types.is_binary(field.type)]
     if other:
         raise pa.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
+    for place, column in enumerate(table.columns):
+        if pa.types.is_string(column.type):  # an empty cell is a missing text
+            known = pc.if_else(pc.equal(column, ""), None, column)
+            table = table.set_column(place, table.field(place).name, known)
     return table
 
 
-def _json_lines(path: Path) -> pa.Table:
-    table = pa_json.read_json(path, pa_json.ReadOptions(block_size=_block(path)))
+def _json(path: Path) -> pa.Table:
+    """Read one object per line, or a list of objects."""
+    source: Path | io.BytesIO = path
+    if _first_line(path).lstrip("\ufeff \t\r\n").startswith("["):
+        rows = json.loads(path.read_text("utf-8-sig"))
+        if not all(isinstance(row, dict) for row in rows):
+            raise pa.ArrowInvalid("its list has other things than objects")
+        source = io.BytesIO("\n".join(map(json.dumps, rows)).encode())
+    table = pa_json.read_json(source, pa_json.ReadOptions(block_size=_block(path)))
     table.validate(full=True)
     return table
 
@@ -78,20 +116,26 @@ def _plain_text(path: Path) -> pa.Table:
 READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
     ".parquet": ("Parquet", _parquet),
     ".csv": ("CSV", _csv),
-    ".jsonl": ("JSON lines", _json_lines),
+    ".tsv": ("TSV", partial(_csv, delimiter="\t")),
+    ".jsonl": ("JSON lines", _json),
+    ".json": ("JSON", _json),
     ".txt": ("plain text", _plain_text),
 }
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read."""
-    format_name, read = READERS[path.suffix]
+    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read.
+
+    Spaces around the names of columns are left out.
+    """
+    format_name, read = READERS[path.suffix.lower()]
     try:
         table = read(path)
+        table = table.rename_columns([name.strip() for name in table.column_names])
         if len(set(table.column_names)) < table.num_columns:
             raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")
         return table
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
             f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"
         ) from error
@@ -105,11 +149,15 @@ class Selection(TypedDict, total=False):
         label_column: of integer or string classes, float scores or lists of tags; or guessed. Without
             one, boolean columns are the labels: single label if every row has exactly one True, else
             multi-label.
+        label_kind: ``single``, ``multi`` or ``regression``; empty: by the type of the labels.
+        missing: what happens to rows without a text or a label, see ``complete``.
         train_limit, test_limit: keep so many rows, the first of a fixed shuffle.
     """
 
     text_column: str | None
     label_column: str | None
+    label_kind: Literal["", "single", "multi", "regression"]
+    missing: Missing
     train_limit: int | None
     test_limit: int | None
 
@@ -138,7 +186,7 @@ class Source:
 
     def column(self, content: str, wanted: str | None, known: Sequence[str], option: str) -> str:
         """Return the wanted column, or the first of the known ones; raises ``DataError`` without any."""
-        names = known if wanted is None else [wanted]
+        names = known if wanted is None else [wanted.strip()]
         found = next((name for name in names if name in self.columns), None)
         if found is None:
             raise DataError(
@@ -191,34 +239,44 @@ class Catalogue:
 TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts})
 
 
+def _all_rows(tables: Mapping[str, pa.Table]) -> list[pa.Table]:
+    return [*tables.values()]
+
+
 def find(
-    name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS, label: str | None = None
+    name: str,
+    data_dir: Path | None,
+    catalogue: Catalogue = TEXTS,
+    label: str | None = None,
+    rows: Rows = _all_rows,
 ) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
     A name that ends in one of ``READERS`` is a file, in ``data_dir`` or anywhere. A file without a
-    column ``split`` is divided by ``divided``, by the classes in the column ``label``. See
-    ``load_text_data`` for errors.
+    column ``split`` is divided by ``divided``, by the classes in the column ``label``. Before that
+    ``rows`` chooses the rows of its tables. See ``load_text_data`` for errors.
     """
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
     roots = catalogue.roots(data_dir)
-    if Path(name).suffix in READERS:
+    if Path(name).suffix.lower() in READERS:
         places = [*(root / name for root in roots), Path(name)]
         file = next((place for place in places if place.is_file()), None)
         if file is None:
             where = f", nor below {data_dir}" if data_dir else ""
             raise DataError(f"there is no file {name}{where}; check its path")
-        return _from_file(file, label)
+        return _from_file(file, label, rows)
     for root in roots:
         if (root / f"{name}.parquet").is_file():
-            return _from_file(root / f"{name}.parquet", label)
+            return _from_file(root / f"{name}.parquet", label, rows)
         for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
             if train.is_file():
-                return _from_splits(Path(name).name, train)
+                return _from_splits(Path(name).name, train, rows)
     if name in catalogue.bundled:
         return catalogue.bundled[name]()
-    return _from_hub(name, data_dir, catalogue)
+    if Path(name).is_file():
+        raise DataError(f"{name} is a file of another kind; give one of {', '.join(READERS)}")
+    return _from_hub(name, data_dir, catalogue, rows)
 
 
 def divided(task: str, table: pa.Table, where: object, label: str = "label") -> Source:
@@ -257,21 +315,27 @@ def _classes(table: pa.Table, label: str) -> np.ndarray:
     return np.array([places[value] for value in labels])
 
 
-def _from_splits(task: str, train: Path) -> Source:
+def _from_splits(task: str, train: Path, rows: Rows) -> Source:
     prefix = train.name.removesuffix("train.parquet")
     held_out = [train.with_name(f"{prefix}{split}.parquet") for split in HELD_OUT_OF_FOLDER]
     test = next((path for path in held_out if path.is_file()), None)
     if test is None:
         wanted = ", ".join(path.name for path in held_out)
         raise DataError(f"{train} has no held-out split beside it; add one of {wanted}")
-    return Source(task, read_table(train), read_table(test))
+    return Source(task, *rows({str(path): read_table(path) for path in (train, test)}))
 
 
-def _from_file(path: Path, label: str | None) -> Source:
-    table = read_table(path)
+def _from_file(path: Path, label: str | None, rows: Rows) -> Source:
+    (table,) = rows({str(path): read_table(path)})
     if "split" not in table.column_names:
         return divided(path.stem, table, path, label or "label")
+    if pa.types.is_string(table["split"].type):
+        place = table.column_names.index("split")
+        table = table.set_column(place, "split", pc.utf8_trim_whitespace(table["split"]))
     present = set(table["split"].to_pylist())
+    if None in present:
+        empty = 1 + pc.index(table["split"].is_null(), True).as_py()
+        raise DataError(f"the 'split' column of {path} has no value in row {empty}, counted from 1")
     held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
     if "train" not in present or held_out is None:
         raise DataError(
@@ -282,7 +346,7 @@ def _from_file(path: Path, label: str | None) -> Source:
     return Source(path.stem, train, test)
 
 
-def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
+def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue, rows: Rows) -> Source:
     import datasets
 
     path, _, configuration = name.partition(":")
@@ -296,15 +360,16 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
         loaded = datasets.load_dataset(path, configuration or None)
         held_out = next((s for s in HELD_OUT_OF_FOLDER if s in loaded), "a held-out split")
         features = loaded["train"].features
-        train, test = (loaded[s].with_format("arrow")[:] for s in ("train", held_out))
+        tables = {f"{name} ({s})": loaded[s].with_format("arrow")[:] for s in ("train", held_out)}
     except Exception as error:  # the hub client raises many unrelated kinds
         raise DataError(
             f"{unknown} loading it from the hub failed (offline, or no such data set: "
             f"{type(error).__name__}: {error}). Available: {_available(data_dir, catalogue)}"
         ) from error
     # A column of tags is a list of classes.
-    kinds = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
+    train, test = rows(tables)
     return Source((configuration or path).split("/")[-1], train, test, named)
 
 

@@ -12,7 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fedrot.simulations.data import BUNDLED
-from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split, label_columns, labels_of
+from fedrot.simulations.data.data_set import (
+    METRICS_OF_KIND,
+    Complete,
+    DataSet,
+    Split,
+    label_columns,
+    labels_of,
+)
 from fedrot.simulations.data.sources import (
     Catalogue,
     DataError,
@@ -82,45 +89,53 @@ def load_text_data(
         DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
     label = selection.get("label_column")
-    source = find(name, data_dir, label=label).limited(name, selection)
-    texts = _text_columns(source, selection.get("text_column"))
-    chosen = label_columns(source, label, optional=labels_optional)
-    labels = labels_of(source, chosen)
+    kind = selection.get("label_kind", "")
+
+    def texts_of(source: Source) -> tuple[str, ...]:
+        return _text_columns(source, selection.get("text_column"))
+
+    def chosen_of(source: Source) -> tuple[str, ...]:
+        return label_columns(source, label, optional=labels_optional)
+
+    complete = Complete(texts_of, chosen_of, selection.get("missing", "error"), kind)
+    whole = find(name, data_dir, label=label, rows=complete)
+    source = whole.limited(name, selection)
+    texts, chosen = texts_of(source), chosen_of(source)
+    labels = labels_of(source, chosen, kind, whole)
     metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None
     return DataSet(
         name=name,
         kind=labels.kind,
         label_names=labels.names,
         metrics=metrics or METRICS_OF_KIND[labels.kind],
-        train=_text_split(source.train, f"{name} (train)", texts, chosen, labels.train),
-        test=_text_split(source.test, f"{name} (held-out)", texts, chosen, labels.test),
+        train=_text_split(source.train, texts, chosen, labels.train),
+        test=_text_split(source.test, texts, chosen, labels.test),
         note=source.note,
+        # Language models do not use the labels.
+        said=" ".join([*complete.said, *([] if labels_optional else [labels.said])]),
     )
 
 
 def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
-    if wanted is None:
-        pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), None)
-        return pair or (source.column("text", None, TEXT_COLUMNS, OPTION),)
-    names = [name.strip() for name in wanted.split(",")]
+    names = [name.strip() for name in (wanted or "").split(",")]
     if len(names) > 2:
         raise DataError(f"{source.task}: {OPTION} names {len(names)} columns; a text has one or two")
-    return tuple(source.column("text", name, (), OPTION) for name in names)
+    pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), None)
+    found: tuple[str, ...]
+    if wanted is None:
+        found = pair or (source.column("text", None, TEXT_COLUMNS, OPTION),)
+    else:
+        found = tuple(source.column("text", name, (), OPTION) for name in names)
+    for column in found:
+        kind = source.train.schema.field(column).type
+        if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            raise DataError(f"{source.task}: text column {column!r} holds {kind}; give one text per row")
+    return found
 
 
 def _text_split(
-    table: pa.Table,
-    where: str,
-    texts: tuple[str, ...],
-    label_columns: tuple[str, ...],
-    labels: npt.NDArray[Any],
+    table: pa.Table, texts: tuple[str, ...], label_columns: tuple[str, ...], labels: npt.NDArray[Any]
 ) -> TextSplit:
-    for column in texts:
-        if table[column].null_count:
-            raise DataError(
-                f"{where}: text column {column!r} has {table[column].null_count} missing values; "
-                "remove those rows"
-            )
     first, *second = (tuple(map(str, table[column].to_pylist())) for column in texts)
     others = other_columns(table, *texts, *label_columns)
     return TextSplit(labels, others, first, second[0] if second else None)
@@ -147,10 +162,17 @@ def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[S
     Tags are BIO strings, or numbers that the hub has names for. Labels are the entity types that occur
     in a row (multi-label). Raises ``DataError`` also if the tags are not BIO or do not fit the words.
     """
-    source = find(name, data_dir, NER).limited(name, selection)
     words, labels = selection.get("text_column"), selection.get("label_column")
-    tokens = _list_column(source, "word", words, TOKEN_COLUMNS, "--text-column")
-    column = _list_column(source, "tag", labels, TAG_COLUMNS, "--label-column")
+
+    def words_of(source: Source) -> list[str]:
+        return [_list_column(source, "word", words, TOKEN_COLUMNS, "--text-column")]
+
+    def tags_of(source: Source) -> list[str]:
+        return [_list_column(source, "tag", labels, TAG_COLUMNS, "--label-column")]
+
+    complete = Complete(words_of, tags_of, selection.get("missing", "error"))
+    source = find(name, data_dir, NER, rows=complete).limited(name, selection)
+    (tokens,), (column,) = words_of(source), tags_of(source)
     splits = (("train", source.train), ("held-out", source.test))
     named = [_named(t, column, source.class_names.get(column), f"{name} ({s})") for s, t in splits]
     types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})
@@ -161,7 +183,8 @@ def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[S
         _tag_split(table, f"{name} ({split})", tokens, column, rows, tags)
         for (split, table), rows in zip(splits, named, strict=True)
     )
-    return TagData(name, "multi", tuple(types), TAG_METRICS, train, test, tags, note=source.note)
+    notes = {"note": source.note, "said": " ".join(complete.said)}
+    return TagData(name, "multi", tuple(types), TAG_METRICS, train, test, tags, **notes)
 
 
 def _list_column(
@@ -172,8 +195,6 @@ def _list_column(
         kind = table.schema.field(column).type
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             raise DataError(f"{source.task}: column {column!r} holds {kind}; give a list for each row")
-        if table[column].null_count:
-            raise DataError(f"{source.task}: column {column!r} has missing values; remove those rows")
     return column
 
 

@@ -44,11 +44,15 @@ def prepare_environment() -> None:
 
 
 def check(configs: Sequence[SimulationConfig]) -> None:
-    """Load model, data and partitions of every configuration: bad input fails before any run."""
+    """Load model, data and partitions of every configuration, and try the model on the data.
+
+    Bad input fails here, before any run.
+    """
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
     from fedrot.simulations.tasks.task import task_of
+    from fedrot.simulations.tasks.trial import check_head, check_held_out, check_labels, check_model
     from fedrot.symmetry import check_family, symmetry_of
 
     for config in configs:
@@ -56,17 +60,23 @@ def check(configs: Sequence[SimulationConfig]) -> None:
             # An unsupported family is refused before its tokenizer and weights are loaded.
             check_family(pretrained_settings(config.model))
         if "pretrained" in config.starts:
-            task_of(config.pretraining.to_json())
+            first = task_of(config.pretraining.to_json())
+            check_model(first, build_model(first.config, first.data, seed=0))
         task = task_of(config.to_json())
+        check_labels(task)
         for seed in config.seeds:
             task.clients(seed)
         known = task.objective.diverged()
         arms = list(map(Arm.parse, config.arms))
+        for arm in (arm for arm in arms if arm.guard or arm.takes("score")):
+            check_held_out(task, arm)
         for arm in arms:
             if arm.guard and arm.guard not in known:
                 listed = ", ".join(known)
                 raise FedrotError(f"arm '{arm.name}': no metric '{arm.guard}' here; one of {listed}")
+        check_head(task)
         model = build_model(config, task.data, seed=0)
+        check_model(task, model)
         if config.moves:
             symmetry = symmetry_of(model_config(config, task.data), model.state_dict())
             for arm in filter(lambda arm: arm.align, arms):
@@ -164,8 +174,8 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> N
 
     for config in configs:
         task, seed = task_of(config.to_json()), config.seeds[0]
-        if task.data.note:
-            console.print(task.data.note, highlight=False)
+        for sentence in filter(None, (task.data.note, task.data.said)):
+            console.print(sentence, highlight=False)
         names, _, counts = task.partition(seed)
         console.print(partition_table(counts, names, config.setting, seed))
 

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.experiment import run_cells
 from fedrot.simulations.federation.run_folder import RunFolder
+from fedrot.simulations.federation.runner import check
 
 app = ServerApp()
 
@@ -23,12 +24,14 @@ def main(grid: Grid, context: Context) -> None:
 
     Raises:
         ValueError: ``out`` is not an absolute path (Flower chooses the working directory).
+        FedrotError: data, partition or model cannot be used.
     """
     settings = dict(context.run_config)
     out = Path(str(settings.pop("out", "")))
     if not out.is_absolute():
         raise ValueError(f"out is '{out}'; give an absolute path, as in -c 'out=\"/data/run1\"'.")
     config = SimulationConfig.from_flat(settings)
+    check([config])
     folder = RunFolder(out, [config.model_dump(mode="json")], "flwr run")
     complete = False
 

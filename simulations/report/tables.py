@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BASELINE = "plain"
+#: Classes of a table of partitions.
+MOST_COLUMNS = 20
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,14 @@ def markdown_table(rows: Sequence[Row], metrics: Sequence[str] | None = None) ->
 def partition_table(
     counts: Sequence[Sequence[int]], names: Sequence[str], setting: str, seed: int
 ) -> Table:
-    """Rows of each class per client, for the terminal; ``counts`` is [clients][classes]."""
+    """Rows of each class per client, for the terminal; ``counts`` is [clients][classes].
+
+    Of more than ``MOST_COLUMNS`` classes the last ones are counted together.
+    """
+    more = len(names) - MOST_COLUMNS
+    if more > 0:
+        names = [*names[:MOST_COLUMNS], f"{more} more"]
+        counts = [[*row[:MOST_COLUMNS], sum(row[MOST_COLUMNS:])] for row in counts]
     table = terminal_table(f"Rows per client: {setting}, seed {seed}", ("client", "rows", *names))
     for client, row in enumerate(counts):
         table.add_row(*map(str, (client, sum(row), *row)))

@@ -49,10 +49,11 @@ def run_round(
                 aligner.accept(aligned, place)
 
     def usable(update: Update) -> bool:
+        found = False
         with this_round.dropping(update.client):
             aligner.check(update)
-            return True
-        return False
+            found = True
+        return found
 
     this_round = inbox.this_round
     # ``map`` keeps no item: a loop variable would keep one until the next reply has come.

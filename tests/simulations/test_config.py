@@ -51,6 +51,10 @@ BAD_OPTIONS = {
     "no data for entities": (["--task", "ner"], "no data come with the package for task 'ner'"),
     "no such entities": (["--task", "ner", "--data", "no_such_corpus"], "no_such_corpus"),
     "images of text": (["--task", "image", "--data", "goemotions_ekman"], "goemotions_ekman"),
+    "kind of labels of tags": (
+        ["--task", "ner", "--data", "ewt", "--label-kind", "multi"],
+        "label_kind is for tasks 'classification' and 'image'",
+    ),
     "unknown start": (["--start", "cold"], "Error in --start:"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
     "no seed": (["--seeds", "0"], "Error in --seeds:"),

@@ -1,0 +1,158 @@
+"""Checks before training: labels that can be learned, and one trial step of the model on the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.arm import Arm
+from fedrot.simulations.data.encoding import EncodedText, tokenizer_for
+from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.models.architectures import pretrained_settings
+from fedrot.simulations.models.build import model_config
+from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
+from fedrot.simulations.tasks.objectives import Classification, TokenClassification
+from fedrot.simulations.tasks.task import Task
+
+#: Names of tables of learned positions in transformers.
+_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+#: Objectives whose number of labels is that of the data.
+_LABELLED = (Classification, TokenClassification)
+#: Tokens of the text that shows whether a model reads ahead.
+_SEEN = 4
+
+
+def check_labels(task: Task) -> None:
+    """Raise ``DataError`` if there is nothing to learn: all labels are one class, or one score."""
+    data = task.data
+    if not isinstance(task.objective, Classification) or data.kind == "multi":
+        return
+    train, test = (np.unique(split.labels) for split in (data.train, data.test))
+    every = np.union1d(train, test)
+    if data.kind == "regression":
+        if len(every) == 1:
+            raise DataError(
+                f"{data.name}: every score is {every[0]:g}, so that there is nothing to learn"
+            )
+        return
+    if len(every) == 1:
+        name = data.label_names[int(every[0])]
+        raise DataError(
+            f"{data.name}: every row is of one class, '{name}', so that there is nothing to learn; "
+            "check the label column (--label-column)"
+        )
+    if not np.intersect1d(train, test).size:
+        ours, theirs = (", ".join(data.label_names[i] for i in found[:10]) for found in (train, test))
+        raise DataError(
+            f"{data.name}: training rows have the classes {ours}, and held-out rows only others "
+            f"({theirs}); give both the same labels"
+        )
+
+
+def check_held_out(task: Task, arm: Arm) -> None:
+    """Raise ``FedrotError`` if an arm chooses by clients' held-out rows, and they have none."""
+    config = task.config
+    for seed in config.seeds:
+        clients = arm.clients or range(config.clients)
+        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
+            raise FedrotError(
+                f"arm '{arm.name}' chooses by clients' held-out rows, but holdout {config.holdout:g} "
+                f"leaves none with seed {seed}; give a larger --holdout, fewer clients or more rows"
+            )
+
+
+def check_head(task: Task) -> None:
+    """Raise ``FedrotError`` if a pretrained model has no head for the task, or one of other labels."""
+    import transformers
+
+    model, auto_model = task.config.model, task.objective.auto_model
+    if model is None:
+        return
+    saved, wanted = pretrained_settings(model), model_config(task.config, task.data)
+    if type(saved) not in getattr(transformers, auto_model)._model_mapping:
+        raise FedrotError(
+            f"model '{model}' of type '{saved.model_type}' cannot do task '{task.config.task}' (there "
+            f"is no {auto_model} of this type); choose another task or model"
+        )
+    head = auto_model.removeprefix("AutoModel")
+    with_head = any(name.endswith(head) for name in saved.architectures or ())
+    if with_head and saved.num_labels != wanted.num_labels and isinstance(task.objective, _LABELLED):
+        raise FedrotError(
+            f"model '{model}' was saved with a task head of {saved.num_labels} labels, but "
+            f"'{task.data.name}' has {wanted.num_labels}; choose the data that it was trained on, or "
+            "save it without its head: AutoModel.from_pretrained(...).save_pretrained(...)"
+        )
+
+
+def check_model(task: Task, model: nn.Module) -> None:
+    """Raise ``FedrotError`` if a model cannot take a step on the rows of a task.
+
+    The model computes the loss of the longest rows of each split, in which all of its tables are used
+    that depend on the length. Nothing is trained.
+    """
+    name = task.config.model or task.config.architecture
+    if isinstance(task.train, EncodedText):
+        _check_tables(task, model, name)
+    model.eval()
+    if isinstance(task.objective, CausalLanguageModelling):
+        _check_causal(task, model, name)
+    for split, encoded in (("training", task.train), ("held-out", task.test)):
+        rows = task.objective.usable(encoded, np.arange(len(encoded)))
+        if not len(rows):
+            raise DataError(f"{task.data.name}: no {split} row has anything to predict")
+        longest = rows[np.argsort(encoded.lengths(rows), kind="stable")[-2:]]
+        try:
+            with torch.no_grad():
+                batch = task.objective.batch(encoded, longest, np.random.default_rng(0))
+                task.objective.loss(model, batch)
+        except Exception as error:  # models raise many unrelated kinds
+            said = " ".join(str(error).split())
+            raise FedrotError(
+                f"model '{name}' cannot be trained on '{task.data.name}' for task '{task.config.task}': "
+                f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300})"
+            ) from error
+
+
+def _check_tables(task: Task, model: Any, name: str) -> None:
+    """Check the lengths and the tokens of texts against the model's tables."""
+    ids = [*task.train.ids, *task.test.ids]  # type: ignore[attr-defined]
+    longest = max(map(len, ids))
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITIONS:
+            # RoBERTa's positions start after the padding token, BART's and OPT's after an offset.
+            first = getattr(module, "offset", 0)
+            first = first if module.padding_idx is None else module.padding_idx + 1
+            places = module.num_embeddings - first
+            if longest > places:
+                raise FedrotError(
+                    f"model '{name}' has positions for {places} tokens, but max_length is "
+                    f"{task.config.max_length} and {sum(len(row) > places for row in ids)} texts are "
+                    f"longer, up to {longest}; give --max-length {places}"
+                )
+    size = model.get_input_embeddings().weight.shape[0]
+    largest = max(int(row.max(initial=0)) for row in ids)
+    if isinstance(task.objective, MaskedLanguageModelling):  # some masks are random tokens
+        largest = max(largest, *tokenizer_for(task.config).get_vocab().values())
+    if largest >= size:
+        raise FedrotError(
+            f"the tokenizer of model '{name}' has token {largest}, but the model has embeddings for "
+            f"tokens 0 to {size - 1}; save the model's own tokenizer beside it, or enlarge the model "
+            "(resize_token_embeddings)"
+        )
+
+
+def _check_causal(task: Task, model: Any, name: str) -> None:
+    """Check that the prediction after a text's first token does not depend on the tokens after it."""
+    ids = torch.from_numpy(max(task.train.ids, key=len)[:_SEEN])[None]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        whole, alone = (model(input_ids=part).logits[0, 0].float() for part in (ids, ids[:, :1]))
+    rounding = 100 * torch.finfo(model.dtype).eps * float(alone.abs().max())
+    if float((whole - alone).abs().max()) > rounding:
+        raise FedrotError(
+            f"model '{name}' reads the tokens that task 'clm' predicts: it is an encoder; choose a "
+            "decoder, or task 'mlm'"
+        )

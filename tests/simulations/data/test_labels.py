@@ -1,0 +1,313 @@
+"""Labels of files: missing ones, classes, scores, and what the user is told and can set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedrot.simulations.data.data_set import label_columns, labels_of
+from fedrot.simulations.data.partition import histogram, key_names, partition_keys
+from fedrot.simulations.data.sources import DataError, Source
+from fedrot.simulations.data.texts import TextData, load_tag_data, load_text_data
+from tests.simulations.commands import invoke
+
+ROWS = 40
+TEXTS = [f"story number {row}" for row in range(ROWS)]
+SUFFIXES = (".csv", ".jsonl", ".json", ".tsv")
+
+
+def save(path: Path, labels: list[Any], **columns: list[Any]) -> str:
+    """Write the labels, repeated, beside ``TEXTS``; None is an empty cell."""
+    repeated = [labels[row % len(labels)] for row in range(ROWS)]
+    names, *rows = zip(*{"text": TEXTS, "label": repeated, **columns}.items(), strict=True)
+    rows = list(zip(*rows[0], strict=True))
+    if path.suffix in (".csv", ".tsv"):
+        mark = "," if path.suffix == ".csv" else "\t"
+        lines = [mark.join("" if value is None else str(value) for value in row) for row in rows]
+        path.write_text("\n".join([mark.join(names), *lines]) + "\n")
+    else:
+        objects = [dict(zip(names, row, strict=True)) for row in rows]
+        as_lines = "\n".join(map(json.dumps, objects))
+        path.write_text(as_lines if path.suffix == ".jsonl" else json.dumps(objects))
+    return str(path)
+
+
+def classes(data: TextData) -> dict[str, str]:
+    """Return the name of each text's class."""
+    return {
+        text: data.label_names[label]
+        for split in (data.train, data.test)
+        for text, label in zip(split.texts, split.labels, strict=True)
+    }
+
+
+MISSING = (None, "", " ", "NA", "N/A", "nan", "NaN", "null", "NULL", "None", "<NA>")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("label", MISSING, ids=repr)
+def test_missing_labels_are_refused_with_their_rows_or_dropped(
+    label: str | None, suffix: str, tmp_path: Path
+) -> None:
+    path = save(tmp_path / f"mine{suffix}", ["glad", "sad", "sad", label])
+    rows = ", ".join(str(row) for row in range(4, ROWS + 1, 4))
+    with pytest.raises(
+        DataError, match=rf"mine{suffix}: label column 'label' has 10 .*row\(s\) {rows},"
+    ):
+        load_text_data(path)
+    dropped = load_text_data(path, missing="drop")
+    assert dropped.label_names == ("glad", "sad")
+    assert f"10 of {ROWS} rows of {path} lack 'label': left out." in dropped.said
+    expected = {text: ("glad", "sad", "sad")[row % 4] for row, text in enumerate(TEXTS) if row % 4 < 3}
+    assert classes(dropped) == expected
+    without = tmp_path / f"without{suffix}"
+    whole = [(t, "sad" if row % 4 else "glad") for row, t in enumerate(TEXTS) if row % 4 < 3]
+    mark = "\t" if suffix == ".tsv" else ","
+    if suffix in (".csv", ".tsv"):
+        without.write_text("\n".join(map(mark.join, [("text", "label"), *whole])) + "\n")
+    else:
+        without.write_text(json.dumps([{"text": text, "label": name} for text, name in whole]))
+    # The rows are divided as if the others had never been there.
+    assert load_text_data(str(without)).test.texts == dropped.test.texts
+
+
+@pytest.mark.parametrize("labels", [[0.5, float("nan"), 2.5], [1, 0, None], [0.5, float("inf"), 1.5]])
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_numbers_that_are_missing_are_refused(labels: list[Any], suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"mine{suffix}"
+    if suffix == ".parquet":
+        repeated = [labels[row % 3] for row in range(ROWS)]
+        pq.write_table(pa.table({"text": TEXTS, "label": repeated}), path)
+    else:
+        save(path, labels)
+    first = 1 + labels.index(next(v for v in labels if v is None or not np.isfinite(v)))
+    with pytest.raises(DataError, match=rf"missing values.* in row\(s\) {first}, {first + 3},"):
+        load_text_data(str(path))
+    data = load_text_data(str(path), missing="drop")
+    assert np.isfinite(data.train.labels).all()
+    assert len(data.train) + len(data.test) < ROWS
+
+
+def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", ["None", "NA", "left"])
+    assert load_text_data(path, missing="keep").label_names == ("NA", "None", "left")
+    signs = save(tmp_path / "signs.csv", [-1, 1])
+    with pytest.raises(DataError, match=r"20 negative values.*\(-1\) in row\(s\) 1, 3,.*and 10 more"):
+        load_text_data(signs)
+    data = load_text_data(signs, missing="keep")
+    assert (data.label_names, sorted(set(data.train.labels))) == (("-1", "1"), [0, 1])
+    assert load_text_data(signs, label_kind="regression").train.labels.min() == -1
+
+
+def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
+    for split, label in (("train", [0, 1, 0]), ("test", [0, 1, None])):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        pq.write_table(
+            pa.table({"text": list("abc"), "label": label}), tmp_path / "mine" / f"{split}.parquet"
+        )
+    with pytest.raises(DataError, match=r"mine/test.parquet: label column 'label' .* in row\(s\) 3,"):
+        load_text_data("mine", tmp_path, test_limit=1)
+    assert len(load_text_data("mine", tmp_path, missing="drop").test) == 2
+
+
+def test_missing_texts_and_values_of_split_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("text,label\n" + "a,x\n,y\nb,x\nc,y\n" * 5)
+    with pytest.raises(DataError, match=r"text column 'text' has 5 missing values in row\(s\) 2, 6,"):
+        load_text_data(str(tmp_path / "mine.csv"))
+    assert len(load_text_data(str(tmp_path / "mine.csv"), missing="drop").train) == 12
+    path = save(tmp_path / "split.csv", ["a", "b"], split=["train", " test", None, "test"] * 10)
+    with pytest.raises(DataError, match="no value in row 3, counted from 1"):
+        load_text_data(path)
+
+
+def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
+    tags = [["O", None], ["O", "B-X"], ["B-X", "O"]] * 5
+    path = tmp_path / "mine.parquet"
+    table = pa.table({"tokens": [["a", "b"]] * 15, "ner_tags": tags})
+    pq.write_table(table, path, row_group_size=2)  # read in several chunks
+    with pytest.raises(DataError, match=r"'ner_tags' has missing values in row\(s\) 1, 4,"):
+        load_tag_data(str(path))
+    data = load_tag_data(str(path), missing="drop")
+    assert len(data.train) + len(data.test) == 10
+
+
+@pytest.mark.parametrize("ids", [(100000, 100007), (5, 10**12), (7, 2**62)])
+def test_only_numbers_that_occur_are_classes(ids: tuple[int, int], tmp_path: Path) -> None:
+    data = load_text_data(save(tmp_path / "mine.csv", list(ids)))
+    assert data.label_names == tuple(map(str, ids))
+    assert sorted(set(data.train.labels)) == [0, 1]
+    assert f"2 classes in the column 'label': {ids[0]}, {ids[1]}" in data.said
+
+
+def test_a_limit_changes_no_classes(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", [3, 5, 9, 12])
+    whole, part = load_text_data(path), load_text_data(path, train_limit=2, test_limit=1)
+    assert part.label_names == whole.label_names == ("3", "5", "9", "12")
+    assert classes(part).items() <= classes(whole).items()
+
+
+def test_declared_classes_stay_though_they_do_not_occur() -> None:
+    few = pa.table({"label": [0, 2]})
+    named = Source("it", few, few, {"label": ("a", "b", "c", "d")})
+    found = labels_of(named, ("label",))
+    assert (found.names, found.train.tolist()) == (("a", "b", "c", "d"), [0, 2])
+    entailment = labels_of(Source("mnli", few, few), ("label",))
+    assert (len(entailment.names), entailment.train.tolist()) == (3, [0, 2])
+    # Names that do not fit are those of another data set.
+    other = pa.table({"label": [0, 7], "label_name": ["x", "y"]})
+    found = labels_of(Source("mnli", other, other), ("label",))
+    assert (found.names, found.train.tolist()) == (("x", "y"), [0, 1])
+
+
+def test_the_kind_of_labels_is_said_and_can_be_set(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", ["1.0", "0.0"])
+    scores, single = load_text_data(path), load_text_data(path, label_kind="single")
+    assert (scores.kind, single.kind, single.label_names) == ("regression", "single", ("0", "1"))
+    assert scores.said == (
+        "Labels: scores from 0 to 1 (regression). All are whole numbers: if they are classes, give "
+        "--label-kind single."
+    )
+    stars = save(tmp_path / "stars.jsonl", [1, 5, 3])
+    assert load_text_data(stars, label_kind="regression").train.labels.dtype == np.float32
+    assert "--label-kind regression" in load_text_data(stars).said
+    halves = save(tmp_path / "halves.csv", [0.5, 1.5])
+    with pytest.raises(DataError, match="numbers that are not whole"):
+        load_text_data(halves, label_kind="single")
+    words = save(tmp_path / "words.csv", ["yes", "no"])
+    with pytest.raises(DataError, match="holds no numbers"):
+        load_text_data(words, label_kind="regression")
+    with pytest.raises(DataError, match="one label for a row"):
+        load_text_data(words, label_kind="multi")
+
+
+def test_boolean_columns_are_of_the_kind_that_is_set() -> None:
+    one = pa.table({"x": [True, False], "y": [False, True]})
+    source = Source("it", one, one)
+    assert labels_of(source, label_columns(source, None)).kind == "single"
+    assert labels_of(source, ("x", "y"), "multi").train.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(DataError, match="no scores"):
+        labels_of(source, ("x", "y"), "regression")
+    several = Source("it", one, pa.table({"x": [True], "y": [True]}))
+    with pytest.raises(DataError, match="needs one in each row"):
+        labels_of(several, ("x", "y"), "single")
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([" a", "b ", "a"], ("a", "b")),
+        (["True", "False"], ("False", "True")),
+        (["1", "x"], ("1", "x")),
+        (["none", "some"], ("none", "some")),
+    ],
+)
+def test_texts_as_labels(labels: list[str], names: tuple[str, ...], tmp_path: Path) -> None:
+    assert load_text_data(save(tmp_path / "mine.csv", labels)).label_names == names
+
+
+def test_labels_of_both_splits_have_one_type() -> None:
+    numbers, texts = pa.table({"label": [0, 1]}), pa.table({"label": ["0", "1"]})
+    with pytest.raises(DataError, match="holds int64 in training rows and string in held-out rows"):
+        labels_of(Source("it", numbers, texts), ("label",))
+    floats = pa.table({"label": [1.0, 0.0]})
+    assert labels_of(Source("it", numbers, floats), ("label",)).test.tolist() == [1, 0]
+
+
+def test_categories_and_decimals_are_read_as_what_they_hold() -> None:
+    moods = pa.table({"label": pa.array(["b", "a"]).dictionary_encode()})
+    assert labels_of(Source("it", moods, moods), ("label",)).names == ("a", "b")
+    prices = pa.table({"label": pa.array([1, 2]).cast(pa.decimal128(21, 2))})
+    assert labels_of(Source("it", prices, prices), ("label",)).kind == "regression"
+
+
+BAD_FILES = {
+    "semicolons": ("mine.csv", "text;label\na;1\n", "columns are separated by semicolons; .* by commas"),
+    "commas beside semicolons": ("mine.csv", "text;label\na, b;1\n", "separated by semicolons"),
+    "tabs": ("mine.csv", "text\tlabel\na\t1\n", "separated by tabs"),
+    "commas": ("mine.tsv", "text,label\na,1\n", "separated by commas; separate them by tabs"),
+    "UTF-16": ("mine.csv", "text,label\na,1\n".encode("utf-16"), "in UTF-16; save it in UTF-8"),
+    "JSON in UTF-16": ("mine.jsonl", '{"text": "a"}'.encode("utf-16"), "in UTF-16"),
+    "names but for spaces": ("mine.csv", "text,label,label \na,1,2\n", "two columns have one name"),
+    "numbers": ("mine.json", "[1, 2]", "other things than objects"),
+    "half a list": ("mine.json", '[{"text": "a"', "cannot be read as JSON"),
+    "empty": ("mine.csv", "", "Empty CSV file"),
+    "header only": ("mine.csv", "text,label\n", "has 0 rows, too few"),
+    "another kind": ("mine.xlsx", "PK", "is a file of another kind; give one of .parquet, .csv"),
+    "nested texts": ("mine.jsonl", '{"text": ["a"], "label": 1}\n', "text column 'text' holds list"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_file_that_is_no_table_is_refused_with_the_cause(case: str, tmp_path: Path) -> None:
+    name, content, message = BAD_FILES[case]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        load_text_data(str(tmp_path / name))
+
+
+def test_spaces_around_names_of_columns_do_not_count(tmp_path: Path) -> None:
+    rows = "".join(f"{text}, {'ab'[row % 2]}\n" for row, text in enumerate(TEXTS))
+    for name, head in (("mine.CSV", " body , mood \n"), ("bom.csv", "\ufeffbody, mood\n")):
+        (tmp_path / name).write_text(head + rows, "utf-8")
+        data = load_text_data(str(tmp_path / name), text_column="body", label_column=" mood")
+        assert data.label_names == ("a", "b")
+
+
+SMALL = ("--clients", 2, "--layers", 1, "--width", 32, "--heads", 2, "--seeds", 1, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["glad"], "every row is of one class, 'glad', so that there is nothing to learn"),
+        ([2.5], "every score is 2.5, so that there is nothing to learn"),
+    ],
+)
+def test_labels_that_are_all_one_are_refused(labels: list[Any], message: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", labels)
+    code, output = invoke("simulate", "--data", path, "--out", tmp_path / "o", *SMALL)
+    assert (code, message in output) == (2, True), output
+    # Language models learn from the texts alone.
+    code, output = invoke("simulate", "--data", path, "--task", "mlm", "--out", tmp_path / "o", *SMALL)
+    assert code == 0, output
+
+
+def test_classes_of_held_out_rows_are_those_of_training_rows(tmp_path: Path) -> None:
+    split = ["train", "train", "test", "test"] * 10
+    other = save(tmp_path / "other.csv", ["a", "b", "c", "d"], split=split)
+    code, output = invoke("simulate", "--data", other, "--out", tmp_path / "o", *SMALL)
+    assert (code, "classes a, b, and held-out rows only others (c, d)" in output) == (2, True), output
+    partly = save(tmp_path / "partly.csv", ["a", "b", "a", "d"], split=split)
+    code, output = invoke("simulate", "--data", partly, "--out", tmp_path / "o", *SMALL)
+    assert code == 0, output
+    assert "3 classes in the column 'label': a, b, d. Only held-out rows have d" in output
+
+
+def test_commands_take_the_kind_of_labels_and_what_is_missing(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", ["1.0", "0.0", None])
+    command = ("simulate", "--data", path, "--out", tmp_path / "o", *SMALL)
+    code, output = invoke(*command)
+    assert (code, "row(s) 3, 6," in output, "--missing drop" in output) == (2, True, True), output
+    code, output = invoke(*command, "--missing", "drop", "--label-kind", "single")
+    assert code == 0, output
+    assert "Labels: 2 classes in the column 'label': 0, 1." in output
+    assert "lack 'label': left out" in output
+    for option in ("--missing", "--label-kind"):
+        code, output = invoke(*command, option, "other")
+        assert (code, f"Error in {option}" in output) == (2, True), output
+
+
+def test_scores_of_a_wide_range_are_counted_in_intervals() -> None:
+    scores = np.array([0, 1e12, 5e11, 2e20], dtype=np.float32)
+    assert partition_keys(scores).tolist() == [0, 0, 0, 9]
+    names = key_names(scores, ("score",))
+    assert (len(names), names[0], names[-1]) == (10, "0 to 2e+19", "1.8e+20 to 2e+20")
+    assert histogram(scores, [np.array([0, 1]), np.array([3])], 10).sum(axis=1).tolist() == [2, 1]
+    below = np.array([-5000, -4000], dtype=np.float32)
+    assert partition_keys(below).tolist() == [0, 2]

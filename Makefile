@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test flower docs fuzz lint types wheel clean
+.PHONY: help demo test test-all flower docs pages fuzz lint types wheel clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The environment is made once, and again when what it is made from changes.
 .venv/installed: pyproject.toml constraints.txt
@@ -18,8 +18,14 @@ demo: .venv/installed ## three natural cases on bundled real data: tables and ru
 	$(BIN)/fedrot compare demo --out runs/demo
 
 # One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
-test: lint types docs flower ## lint, types, documentation, tests
-	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
+
+test: lint types pages ## lint, types, links of the documentation, tests
+	$(PYTEST)
+
+# Before a release, and for whoever changes a family or a notebook.
+test-all: lint types docs flower ## every family in every test, notebooks, newer versions of Flower
+	FEDROT_EVERY_FAMILY=1 $(PYTEST)
 
 # The environment has the oldest Flower that pyproject.toml allows (constraints.txt). Beside it lie its
 # newest release that is allowed, and the nightly build of the next: what was the newest when it was made.
@@ -38,7 +44,7 @@ INTERFACE := $(addprefix tests/strategies/, test_flower_interface.py test_flower
 flower: $(NEWER:%=%/installed) ## the strategies' tests with newer versions of Flower
 	set -e; for flower in $(NEWER); do export PYTHONPATH=$$PWD/$$flower; ls -d $$flower/*.dist-info; \
 	$(BIN)/python -c "import flwr, os; assert flwr.__file__.startswith(os.environ['PYTHONPATH'])"; \
-	$(BIN)/python -m pytest --quiet --numprocesses logical --dist worksteal -k 'not kill' $(INTERFACE); done
+	$(PYTEST) --quiet -k 'not kill' $(INTERFACE); done
 
 # Random replies, partitions, configurations and models, new ones every time: five minutes of one core.
 # (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.
@@ -54,8 +60,12 @@ types: wheel ## mypy on the installed package
 	cd build/installed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python -p fedrot
 
 # Links are checked, warnings are errors. The reference is made from the built wheel.
-docs: wheel ## the documentation site, site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+PAGES := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+pages: wheel ## the documentation site, with notebooks as they are
+	$(PAGES)
+
+docs: wheel ## the documentation site, site/index.html, with notebooks that are run
+	FEDROT_NOTEBOOKS=true $(PAGES)
 
 wheel: .venv/installed ## dist/fedrot-*.whl
 	rm -rf build dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -312,6 +313,18 @@ MEMBERS: dict[str, Member] = {
     ),
 }
 
+
+#: One member of each kind of structure, or all of them (``make test-all``, for changes of a family).
+#: That moves preserve the function is always tested with every member.
+KINDS = (
+    tuple(MEMBERS)
+    if os.environ.get("FEDROT_EVERY_FAMILY")
+    else (
+        *("bert", "albert", "deberta-c2p", "deberta-v3", "modernbert", "vit", "clip", "bart"),
+        *("t5", "t5-gated", "gpt2", "gpt-neox", "gptj", "falcon-40b", "bloom", "opt-projected", "xglm"),
+        *("llama", "qwen3", "gemma3", "phi3", "mixtral"),
+    )
+)
 
 #: Members whose heads have slopes of their own.
 ALIBI = ("falcon-rw", "bloom")

@@ -8,13 +8,13 @@ from flwr.app import ArrayRecord
 import fedrot
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import OtherBasis
-from tests.families import MEMBERS, config_of, model_of, state_of, symmetry_for
+from tests.families import KINDS, config_of, model_of, state_of, symmetry_for
 from tests.models import EAGER, near
 from tests.strategies.fakes import ALL_METRICS, broadcast, largest_difference, reply
 
 
 @pytest.mark.parametrize("anchor", ["global", "running"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: str, anchor: str) -> None:
     base, symmetry = state_of(name), symmetry_for(name)
     honest = [near(base, 0.02, seed) for seed in range(3)]

@@ -19,7 +19,7 @@ from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from tests.families import MEMBERS, answers, inputs, model_of, state_of, symmetry_for
+from tests.families import KINDS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import scrambled
 from tests.models import EVERYTHING, State, largest_difference
@@ -69,7 +69,7 @@ def _far(one: State, other: State, at_least: float = 1e-3) -> set[str]:
 
 
 @pytest.mark.parametrize("form", ["full", "heads", "diagonal"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_gram_matrices_follow_a_random_element(name: str, form: str) -> None:
     """Of all parts; diagonals follow those that rotate nothing that they are the diagonals of."""
     state = state_of(name)
@@ -102,7 +102,7 @@ def _gradients(name: str, state: State) -> State:
     return {key: parameter.grad for key, parameter in named if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_first_moments_move_as_gradients_do(name: str) -> None:
     state, alignment = state_of(name), _random(name)
     before, after = (_gradients(name, s) for s in (state, alignment.apply(state)))
@@ -115,7 +115,7 @@ def test_first_moments_move_as_gradients_do(name: str) -> None:
     assert len(_far(before, after)) >= 0.8 * len(slots & before.keys())
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
     state, alignment = state_of(name), _random(name, lambda group: not _rotates(group))
     before, after = (
@@ -132,7 +132,7 @@ def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
             _random(name, _rotates).transport({kind: before})
 
 
-@pytest.mark.parametrize("name", [name for name in MEMBERS if name not in WITHOUT_LOGITS])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in WITHOUT_LOGITS])
 def test_a_collected_fisher_follows_what_does_not_rotate(name: str) -> None:
     state, alignment = state_of(name), _random(name, lambda group: not _rotates(group))
 
@@ -153,7 +153,7 @@ def test_a_collected_fisher_follows_what_does_not_rotate(name: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["default", "whole"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_scrambled_clients_give_the_same_regmean_with_transport_only(name: str, whole: bool) -> None:
     symmetry = symmetry_for(name)
     asked = fedrot.WHOLE_MODEL if whole else fedrot.AlignmentOptions().parts

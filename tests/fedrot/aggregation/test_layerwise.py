@@ -25,7 +25,7 @@ from fedrot.aggregation.layerwise import (
     parts_of,
 )
 from fedrot.symmetry.moves import Move, apply_moves
-from tests.families import MEMBERS, state_of, symmetry_for
+from tests.families import KINDS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
@@ -59,7 +59,7 @@ def _models(family: str) -> tuple[State, State]:
 
 
 @pytest.mark.parametrize("which", OPTIONS)
-@pytest.mark.parametrize("family", MEMBERS)
+@pytest.mark.parametrize("family", KINDS)
 def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
     options = _options(which, symmetry)

@@ -63,7 +63,7 @@ def available(symmetry: fedrot.Symmetry, parts: tuple[str, ...]) -> tuple[str, .
     return tuple(part for part in parts if part not in symmetry.refused and part in present)
 
 
-@pytest.mark.parametrize("name", families.MEMBERS)
+@pytest.mark.parametrize("name", families.KINDS)
 def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> None:
     """Biases, ties, shared heads, phases and signs are counted: sampled shares agree for every group."""
     state, symmetry = families.state_of(name), families.symmetry_for(name)
@@ -88,7 +88,7 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     assert both[0] == pytest.approx(both[1], rel=max(0.05, 4 * (2 / sum(free.values()) / seeds) ** 0.5))
 
 
-@pytest.mark.parametrize("name", families.MEMBERS)
+@pytest.mark.parametrize("name", families.KINDS)
 def test_noise_moves_hardly_any_group(name: str) -> None:
     _check_that_noise_does_not_move(name, 1e-3)
 

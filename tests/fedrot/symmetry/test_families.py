@@ -12,7 +12,17 @@ from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from tests.families import ALIBI, FIXED, MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
+from tests.families import (
+    ALIBI,
+    FIXED,
+    KINDS,
+    MEMBERS,
+    inputs,
+    model_of,
+    outputs,
+    state_of,
+    symmetry_for,
+)
 from tests.models import EAGER, EVERYTHING, FULL, largest_difference, near, squared_distance
 
 BOTH = [(name, attention) for name, member in MEMBERS.items() for attention in member.attention]
@@ -65,7 +75,7 @@ def test_streams_with_fixed_positions_stay_and_say_so(name: str) -> None:
         fedrot.random_equivalent(state_of(name), symmetry_for(name), 3, fedrot.WHOLE_MODEL)
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "parts", [fedrot.AlignmentOptions().parts, ("heads", *fedrot.AlignmentOptions().parts), FULL]
 )
@@ -78,7 +88,7 @@ def test_hidden_coordinates_inside_the_layers_are_recovered(name: str, parts: tu
     assert largest_difference(alignment.inverse().apply(alignment.apply(moved)), moved) <= 1e-8
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_hidden_coordinates_of_the_whole_model_are_recovered(name: str) -> None:
     state, symmetry = state_of(name), symmetry_for(name)
     parts = _parts(symmetry, fedrot.WHOLE_MODEL)
@@ -89,7 +99,7 @@ def test_hidden_coordinates_of_the_whole_model_are_recovered(name: str) -> None:
     assert largest_difference(alignment.apply(moved), state) <= 1e-8
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("scale", [0.02, 0.5, None])
 def test_distance_never_grows_and_is_reported_as_it_is(name: str, scale: float | None) -> None:
     anchor, symmetry = state_of(name), symmetry_for(name)
@@ -104,7 +114,7 @@ def test_distance_never_grows_and_is_reported_as_it_is(name: str, scale: float |
         assert report.before - report.after == pytest.approx(before - after, abs=1e-9 * before)
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_function_of_an_aligned_model_is_the_update_s(name: str) -> None:
     anchor, update, symmetry = state_of(name), state_of(name, 1), symmetry_for(name)
     parts = _parts(symmetry)
@@ -115,7 +125,7 @@ def test_the_function_of_an_aligned_model_is_the_update_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
-@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if not member.bare])
+@pytest.mark.parametrize("name", [name for name in KINDS if not MEMBERS[name].bare])
 def test_activations_recover_whole_models(name: str, weight: float) -> None:
     """Beside the weights and alone; what does not show in activations is left to the weights."""
     state, symmetry = state_of(name), symmetry_for(name)

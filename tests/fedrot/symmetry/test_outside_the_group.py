@@ -25,7 +25,17 @@ from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import family_of
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from tests.families import ALIBI, FIXED, MEMBERS, answers, model_of, outputs, state_of, symmetry_for
+from tests.families import (
+    ALIBI,
+    FIXED,
+    KINDS,
+    MEMBERS,
+    answers,
+    model_of,
+    outputs,
+    state_of,
+    symmetry_for,
+)
 from tests.fedrot.oracles import seeded
 from tests.models import State
 
@@ -175,7 +185,7 @@ def _tied(name: str) -> dict[str, int]:
     return {key: id(value) for key, value in model_of(name).state_dict(keep_vars=True).items()}
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None:
     """In the first layer of each stack, and in every tensor of what crosses layers."""
     tied = _tied(name)

@@ -25,7 +25,7 @@ test: lint types pages ## lint, types, links of the documentation, tests
 
 # Before a release, and for whoever changes a family or a notebook.
 test-all: lint types docs flower ## every family in every test, notebooks, newer versions of Flower
-	FEDROT_EVERY_FAMILY=1 $(PYTEST)
+	FEDROT_TEST_ALL=1 $(PYTEST)
 
 # The environment has the oldest Flower that pyproject.toml allows (constraints.txt). Beside it lie its
 # newest release that is allowed, and the nightly build of the next: what was the newest when it was made.

@@ -318,7 +318,7 @@ MEMBERS: dict[str, Member] = {
 #: That moves preserve the function is always tested with every member.
 KINDS = (
     tuple(MEMBERS)
-    if os.environ.get("FEDROT_EVERY_FAMILY")
+    if os.environ.get("FEDROT_TEST_ALL")
     else (
         *("bert", "albert", "deberta-c2p", "deberta-v3", "modernbert", "vit", "clip", "bart"),
         *("t5", "t5-gated", "gpt2", "gpt-neox", "gptj", "falcon-40b", "bloom", "opt-projected", "xglm"),

@@ -143,9 +143,9 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
 
     complain = complain or complain_in_red
     context = click.get_current_context()
-    given = _given(context)
+    named = given(context)
     try:
-        refuse_idle(str(context.command.name), context.params, given)
+        refuse_idle(str(context.command.name), context.params, named)
         run()
     except typer.Exit:
         raise
@@ -155,7 +155,7 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
         for problem in error.errors():
             field = str(next(iter(problem["loc"]), "configuration"))
             where = ".".join(map(str, problem["loc"])) or field
-            complain(f"Error in {given.get(field, where)}: {problem['msg']}")
+            complain(f"Error in {named.get(field, where)}: {problem['msg']}")
         raise typer.Exit(BAD_INPUT) from None
     except (OSError, ValueError, RuntimeError) as error:
         complain(f"Error: {_in_words(error)}")
@@ -170,7 +170,7 @@ def _in_words(error: Exception) -> str:
     return f"'{error.filename}': {error.strerror}. {advice}".rstrip()
 
 
-def _given(context: click.Context) -> dict[str, str]:
+def given(context: click.Context) -> dict[str, str]:
     """Return the parameters on the command line, by name, as the user writes them."""
     return {
         str(p.name): p.opts[-1] if isinstance(p, click.Option) else str(p.name).upper()

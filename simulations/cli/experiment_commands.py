@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 
 from fedrot._io import replacing, write_text
@@ -14,6 +15,7 @@ from fedrot.simulations.cli.commands import (
     command,
     command_line,
     console,
+    given,
     names,
     say,
 )
@@ -68,6 +70,8 @@ def simulate(
     dry_run: DryRun = False,
 ) -> None:
     """Compare aligned with plain averaging in Flower's simulation engine."""
+    if "arms" not in given(click.get_current_context()):
+        del settings["arms"]  # The other settings choose them: adapters have arms of their own.
     config = SimulationConfig.from_flat({**settings, "first_seed": first_seed})
     # Settings of a grid may share the key; here it would change nothing.
     if config.pretrain_data and "pretrained" not in config.starts:
@@ -102,11 +106,11 @@ def compare(
     from fedrot.simulations.federation.grid_run import compare as run_grid
 
     options = {"data_dir": data_dir, "model": model}
-    given = {key: value for key, value in options.items() if value is not None}
+    chosen = {key: value for key, value in options.items() if value is not None}
     settings = read_grid(grid, "setting", quick=quick)
     if not settings:
         raise ValueError(f"'{grid}' describes no [[setting]].")
-    configs = [SimulationConfig.from_flat({**setting, **given}) for setting in settings]
+    configs = [SimulationConfig.from_flat({**setting, **chosen}) for setting in settings]
     named = [config.setting for config in configs]
     if len(set(named)) != len(named):
         raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.simulations.adapter import default_arms
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.federation import arms
@@ -69,6 +70,13 @@ def run(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 @pytest.fixture(scope="session")
 def all_arms(run: Callable[..., Path]) -> Path:
     return run(*ARMS)
+
+
+def test_without_arms_those_of_adapters_are_run(pretrained: Path, tmp_path: Path) -> None:
+    options = [o for k, v in SMALL.items() for o in (f"--{k.replace('_', '-')}", v)]
+    given = ("--model", pretrained, "--lora", LORA, "--dry-run")
+    printed = simulated(tmp_path / "run", "simulate", *options, *given)
+    assert f"{len(default_arms(LORA))} cells" in printed
 
 
 def values(path: Path, metric: str, scope: str) -> dict[tuple[str, int], float]:

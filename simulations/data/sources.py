@@ -20,6 +20,7 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from huggingface_hub import constants
 
+from fedrot._io import refuse_pointer
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED
 
@@ -38,7 +39,11 @@ class DataError(FedrotError):
 
 
 def _parquet(path: Path) -> pa.Table:
-    return pq.read_table(path)
+    table = pq.read_table(path)
+    # Polars writes texts as views, which pyarrow can neither filter nor take rows of.
+    views = {"string_view": pa.string(), "binary_view": pa.binary()}
+    plain = [(f.name, views.get(str(f.type), f.type)) for f in table.schema]
+    return table.cast(pa.schema(plain)) if any(str(f.type) in views for f in table.schema) else table
 
 
 def _block(path: Path) -> int:
@@ -85,8 +90,9 @@ READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
 
 def read_table(path: Path) -> pa.Table:
     """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read."""
-    format_name, read = READERS[path.suffix]
+    format_name, read = READERS[path.suffix.lower()]
     try:
+        refuse_pointer(path)
         table = read(path)
         if len(set(table.column_names)) < table.num_columns:
             raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")
@@ -203,13 +209,18 @@ def find(
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
     roots = catalogue.roots(data_dir)
-    if Path(name).suffix in READERS:
+    if Path(name).suffix.lower() in READERS:
         places = [*(root / name for root in roots), Path(name)]
         file = next((place for place in places if place.is_file()), None)
         if file is None:
             where = f", nor below {data_dir}" if data_dir else ""
             raise DataError(f"there is no file {name}{where}; check its path")
         return _from_file(file, label)
+    if Path(name).is_file() or (Path(name).is_absolute() and Path(name).is_dir()):
+        raise DataError(
+            f"{name} is no file that is read here: those end in {', '.join(READERS)}; save the rows as "
+            "one of them. A folder with train.parquet and test.parquet is found by its name in --data-dir"
+        )
     for root in roots:
         if (root / f"{name}.parquet").is_file():
             return _from_file(root / f"{name}.parquet", label)

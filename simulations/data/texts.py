@@ -116,6 +116,12 @@ def _text_split(
     labels: npt.NDArray[Any],
 ) -> TextSplit:
     for column in texts:
+        kind = table.schema.field(column).type
+        if pa.types.is_nested(kind) or str(kind).endswith("binary"):
+            raise DataError(
+                f"{where}: text column {column!r} holds {kind}, which is no text; join words, decode "
+                "bytes, and save the column as strings"
+            )
         if table[column].null_count:
             raise DataError(
                 f"{where}: text column {column!r} has {table[column].null_count} missing values; "

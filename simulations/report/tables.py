@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 BASELINE = "plain"
 
+#: Classes with a column of their own in ``partition_table``; more would not fit into a terminal.
+_CLASS_COLUMNS = 8
+
 
 @dataclass(frozen=True)
 class Line:
@@ -177,7 +180,16 @@ def markdown_table(rows: Sequence[Row], metrics: Sequence[str] | None = None) ->
 def partition_table(
     counts: Sequence[Sequence[int]], names: Sequence[str], setting: str, seed: int
 ) -> Table:
-    """Rows of each class per client, for the terminal; ``counts`` is [clients][classes]."""
+    """Rows of each class per client, for the terminal; ``counts`` is [clients][classes].
+
+    Of many classes the most frequent have a column, and the others one together.
+    """
+    if len(names) > _CLASS_COLUMNS + 1:
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        kept = sorted(sorted(range(len(names)), key=lambda c: -totals[c])[:_CLASS_COLUMNS])
+        left = f"{len(names) - len(kept)} others"
+        counts = [[*(row[c] for c in kept), sum(row) - sum(row[c] for c in kept)] for row in counts]
+        names = [*(names[c] for c in kept), left]
     table = terminal_table(f"Rows per client: {setting}, seed {seed}", ("client", "rows", *names))
     for client, row in enumerate(counts):
         table.add_row(*map(str, (client, sum(row), *row)))

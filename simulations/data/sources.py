@@ -219,7 +219,7 @@ def find(
     if Path(name).is_file() or (Path(name).is_absolute() and Path(name).is_dir()):
         raise DataError(
             f"{name} is no file that is read here: those end in {', '.join(READERS)}; save the rows as "
-            "one of them. A folder with train.parquet and test.parquet is found by its name in --data-dir"
+            "one of them. A folder with train.parquet and test.parquet is found by name in --data-dir"
         )
     for root in roots:
         if (root / f"{name}.parquet").is_file():

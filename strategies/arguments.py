@@ -183,11 +183,11 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
     found = {"num_rounds": num_rounds, **{name: getattr(strategy, name, 0) for name in wholes}}
     for name, value in found.items():
-        if not isinstance(value, Integral) or value < 0:
+        if not isinstance(value, Integral) or int(value) < 0:
             raise FedrotError(f"{name} is {value!r:.60}; it must be a whole number{_UNQUOTED}")
     for name in ("fraction_train", "fraction_evaluate"):
         value = getattr(strategy, name, 0)
-        if not isinstance(value, Real) or not 0 <= value <= 1:
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise FedrotError(f"{name} is {value!r:.60}; it must be a number from 0 to 1{_UNQUOTED}")
 
 

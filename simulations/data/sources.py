@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import socket
 import urllib.parse
@@ -93,6 +94,9 @@ def read_table(path: Path) -> pa.Table:
     format_name, read = READERS[path.suffix.lower()]
     try:
         refuse_pointer(path)
+        with path.open("rb") as file:
+            if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise pa.ArrowInvalid("it is UTF-16; save it as UTF-8")
         table = read(path)
         if len(set(table.column_names)) < table.num_columns:
             raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")

@@ -573,6 +573,11 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
     (tmp_path / "rows.csv").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ValueError, match=r"rows.csv' is a pointer of git-lfs"):
         load_text_data(str(tmp_path / "rows.csv"))
+    (tmp_path / "wide.csv").write_text("text,label\na,0\n", encoding="utf-16")
+    with pytest.raises(
+        DataError, match=r"wide.csv cannot be read as CSV \(it is UTF-16; save it as UTF-8"
+    ):
+        load_text_data(str(tmp_path / "wide.csv"))
     (tmp_path / "ROWS.CSV").write_text("text,label\n" + "a,0\nb,1\n" * 10)
     assert len(load_text_data(str(tmp_path / "ROWS.CSV")).train) == 16
 

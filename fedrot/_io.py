@@ -118,6 +118,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def refuse_pointer(file: Path) -> None:
+    """Raise ``FedrotError`` if a file is what git leaves in place of a large one without git-lfs."""
+    start = b"version https://git-lfs"
+    with file.open("rb") as opened:
+        if opened.read(len(start)) == start:
+            raise FedrotError(
+                f"'{file}' is a pointer of git-lfs, not the file itself. Run git lfs pull in its "
+                "folder, or download it again."
+            )
+
+
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Make a folder if needed, and be the only process that writes to it.

@@ -117,6 +117,12 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple
             "The tensors have numbers in place of names ('0', '1', ...), as if they were made from a "
             "list. Send ArrayRecord(model.state_dict())."
         )
+    if any(".lora_" in other for other in update) and not any(".lora_" in other for other in shapes):
+        return (
+            f"The tensors are those of a LoRA adapter, and the model's, such as '{name}', are missing. "
+            "Average adapters with FedRotLoRA, or merge the adapter (peft: merge_and_unload) and send "
+            "the whole model."
+        )
     extra = (other for other in update if other not in shapes)
     like = next((other for other in extra if _alike(other, name)), None)
     instead = f"; '{like}' came in its place" if like else ""

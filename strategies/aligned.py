@@ -177,10 +177,12 @@ class Aligned(Strategy):
             **further: arguments of a later Flower, which are passed on.
 
         Raises:
-            FedrotError: ``initial_arrays`` is no model; a checkpoint is wrong, see ``loop.run``; or the
-                installed Flower, or a run with checkpoints, has no such argument.
+            FedrotError: ``initial_arrays`` is no model; rounds, nodes or fractions are impossible; a
+                checkpoint is wrong, see ``loop.run``; or the installed Flower, or a run with
+                checkpoints, has no such argument.
         """
         arguments.check_initial_arrays(initial_arrays, self.symmetry, self.align)
+        arguments.check_numbers(self._weighting, num_rounds)
         if should_stop is not None:
             further["should_stop"] = should_stop
         with_loop = self._checkpoints is not None or self.checkpointing.resume is not None

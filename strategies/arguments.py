@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from inspect import Parameter, signature
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -170,6 +171,27 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf: nothing can train from it.")
+
+
+def check_numbers(strategy: object, num_rounds: object) -> None:
+    """Check what often comes from a run's configuration; Flower fails late, or waits for ever.
+
+    Raises:
+        FedrotError: the rounds or a minimum of nodes are no whole number, or a fraction is not from 0
+            to 1.
+    """
+    wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
+    found = {"num_rounds": num_rounds, **{name: getattr(strategy, name, 0) for name in wholes}}
+    for name, value in found.items():
+        if not isinstance(value, Integral) or int(value) < 0:
+            raise FedrotError(f"{name} is {value!r:.60}; it must be a whole number{_UNQUOTED}")
+    for name in ("fraction_train", "fraction_evaluate"):
+        value = getattr(strategy, name, 0)
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+            raise FedrotError(f"{name} is {value!r:.60}; it must be a number from 0 to 1{_UNQUOTED}")
+
+
+_UNQUOTED = ". (In pyproject.toml and --run-config, numbers have no quotes.)"
 
 
 def check_further(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -120,6 +120,8 @@ class AlignedLoRA(Aligned):
     ) -> Iterable[Message]:
         """Tell the clients which factors they train, and whether a residual will come."""
         check_not_behind(self)
+        if server_round == 1:
+            _check_initial(arrays)
         tables = [name for name in arrays if "lora_embedding_A" in name]
         if tables and self.adapters.schedule == "freeze-a":
             raise FedrotError(
@@ -160,6 +162,22 @@ class AlignedLoRA(Aligned):
         number = self._this_round.number
         average = AdapterAverage(self.settings, self.adapters, previous, number)
         return AdapterMean(average, self._this_round)
+
+
+def _check_initial(arrays: ArrayRecord) -> None:
+    """Refuse a first model that is no adapter, before any client trains; warn of base weights in it."""
+    try:
+        pairs_of(arrays)
+    except UpdateError as error:
+        raise FedrotError(f"initial_arrays is no LoRA adapter: {error}") from error
+    base = [name for name in arrays if ".base_layer." in name]
+    if base:
+        log(
+            WARNING,
+            "initial_arrays holds base weights ('%s'), which would travel and be averaged in every "
+            "round. Send the adapter alone: fedrot.lora.adapter_tensors(model).",
+            base[0],
+        )
 
 
 class FedRotLoRA(AlignedLoRA, FedAvg):

@@ -93,6 +93,10 @@ class LoraSettings:
         if isinstance(config, cls):
             return config
         found = config.to_dict() if hasattr(config, "to_dict") else config
+        given = found.get("peft_type") if isinstance(found, Mapping) else None
+        kind = str(getattr(given, "value", given or "LORA"))
+        if kind != "LORA":
+            raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
         if not isinstance(found, Mapping) or "lora_alpha" not in found:
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
@@ -104,9 +108,6 @@ class LoraSettings:
                     f"The adapter has {name}: {what}, which fedrot does not average. Take a LoraConfig "
                     "with target_modules and without this field."
                 )
-        kind = str(getattr(found.get("peft_type"), "value", found.get("peft_type") or "LORA"))
-        if kind != "LORA":
-            raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
         patterns = {str(key): float(value) for key, value in (found.get("alpha_pattern") or {}).items()}
         start = found.get("init_lora_weights")
         if start == "mica":

@@ -138,7 +138,10 @@ class AdapterAverage:
             _rescale(others, pair.bias, scales[pair.module] / self._scales[pair.module])
         if self._updates and others.keys() != self._beside:
             odd = min(others.keys() ^ self._beside)
-            raise UpdateError(f"The tensor '{odd}' is in some adapters, and missing in others.")
+            raise UpdateError(
+                f"The tensor '{odd}' is in some adapters, and missing in others. All need the same "
+                "modules_to_save and bias in their LoraConfig."
+            )
         self._others.check(others, update.weight, statistics)
         if self._updates == 0:
             self._pairs, self._beside = pairs, set(others)

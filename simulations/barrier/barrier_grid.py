@@ -35,7 +35,7 @@ from fedrot.simulations.barrier.barrier_lines import (
 )
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import read_rows, rows_file, versions
+from fedrot.simulations.federation.run_folder import read_rows, refuse_other_config, rows_file, versions
 from fedrot.simulations.grids import read_grid
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
 
@@ -287,6 +287,7 @@ def _record(grid: Grid, out: Path, command: str) -> None:
     held = read_json(path) if path.exists() else {}
     if rows_file(out) is not None and "cells" not in held:
         raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
+    refuse_other_config(held, out, "cells")
     cells = held.get("cells", {})
     written = {name.casefold(): name for name in cells}
     for cell in grid.cells:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -70,6 +71,7 @@ def command(
 
         @wraps(function)
         def run(**values: Any) -> None:
+            values = {name: _at_home(value) for name, value in values.items()}
             if options:
                 values["settings"] = {option.name: values.pop(option.name) for option in options}
             complain = complain_in_json if values.get("as_json") else None
@@ -82,6 +84,15 @@ def command(
         return run
 
     return register
+
+
+def _at_home(value: Any) -> Any:
+    """Expand a leading ``~/``: shells leave it as it is in ``--out=~/runs``."""
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    if isinstance(value, (str, Path)) and str(value).startswith("~/"):
+        return type(value)(os.path.expanduser(value))
+    return value
 
 
 def _options(

@@ -23,6 +23,7 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from huggingface_hub import constants
 
+from fedrot._io import refuse_pointer
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED
 
@@ -50,7 +51,11 @@ class DataError(FedrotError):
 
 
 def _parquet(path: Path) -> pa.Table:
-    return pq.read_table(path)
+    table = pq.read_table(path)
+    # Polars writes texts as views, which pyarrow can neither filter nor take rows of.
+    views = {"string_view": pa.string(), "binary_view": pa.binary()}
+    plain = [(f.name, views.get(str(f.type), f.type)) for f in table.schema]
+    return table.cast(pa.schema(plain)) if any(str(f.type) in views for f in table.schema) else table
 
 
 def _block(path: Path) -> int:
@@ -130,6 +135,7 @@ def read_table(path: Path) -> pa.Table:
     """
     format_name, read = READERS[path.suffix.lower()]
     try:
+        refuse_pointer(path)
         table = read(path)
         table = table.rename_columns([name.strip() for name in table.column_names])
         if len(set(table.column_names)) < table.num_columns:
@@ -266,6 +272,11 @@ def find(
             where = f", nor below {data_dir}" if data_dir else ""
             raise DataError(f"there is no file {name}{where}; check its path")
         return _from_file(file, label, rows)
+    if Path(name).is_file() or (Path(name).is_absolute() and Path(name).is_dir()):
+        raise DataError(
+            f"{name} is no file that is read here: those end in {', '.join(READERS)}; save the rows as "
+            "one of them. A folder with train.parquet and test.parquet is found by name in --data-dir"
+        )
     for root in roots:
         if (root / f"{name}.parquet").is_file():
             return _from_file(root / f"{name}.parquet", label, rows)
@@ -274,8 +285,6 @@ def find(
                 return _from_splits(Path(name).name, train, rows)
     if name in catalogue.bundled:
         return catalogue.bundled[name]()
-    if Path(name).is_file():
-        raise DataError(f"{name} is a file of another kind; give one of {', '.join(READERS)}")
     return _from_hub(name, data_dir, catalogue, rows)
 
 

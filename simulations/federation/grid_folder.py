@@ -21,6 +21,7 @@ from fedrot.simulations.federation.run_folder import (
     ROWS,
     read_alignment,
     read_rows,
+    refuse_other_config,
     refuse_other_rows,
     rows_file,
     versions,
@@ -105,6 +106,7 @@ class GridFolder:
         self.path, self._cells = path, path / "cells"
         self._order = [cell.name for cell in cells_of(configs)]
         before = _configuration(path)
+        refuse_other_config(before, path, "settings")
         held = _held(before)
         copied = _compact_copy(path, held)
         if rows_file(path) is not None and not (copied or self._cells.is_dir()):

@@ -168,16 +168,29 @@ def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def refuse_used(path: Path, settings: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Raise ``FileExistsError`` if a folder holds a run, unless an unfinished one of these settings."""
+    """Raise ``FileExistsError`` if a folder holds a run, unless an unfinished one of these settings.
+
+    It is also raised for a folder whose ``config.json`` is not a run's.
+    """
     found = rows_file(path)
-    if found is None:
-        return
     config, status = path / "config.json", path / "status.json"
+    if found is None:
+        refuse_other_config(read_json(config) if config.is_file() else {}, path, "settings")
+        return
     if found.name == ROWS and config.is_file():
         unfinished = not (status.is_file() and read_json(status).get("complete"))
         if unfinished and read_json(config).get("settings") == list(settings):
             return
     raise FileExistsError(f"The folder '{path}' already holds a run. Choose another --out.")
+
+
+def refuse_other_config(held: Mapping[str, Any], path: Path, key: str) -> None:
+    """Raise ``FileExistsError`` if a folder's ``config.json`` is of something else, such as a model."""
+    if held and key not in held:
+        raise FileExistsError(
+            f"The folder '{path}' has a config.json of something else, such as a model or a run of "
+            "another kind, which results would overwrite. Choose another --out."
+        )
 
 
 def refuse_other_rows(path: Path, setting: str, seed: object) -> NoReturn:

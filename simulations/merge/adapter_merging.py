@@ -9,14 +9,14 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from fedrot._io import read_json, replacing, write_json, write_tensors
+from fedrot._io import read_json, refuse_pointer, replacing, write_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
 from fedrot.lora.averaging import AdapterAverage
 from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
-from fedrot.simulations.models.model_files import about, refuse_filled
+from fedrot.simulations.models.model_files import about, below, refuse_filled
 from fedrot.tensors import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -25,6 +25,7 @@ METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
 _ALIKE = (
     "base_model_name_or_path",
+    "revision",
     "task_type",
     "fan_in_fan_out",
     "use_dora",
@@ -32,6 +33,17 @@ _ALIKE = (
     "alora_invocation_tokens",
     "use_qalora",
     "layer_replication",
+)
+
+#: What is written differently by clients that trained from the same base.
+_ADVICE = dict.fromkeys(
+    ("base_model_name_or_path", "revision"),
+    f"If it is the same base by another name or path, write the same into both {CONFIG}.",
+)
+#: What Trainer leaves beside an adapter: it is of that adapter's training, not of the average.
+_OF_TRAINING = (
+    *("checkpoint-*", "global_step*", "runs", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+    *("rng_state*.pth", "trainer_state.json", "latest"),
 )
 
 
@@ -42,7 +54,7 @@ def merge_adapters(
 
     Adapters are read one at a time. Alphas may differ, and ranks with the method ``exact``. The
     configuration, its alpha too, and all other files are copied from the first folder; only the rank
-    may change.
+    may change. What belongs to its training (checkpoints, optimiser) is left out.
 
     Args:
         folders: two or more, each with ``adapter_config.json`` and ``adapter_model.safetensors``.
@@ -68,7 +80,8 @@ def merge_adapters(
             if (config.get(field) or None) != (configs[0].get(field) or None):
                 raise FedrotError(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
-                    f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind."
+                    f"{configs[0].get(field)!r}. Merge adapters of one base model and one kind. "
+                    f"{_ADVICE.get(field, '')}".rstrip()
                 )
         if lora.changed_base:
             raise FedrotError(
@@ -98,7 +111,7 @@ def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
     if missing:
         raise FedrotError(
             f"'{folder}' has no {missing}. Give folders of LoRA adapters, as PEFT's save_pretrained "
-            "writes them; whole models are for fedrot merge."
+            f"writes them; whole models are for fedrot merge. {below(folder, missing)}".rstrip()
         )
     found = read_json(folder / CONFIG)
     with about(folder / CONFIG):
@@ -106,6 +119,7 @@ def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
 
 
 def _tensors(folder: Path) -> Tensors:
+    refuse_pointer(folder / WEIGHTS)
     try:
         return load_file(folder / WEIGHTS)
     except Exception as error:
@@ -120,7 +134,7 @@ def _write(out: Path, tensors: Tensors, config: dict[str, Any], first: Path) -> 
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as target:
-        skipped = shutil.ignore_patterns("*.safetensors", "*.bin", CONFIG, "README.md")
+        skipped = shutil.ignore_patterns("*.safetensors", "*.bin", CONFIG, "README.md", *_OF_TRAINING)
         shutil.copytree(first, target, ignore=skipped)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         write_tensors(target / WEIGHTS, contiguous, {"format": "pt"})

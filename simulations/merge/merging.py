@@ -239,6 +239,12 @@ def _remarks(
 ) -> Iterator[str]:
     """Yield notes on the inputs, in sentences."""
     labels = getattr(models[0].config, "id2label", None)
+    tokenizer = next((model.tokenizer for model in models if model.tokenizer), None)
+    if tokenizer and not models[0].tokenizer:
+        yield (
+            "The anchor has no tokenizer, so the result has none, either. Copy that of "
+            f"'{tokenizer}', or make it the anchor."
+        )
     for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedrot._io import read_json, replacing, write_tensors
+from fedrot._io import read_json, refuse_pointer, replacing, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.packaged import loading
 
@@ -50,6 +50,9 @@ _WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\.(?=.)"
 )
 
+#: Names of the oldest BERT files on the hub, which transformers translates, too.
+_OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+
 #: Names of tensors that plain models do not have, with advice.
 _NOT_PLAIN = (
     (re.compile(r"(^|\.)(lora_[A-Za-z_]+|ia3_l)(\.|$)"), "an adapter", _MERGE_ADAPTERS),
@@ -79,6 +82,7 @@ def about(path: Path) -> Iterator[None]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a safetensors file; raises ``FedrotError`` if it is damaged."""
+    refuse_pointer(file)
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
@@ -116,6 +120,7 @@ def stored_tensors(path: Path) -> dict[str, Place]:
                 f"{_DEQUANTISE}"
             )
         clean = _WRAPPERS.sub("", name)
+        clean = _OLD_NORM.sub(lambda old: "weight" if old[0] == "gamma" else "bias", clean)
         if clean in found:
             raise FedrotError(
                 f"'{path}' holds both '{found[clean][1]}' and '{name}', which differ only in a wrapper. "
@@ -167,10 +172,26 @@ def _dtypes(file: Path) -> dict[str, str]:
 
 def instead(folder: Path) -> str:
     """Return advice on a folder that holds no saved model."""
+    broken = next((p for p in sorted(folder.glob("*")) if p.is_symlink() and not p.exists()), None)
+    if broken is not None:
+        return (
+            f"'{broken.name}' is a link to '{broken.readlink()}', which is not there. Download it again."
+        )
     found = (
         f"There is '{n}' instead. {advice}" for n, advice in _INSTEAD.items() if (folder / n).is_file()
     )
-    return next(found, SAVE_AGAIN)
+    return next(found, None) or (
+        f"There are shards, but not the {INDEX} that lists them. Copy it, too."
+        if any(folder.glob("model-*-of-*.safetensors"))
+        else below(folder, CONFIG) or SAVE_AGAIN
+    )
+
+
+def below(folder: Path, name: str) -> str:
+    """Return advice if a file lies one or two folders deeper (checkpoints, the hub's cache), else ''."""
+    deeper = sorted([*folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")])
+    given = ", ".join(f"'{file.parent}'" for file in deeper[:3])
+    return f"There is one below it: give {given}{', ...' if deeper[3:] else ''}." if deeper else ""
 
 
 def refuse_filled(out: Path) -> None:
@@ -286,9 +307,7 @@ def _places(
         raise FedrotError(
             f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
             f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration "
-            "belong together. Some classes (ViT, DeiT) are stored by transformers under other names "
-            "than they have in memory, which this command does not translate: load them with "
-            "from_pretrained, merge with fedrot.align and save the result."
+            f"belong together. {_prefixed(unknown, missing) or _TRANSLATED}"
         )
     if missing:
         raise FedrotError(
@@ -303,3 +322,28 @@ def _places(
                     "ties. Set its 'tie_word_embeddings' to what the model was trained with."
                 )
     return {one: stored[names[0]] for one, names in copies.items()}
+
+
+_TRANSLATED = (
+    "Some classes (ViT, DeiT) are stored by transformers under other names than they have in memory, "
+    "which this command does not translate: load them with from_pretrained, merge with fedrot.align and "
+    "save the result."
+)
+
+
+def _prefixed(stored: Sequence[str], wanted: Sequence[str]) -> str:
+    """Return a sentence if the stored names have a prefix more, or less, than those of the class."""
+    for longer, shorter in ((stored, wanted), (wanted, stored)):
+        endings = {name.partition(".")[2]: name.partition(".")[0] for name in longer}
+        same = [endings[name] for name in shorter if name in endings]
+        if same and longer is stored:
+            return (
+                f"The stored names have a prefix '{same[0]}.': save the model inside of the wrapper "
+                f"(wrapper.{same[0]}.save_pretrained)."
+            )
+        if same:
+            return (
+                f"The stored names lack '{same[0]}.': it is the bare model, without this class's head. "
+                f"Name the bare model's class under 'architectures' in its {CONFIG}."
+            )
+    return ""

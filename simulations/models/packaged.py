@@ -77,6 +77,12 @@ def loading(model: object) -> Iterator[None]:
         raise
     except Exception as error:  # transformers raises many unrelated kinds
         said = str(error).strip().partition("\n")[0]
+        if "ignore_mismatched_sizes" in said:
+            raise FedrotError(
+                f"'{model}' cannot be loaded: tensors of it have other shapes than are needed, see the "
+                "table above. A saved task head needs as many classes as the data have: give such data, "
+                "or the model without its head."
+            ) from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise FedrotError(
             f"'{model}' cannot be loaded: {kind}{said.removesuffix('.')}. Check that its weights, "

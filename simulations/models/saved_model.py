@@ -231,9 +231,12 @@ def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCH
             )
     sizes = [getattr(model.config, "vocab_size", None) for model in (one, other)]
     if sizes[0] != sizes[1] or len({one.vocabulary, other.vocabulary} - {None}) > 1:
+        ours, theirs = one.vocabulary, other.vocabulary
+        odd = sorted(ours ^ theirs) if ours is not None and theirs is not None else []
+        such = f", and their tokenizers differ in {odd[0][0]!r}" if odd else ""
         raise FedrotError(
             f"Different vocabularies: the tokens of '{a}' and '{b}' are not the same ({sizes[0]} and "
-            f"{sizes[1]} embeddings). Give models that were trained with one tokenizer."
+            f"{sizes[1]} embeddings{such}). Give models that were trained with one tokenizer."
         )
 
 

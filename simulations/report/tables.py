@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BASELINE = "plain"
-#: Classes of a table of partitions.
-MOST_COLUMNS = 20
+#: Classes with a column of their own in ``partition_table``; more would not fit into a terminal.
+_CLASS_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,14 @@ def partition_table(
 ) -> Table:
     """Rows of each class per client, for the terminal; ``counts`` is [clients][classes].
 
-    Of more than ``MOST_COLUMNS`` classes the last ones are counted together.
+    Of many classes the most frequent have a column, and the others one together.
     """
-    more = len(names) - MOST_COLUMNS
-    if more > 0:
-        names = [*names[:MOST_COLUMNS], f"{more} more"]
-        counts = [[*row[:MOST_COLUMNS], sum(row[MOST_COLUMNS:])] for row in counts]
+    if len(names) > _CLASS_COLUMNS + 1:
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        kept = sorted(sorted(range(len(names)), key=lambda c: -totals[c])[:_CLASS_COLUMNS])
+        left = f"{len(names) - len(kept)} others"
+        counts = [[*(row[c] for c in kept), sum(row) - sum(row[c] for c in kept)] for row in counts]
+        names = [*(names[c] for c in kept), left]
     table = terminal_table(f"Rows per client: {setting}, seed {seed}", ("client", "rows", *names))
     for client, row in enumerate(counts):
         table.add_row(*map(str, (client, sum(row), *row)))

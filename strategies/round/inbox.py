@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.common import log
@@ -117,6 +117,20 @@ def metrics_layout(content: RecordDict) -> tuple[object, ...]:
     ((name, record),) = content.metric_records.items()
     lengths = {key: len(v) if isinstance(v, list) else None for key, v in record.items()}
     return name, tuple(sorted(lengths.items()))
+
+
+def unlike(odd: RecordDict, common: RecordDict) -> str:
+    """Return in which metrics one content differs from most."""
+    return f"it has {_listed(odd)}; most have {_listed(common)}"
+
+
+def _listed(content: RecordDict) -> str:
+    name, lengths = metrics_layout(content)
+    keys = (key if n is None else f"{key} (list of {n})" for key, n in cast(_Lengths, lengths))
+    return legible(f"{', '.join(keys):.200} in '{name:.60}'")
+
+
+_Lengths: TypeAlias = tuple[tuple[str, int | None], ...]
 
 
 def own_id(content: RecordDict) -> int | None:
@@ -288,7 +302,7 @@ def readable_evaluations(
             good.append(message)
     good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
     for message in odd:
-        drop(message, "Its metrics are not like most.")
+        drop(message, f"Its metrics are not like most: {unlike(message.content, good[0].content)}.")
     examples = sum(read_weight(message.content, weighted_by) for message in good)
     return (good if examples else []) + failed
 

@@ -25,7 +25,7 @@ from fedrot.strategies.flower_compat import (
 )
 from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.guard import Comparison
-from fedrot.strategies.round.inbox import metrics_layout, with_common_layout
+from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_layout
 from fedrot.strategies.round.outbox import as_sent, integers_of, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
@@ -318,5 +318,10 @@ def _train_metrics(wrapped: Wrapped, contents: Sequence[RecordDict]) -> MetricRe
     """Aggregate the metrics of clients that sent the same ones, as the strategy behind does."""
     good, odd = with_common_layout(contents, metrics_layout)
     if odd:
-        log(WARNING, "The metrics of %d clients are left out: they are not like most.", len(odd))
+        log(
+            WARNING,
+            "The metrics of %d clients are left out: they are not like most. Of the first, %s.",
+            len(odd),
+            unlike(odd[0], good[0]),
+        )
     return metrics_function(wrapped.strategy)(good, wrapped.weighted_by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import count
 
 from flwr.app import Message
 
@@ -48,14 +49,12 @@ def run_round(
             if merge.add(aligned):
                 aligner.accept(aligned, place)
 
-    def usable(update: Update) -> bool:
-        found = False
+    def check(update: Update, place: int) -> None:
         with this_round.dropping(update.client):
             aligner.check(update)
-            found = True
-        return found
+            sound.add(place)
 
-    this_round = inbox.this_round
+    this_round, sound = inbox.this_round, set[int]()
     # ``map`` keeps no item: a loop variable would keep one until the next reply has come.
     updates = map(inbox.read, this_round.waited(replies))
     if waiting is None:
@@ -70,7 +69,8 @@ def run_round(
             for place, reason in far.items():
                 this_round.drop(waiting[place].client, reason)
             waiting.remove(far)
-        waiting.remove([place for place, update in enumerate(waiting) if not usable(update)])
+        _exhaust(map(check, waiting, count()))
+        waiting.remove({*range(len(waiting))} - sound)
         for place in aligner.prepare(waiting):
             take(waiting[place], place)
     aligner.close()

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_grid import _file_of
+from fedrot.simulations.barrier.barrier_grid import Grid, _file_of, _record
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation.grid_folder import GridFolder
 from fedrot.simulations.federation.run_folder import RunFolder, read_rows
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
@@ -239,6 +241,21 @@ def test_an_unfinished_run_goes_on_after_its_last_whole_cell(tmp_path: Path) -> 
     for other in (settings, [SETTINGS]):
         with pytest.raises(FileExistsError, match="already holds"):
             RunFolder(tmp_path, other, "three")
+
+
+def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "bert"}')
+    for call in (
+        lambda: RunFolder(tmp_path, [SETTINGS], "one"),
+        lambda: GridFolder(tmp_path, [SimulationConfig()], "one"),
+        lambda: _record(Grid.model_construct(cells=()), tmp_path, "one"),
+    ):
+        with pytest.raises(
+            FileExistsError, match=r"has a config.json of something else, such as a model"
+        ):
+            call()
+    assert config.read_text() == '{"model_type": "bert"}'
 
 
 def test_sigterm_interrupts_as_ctrl_c_does() -> None:

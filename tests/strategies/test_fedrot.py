@@ -24,6 +24,7 @@ from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.settings import Execution, Reporting
+from fedrot.tensors import check_update
 from tests.models import EAGER
 from tests.strategies.fakes import (
     ALL_METRICS,
@@ -340,6 +341,8 @@ def test_metrics_unlike_the_others_are_left_out_but_the_update_is_not(
     assert metrics is not None
     assert (metrics["loss"], metrics["fedrot-replies-accepted"]) == (0.5, 3)
     assert "The metrics of 1 clients are left out" in caplog.text
+    own = "num-examples in" if loss is None else "loss (list of 2), num-examples in"
+    assert f"it has {own} 'metrics'; most have loss, num-examples in 'metrics'" in caplog.text
 
 
 def test_without_alignment_a_bad_reply_is_dropped_too() -> None:
@@ -580,3 +583,26 @@ def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
         broadcast(FedRot({"model_type": "mamba"}), model())
     with pytest.raises(fedrot.FedrotError, match="Unknown anchor 'median'"):
         FedRot(CONFIG, anchor="median")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "arguments", "expected"),
+    [
+        ("3", {}, "num_rounds is '3'; it must be a whole number"),
+        (2.0, {}, "num_rounds is 2.0"),
+        (1, {"min_train_nodes": "2"}, "min_train_nodes is '2'"),
+        (1, {"fraction_train": "0.5"}, "fraction_train is '0.5'; it must be a number from 0 to 1"),
+        (1, {"fraction_evaluate": 2.0}, "fraction_evaluate is 2.0"),
+    ],
+)
+def test_numbers_of_a_run_are_checked_before_it_waits(
+    rounds: Any, arguments: dict[str, Any], expected: str
+) -> None:
+    """With a fraction above 1, Flower waits for more nodes than there are."""
+    with pytest.raises(fedrot.FedrotError, match=re.escape(expected)):
+        FedRot(CONFIG, **arguments).start(FakeGrid({}), ArrayRecord(model()), rounds)
+
+
+def test_an_adapter_in_place_of_the_model_is_said_to_be_one() -> None:
+    with pytest.raises(fedrot.FedrotError, match=r"those of a LoRA adapter.*FedRotLoRA"):
+        check_update({"m.lora_A.weight": torch.ones(1, 2)}, {"m.weight": (2, 2)})

@@ -128,13 +128,18 @@ def test_other_ranks_are_refused(method: str, rank: int, needed: str) -> None:
         strategy.start(FakeGrid({100: train}), ArrayRecord(floats(adapter(9))), 1)
 
 
-def test_what_is_no_adapter_ends_the_run() -> None:
-    def train(message: Message) -> Message:
-        return reply(message, {"w": torch.ones(2)}, 1, 0)
-
-    strategy = FedRotLoRA(CONFIG, min_train_nodes=1, min_available_nodes=1, **EVERY)
-    with pytest.raises(FedrotError, match="no factors of a LoRA adapter"):
-        strategy.start(FakeGrid({100: train}), ArrayRecord({"w": torch.ones(2)}), 1)
+def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
+    warnings: Callable[[], str],
+) -> None:
+    model = ArrayRecord({"bert.weight": torch.ones(2, 2)})
+    grid = FakeGrid({100 + i: client(i) for i in range(3)})
+    with pytest.raises(FedrotError, match="initial_arrays is no LoRA adapter: There are no factors"):
+        FedRotLoRA(CONFIG).start(grid, model, 1)
+    assert grid.asked == []
+    whole = floats(adapter(9)) | {"m.base_layer.weight": torch.ones(2, 2)}
+    with pytest.raises(FedrotError, match="base_layer"):  # these clients send the adapter alone
+        FedRotLoRA(CONFIG, **EVERY).start(grid, ArrayRecord(whole), 1)
+    assert "holds base weights ('m.base_layer.weight')" in warnings()
 
 
 def test_arguments_of_alignment_are_refused() -> None:

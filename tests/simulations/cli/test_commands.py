@@ -97,3 +97,11 @@ def test_every_setting_is_an_option(name: str, model: type[BaseModel], missing: 
     for field, info in model.model_fields.items():
         assert info.description
         assert field in missing or options[field].help.replace("\\", "") == info.description  # type: ignore[attr-defined]
+
+
+def test_a_tilde_is_the_home_folder_where_shells_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    code, seen, output = run("--data-dir=~/data", "--name=~/a.csv", "--arm=~b")
+    assert code == 0, output
+    assert (seen["data_dir"], seen["name"]) == (Path("/home/me/data"), "/home/me/a.csv")
+    assert seen["arms"] == "~b"

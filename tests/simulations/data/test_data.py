@@ -19,6 +19,7 @@ from fedrot.simulations.data.data_set import labels_of
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.data.texts import load_text_data
+from fedrot.simulations.report.tables import partition_table
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
@@ -539,3 +540,53 @@ def test_the_shipped_tokenizer_can_be_rebuilt(shared_data: Path) -> None:
     rows = zip(table["text"].to_pylist(), table["split"].to_pylist(), strict=True)
     rebuilt = train_wordpiece(text for text, split in rows if split == "train")
     assert rebuilt.to_str() == bundled_tokenizer().to_str()
+
+
+def test_parquet_with_views_as_polars_writes_it_is_read(tmp_path: Path) -> None:
+    if not hasattr(pa, "string_view"):
+        pytest.skip("this pyarrow has no views")
+    texts = pa.array([f"text {i}" for i in range(10)], pa.string_view())
+    write(tmp_path / "views.parquet", text=texts, label=pa.array(["a", "b"] * 5, pa.string_view()))
+    data = load_text_data(str(tmp_path / "views.parquet"))
+    assert data.label_names == ("a", "b")
+    assert {"text 0", "text 9"} <= {*data.train.texts, *data.test.texts}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[["a", "word"]] * 10, [{"a": "text"}] * 10, [b"text"] * 10],
+    ids=["list", "struct", "binary"],
+)
+def test_text_columns_hold_texts(values: list[object], tmp_path: Path) -> None:
+    write(tmp_path / "odd.parquet", text=values, label=[0, 1] * 5)
+    with pytest.raises(DataError, match=r"'text' holds .*; give one text per row"):
+        load_text_data(str(tmp_path / "odd.parquet"))
+
+
+def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    for name in ("rows.yaml", "rows.csv.gz"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(DataError, match=r"those end in .parquet, .csv, .tsv, .jsonl, .json, .txt"):
+            load_text_data(str(tmp_path / name))
+    with pytest.raises(DataError, match="is no file that is read here"):
+        load_text_data(str(tmp_path))
+    (tmp_path / "rows.csv").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match=r"rows.csv' is a pointer of git-lfs"):
+        load_text_data(str(tmp_path / "rows.csv"))
+    (tmp_path / "wide.csv").write_text("text,label\na,0\n", encoding="utf-16")
+    with pytest.raises(
+        DataError, match=r"wide.csv cannot be read as CSV \(it is UTF-16; save it as UTF-8"
+    ):
+        load_text_data(str(tmp_path / "wide.csv"))
+    (tmp_path / "ROWS.CSV").write_text("text,label\n" + "a,0\nb,1\n" * 10)
+    assert len(load_text_data(str(tmp_path / "ROWS.CSV")).train) == 16
+
+
+def test_of_many_classes_the_table_shows_the_most_frequent() -> None:
+    counts = [[1] * 20, [2] * 20]
+    counts[0][17] = 9
+    table = partition_table(counts, [f"c{i}" for i in range(20)], "iid", 0)
+    assert [str(column.header) for column in table.columns] == [
+        *("client", "rows", "c0", "c1", "c2", "c3", "c4", "c5", "c6", "c17", "12 others")
+    ]
+    assert [list(column.cells) for column in table.columns][-2:] == [["9", "2"], ["12", "24"]]

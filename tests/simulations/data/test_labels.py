@@ -238,7 +238,7 @@ BAD_FILES = {
     "half a list": ("mine.json", '[{"text": "a"', "cannot be read as JSON"),
     "empty": ("mine.csv", "", "Empty CSV file"),
     "header only": ("mine.csv", "text,label\n", "has 0 rows, too few"),
-    "another kind": ("mine.xlsx", "PK", "is a file of another kind; give one of .parquet, .csv"),
+    "another kind": ("mine.xlsx", "PK", "is no file that is read here: those end in .parquet, .csv"),
     "nested texts": ("mine.jsonl", '{"text": ["a"], "label": 1}\n', "text column 'text' holds list"),
 }
 

@@ -116,6 +116,43 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "fedrot merge-adapters" in " ".join(said.split())
 
 
+def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    pointer = saved(tmp_path / "pointer", 3)
+    (pointer / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "trainer").mkdir()
+    deep = saved(tmp_path / "trainer" / "checkpoint-5", 3)
+    more = saved(tmp_path / "more", 3, modules_to_save=["pooler"])
+    moved, later, kind = (saved(tmp_path / name, 3) for name in ("moved", "later", "kind"))
+    for folder, changes in (
+        (moved, {"base_model_name_or_path": "/data/base"}),
+        (later, {"revision": "v2"}),
+        (kind, {"peft_type": "IA3"}),
+    ):
+        config = json.loads((folder / "adapter_config.json").read_text()) | changes
+        config = {k: v for k, v in config.items() if folder != kind or k != "lora_alpha"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    for other, expected in (
+        (pointer, "is a pointer of git-lfs"),
+        (deep.parent, f"There is one below it: give '{deep}'."),
+        (more, "All need the same modules_to_save and bias"),
+        (moved, "If it is the same base by another name or path, write the same into both"),
+        (later, "later' has revision 'v2'"),
+        (kind, "The adapter is of kind IA3; only LORA has factors to average"),
+    ):
+        code, said = invoke("merge-adapters", a, other, "--dry-run")
+        assert (code, expected in " ".join(said.split())) == (2, True), said
+    for name in ("optimizer.pt", "trainer_state.json", "checkpoint-5/optimizer.pt", "words.json"):
+        (a / name).parent.mkdir(exist_ok=True)
+        (a / name).write_text("{}")
+    assert invoke("merge-adapters", a, b, "--out", tmp_path / "out")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "words.json",
+    ]
+
+
 def test_older_configurations_and_starts_that_keep_the_base_are_merged(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", 1)
     b = saved(tmp_path / "b", 2, init_lora_weights="orthogonal")

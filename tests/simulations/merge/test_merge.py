@@ -352,6 +352,14 @@ def test_labels_of_other_names_are_pointed_out(pair: tuple[Path, Path]) -> None:
     assert any("names its labels differently" in note for note in report.notes)
 
 
+def test_a_tokenizer_that_the_result_lacks_is_pointed_out(pair: tuple[Path, Path]) -> None:
+    save_tokenizer(pair[1])
+    (note,) = merge(pair, None, NONE, dry_run=True).notes
+    assert note.startswith("The anchor has no tokenizer")
+    assert str(pair[1]) in note
+    assert merge(pair[::-1], None, NONE, dry_run=True).notes == ()
+
+
 def test_a_dry_run_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     before = contents(tmp_path)
     for options in ([], ["--out", tmp_path / "out"], ["--out", pair[0]]):
@@ -604,7 +612,7 @@ def other_words(folder: Path) -> None:
             other_labels,
             "Different shapes: the tensor 'classifier.weight' is (3, 32) in '{a}' and (5, 32)",
         ),
-        (other_words, "Different vocabularies: the tokens of '{a}' and '{b}' are not the same"),
+        (other_words, "(60 and 60 embeddings, and their tokenizers differ in 'other')"),
         (xlnet, "'{b}/config.json': The architecture 'xlnet' is not supported"),
         (no_class, "'{b}/config.json' names nothing under 'architectures'"),
         (no_json, "'{b}/config.json' is damaged: it is no JSON"),

@@ -62,6 +62,9 @@ WRAPPED = {
     "nested": prefixed("module._orig_mod.base_model.model."),
     "blocks": renamed(".layer.1.", ".layer.1._fsdp_wrapped_module._orig_mod."),
     "base": renamed(".query.", ".query.base_layer."),
+    "old": lambda tensors: renamed("LayerNorm.weight", "LayerNorm.gamma")(
+        renamed("LayerNorm.bias", "LayerNorm.beta")(tensors)
+    ),
 }
 
 
@@ -115,6 +118,52 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     sorted(folder.glob("*.safetensors"))[1].unlink()
     for code, output in (check(folder), merge(folder, "--dry-run")):
         assert (code, "which is not there. Copy all shards" in output) == (2, True), output
+
+
+def no_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+
+
+def deeper(folder: Path) -> None:
+    files = list(folder.iterdir())
+    (folder / "checkpoint-5").mkdir()
+    for file in files:
+        file.rename(folder / "checkpoint-5" / file.name)
+
+
+def broken_link(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/0a1b")
+
+
+def pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
+    (folder / "model.safetensors").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (no_index, "There are shards, but not the model.safetensors.index.json that lists them"),
+        (deeper, "There is one below it: give '{folder}/checkpoint-5'."),
+        (broken_link, "'model.safetensors' is a link to '../blobs/0a1b', which is not there"),
+        (pointer, "'{folder}/model.safetensors' is a pointer of git-lfs, not the file itself."),
+        (
+            lambda folder: change(folder, prefixed("model.")),
+            "have a prefix 'model.': save the model inside of the wrapper (wrapper.model.save",
+        ),
+        (
+            lambda folder: change(folder, renamed("bert.", "")),
+            "lack 'bert.': it is the bare model, without this class's head.",
+        ),
+    ],
+)
+def test_files_that_a_copy_or_a_wrapper_left_incomplete_are_explained(
+    spoil: Callable[[Path], None], expected: str, model: Path
+) -> None:
+    spoil(model)
+    code, output = merge(model, "--dry-run")
+    assert (code, expected.format(folder=model) in output) == (2, True), output
 
 
 def _pickled(folder: Path, prefix: str = "", **also: Any) -> None:

@@ -575,7 +575,7 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
         load_text_data(str(tmp_path / "rows.csv"))
     (tmp_path / "wide.csv").write_text("text,label\na,0\n", encoding="utf-16")
     with pytest.raises(
-        DataError, match=r"wide.csv cannot be read as CSV \(it is UTF-16; save it as UTF-8"
+        DataError, match=r"wide.csv cannot be read as CSV \(it is in UTF-16; save it in UTF-8"
     ):
         load_text_data(str(tmp_path / "wide.csv"))
     (tmp_path / "ROWS.CSV").write_text("text,label\n" + "a,0\nb,1\n" * 10)

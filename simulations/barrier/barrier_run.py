@@ -21,7 +21,8 @@ from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models import saved_model
-from fedrot.simulations.models.model_files import refuse_filled
+from fedrot.simulations.models.alike import check_alike, check_ties, label_elsewhere
+from fedrot.simulations.models.model_files import first_names, refuse_filled
 from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.tasks.objectives import task_name
 from fedrot.simulations.tasks.task import Task, task_of
@@ -98,7 +99,7 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
         if not folder.is_dir():
             raise FedrotError(f"'{folder}' is not a folder. Give one written by save_pretrained.")
     first, second = pair = [saved_model.open_saved_model(folder) for folder in (a, b)]
-    saved_model.check_alike(first, second)
+    check_alike(first, second)
     texts, longest = hasattr(first.config, "vocab_size"), settings.max_length
     if texts:
         saved_model.check_bundled(first)
@@ -114,6 +115,7 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
         ).to_json()
     )
     anchor, client = (_loaded(model, task) for model in pair)
+    check_ties(first, first_names(anchor), second, first_names(client))
     return task, anchor, client
 
 
@@ -132,5 +134,10 @@ def _loaded(saved: SavedModel, task: Task) -> nn.Module:
         raise FedrotError(
             f"'{saved.path}' has {model.config.num_labels} outputs, but {task.data.name} has "
             f"{wanted.num_labels} classes. Choose the data set that the models were trained on."
+        )
+    if moved := label_elsewhere(saved.config, task.data):
+        raise FedrotError(
+            f"'{saved.path}': {moved}. Bring the rows of its head, and its id2label, into the order of the "
+            "data, and save it again."
         )
     return model.float()

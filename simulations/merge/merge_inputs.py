@@ -21,14 +21,14 @@ from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
-from fedrot.simulations.models.model_files import about
-from fedrot.simulations.models.saved_model import (
-    ARCHITECTURE,
-    SavedModel,
-    check_alike,
-    check_bundled,
-    tokens_by_order,
+from fedrot.simulations.models.alike import (
+    check_fields,
+    check_labels,
+    check_ties,
+    check_vocabularies,
 )
+from fedrot.simulations.models.model_files import about
+from fedrot.simulations.models.saved_model import SavedModel, check_bundled, tokens_by_order
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import apply_moves
@@ -101,13 +101,16 @@ class Input:
 def check_mergeable(one: SavedModel, other: SavedModel) -> None:
     """Raise ``FedrotError`` if two models differ in more than the values of their tensors."""
     ours, theirs = one.tensors.shapes, other.tensors.shapes
-    check_alike(one, other, ("architectures", *ARCHITECTURE))
-    for name, shape in ours.items():
-        if theirs.get(name) != shape:
+    check_fields(one, other, ("architectures",))
+    check_vocabularies(one, other)
+    for name in (*ours, *(name for name in theirs if name not in ours)):
+        if theirs.get(name) != ours.get(name):
             raise FedrotError(
-                f"Different shapes: the tensor '{name}' is {shape} in '{one.path}' and "
+                f"Different shapes: the tensor '{name}' is {ours.get(name)} in '{one.path}' and "
                 f"{theirs.get(name)} in '{other.path}'. Only models of one architecture can be merged."
             )
+    check_labels(one, other)
+    check_ties(one, one.tensors.first, other, other.tensors.first)
 
 
 def check_values(model: SavedModel) -> None:

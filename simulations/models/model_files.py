@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedrot._io import read_json, replacing, write_tensors
 from fedrot.errors import FedrotError
@@ -245,10 +245,9 @@ class MappedTensors:
         Raises ``FedrotError`` if one is missing or of another shape, or if tied tensors differ.
         """
         with loading(config_file), torch.device("meta"):
-            state = model_class(config).state_dict(keep_vars=True)
-        names: dict[int, str] = {}
-        first = {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+            model = model_class(config)
+        first = first_names(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         stored = stored_tensors(path)
         unknown = tuple(sorted(stored.keys() - first.keys()))
         found = cls(shapes, first, _places(path, stored, first, model_class.__name__), unknown)
@@ -271,6 +270,13 @@ class MappedTensors:
         first = dict.fromkeys(self.first[name] for name in wanted)
         found = read_places({name: self.places[name] for name in first})
         return {name: found[self.first[name]] for name in wanted}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return for every name of a state dict the first of the names that share its tensor."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
 def _places(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,12 +33,6 @@ from fedrot.simulations.models.model_files import (
 )
 from fedrot.simulations.models.packaged import PACKAGED, loading, source_of
 from fedrot.symmetry import check_family
-
-#: Fields of a configuration in which models to be compared or merged must agree.
-ARCHITECTURE = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("hidden_act", "image_size", "patch_size"),
-)
 
 #: ``name`` or ``owner/name`` of a model on the hub.
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -217,24 +211,6 @@ def tokens_by_order(saved: SavedModel) -> Tensor:
     if not vocabulary:
         raise FedrotError(f"'{saved.path}' reads no tokens: leave --token-order out.")
     return counts_by_order(vocabulary)
-
-
-def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCHITECTURE) -> None:
-    """Raise ``FedrotError`` if two models differ in a field of their configurations or in vocabulary."""
-    a, b = one.path, other.path
-    for name in fields:
-        here, there = getattr(one.config, name, None), getattr(other.config, name, None)
-        if here != there:
-            raise FedrotError(
-                f"Different architectures: {name} is {here} in '{a}' and {there} in '{b}'. Give models "
-                "of one architecture."
-            )
-    sizes = [getattr(model.config, "vocab_size", None) for model in (one, other)]
-    if sizes[0] != sizes[1] or len({one.vocabulary, other.vocabulary} - {None}) > 1:
-        raise FedrotError(
-            f"Different vocabularies: the tokens of '{a}' and '{b}' are not the same ({sizes[0]} and "
-            f"{sizes[1]} embeddings). Give models that were trained with one tokenizer."
-        )
 
 
 def check_bundled(model: SavedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,9 @@ from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
+from fedrot.simulations.models.alike import check_alike
 from fedrot.simulations.models.model_files import refuse_filled
-from fedrot.simulations.models.saved_model import check_alike, tokens_by_order
+from fedrot.simulations.models.saved_model import tokens_by_order
 from fedrot.simulations.port.port_settings import PortSettings
 from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
@@ -65,8 +67,8 @@ def port(
         raise FedrotError(f"Unknown match '{settings.match}'; choose from {', '.join(MATCHES)}.")
     refuse_filled(out)
     old, fine, new = (Separate.load(name) for name in (base, tuned, new_base))
-    for other in (fine, new):
-        check_alike(old.saved, other.saved)
+    for one, other in combinations((old, fine, new), 2):
+        check_alike(one.saved, other.saved)
     counts = tokens_by_order(old.saved) if settings.token_order else None
     options = MATCHES[settings.match]
     tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)

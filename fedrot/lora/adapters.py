@@ -19,6 +19,7 @@ _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)
 #: What PEFT puts in front of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _RESIDUAL = ".residual"
+_WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
 #: Fields of ``LoraConfig`` with which an update is no single product ``B A``.
 _NO_PRODUCT = {
     "target_parameters": "its factors hold several products each (experts of a mixture)",
@@ -142,12 +143,12 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
             )
         if any(pair.module == found["module"] for pair in pairs):
             raise UpdateError(
-                f"'{found['module']}' has two pairs of factors. Send one adapter: "
+                f"'{found['module']}' has two pairs of factors. Give the tensors of one adapter: "
                 "adapter_tensors(model, name)."
             )
         other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
         if other not in tensors:
-            raise UpdateError(f"The factor '{name}' has no partner '{other}'. Send the whole adapter.")
+            raise UpdateError(f"The factor '{name}' has no partner '{other}'. {_WHOLE}")
         pairs.append(Pair(found["module"], name, other, bool(found["kind"])))
     seconds = {pair.b for pair in pairs}
     alone = [
@@ -157,11 +158,11 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
         if not name.endswith(".bias")  # LoraConfig(lora_bias=True)
     ]
     if alone:
-        raise UpdateError(f"The factor '{alone[0]}' has no partner. Send the whole adapter.")
+        raise UpdateError(f"The factor '{alone[0]}' has no partner. {_WHOLE}")
     if not pairs:
         raise UpdateError(
             "There are no factors of a LoRA adapter among the tensors (names with lora_A and lora_B). "
-            "Send get_peft_model_state_dict(model)."
+            f"{_WHOLE}"
         )
     return tuple(pairs)
 
@@ -191,7 +192,15 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
         UpdateError: their ranks differ, as those of grouped convolutions do, or the rank is 0.
     """
     a, b = (tensors[name] for name in (pair.a, pair.b))
-    if min(a.ndim, b.ndim) < 2 or len(a) != b.shape[1] or not len(a):
+    flat = next(
+        (name for name in (pair.a, pair.b) if tensors[name].ndim < 2 or not tensors[name].numel()), ""
+    )
+    if flat:
+        raise UpdateError(
+            f"The factor '{flat}' {list(tensors[flat].shape)} is no matrix, as sharded training (ZeRO-3, "
+            "FSDP) leaves weights that are not gathered. Gather them, and save the adapter again."
+        )
+    if len(a) != b.shape[1]:
         raise UpdateError(
             f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} have no common "
             "rank. Adapters of grouped convolutions are not supported."

@@ -137,7 +137,7 @@ def _loaded(saved: SavedModel, task: Task) -> nn.Module:
         )
     if moved := label_elsewhere(saved.config, task.data):
         raise FedrotError(
-            f"'{saved.path}': {moved}. Bring the rows of its head, and its id2label, into the order of the "
-            "data, and save it again."
+            f"'{saved.path}': {moved}. Bring the rows of its head, and its id2label, into the order of "
+            "the data, and save it again."
         )
     return model.float()

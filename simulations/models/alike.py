@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fedrot.errors import FedrotError
 
 if TYPE_CHECKING:
@@ -184,11 +186,12 @@ def _declared(config: Any) -> frozenset[str]:
 
 def _same_activation(here: Any, there: Any) -> bool:
     """Whether two names, such as ``silu`` and ``swish``, are those of one activation."""
-    from transformers.activations import ACT2CLS
+    from transformers.activations import ACT2CLS, ACT2FN
 
-    if not (isinstance(here, str) and isinstance(there, str)):
+    if not (isinstance(here, str) and isinstance(there, str) and {here, there} <= ACT2CLS.keys()):
         return False
-    return here in ACT2CLS and ACT2CLS[here] == ACT2CLS.get(there)
+    values = torch.linspace(-4, 4, 33)
+    return torch.allclose(ACT2FN[here](values), ACT2FN[there](values), atol=1e-6)
 
 
 def check_vocabularies(one: SavedModel, other: SavedModel) -> None:
@@ -225,8 +228,8 @@ def check_labels(one: SavedModel, other: SavedModel) -> None:
         name, here, there = found
         raise FedrotError(
             f"Different labels: '{name}' is output {here} of '{one.path}' and output {there} of "
-            f"'{other.path}'. Bring the rows of one model's head, and its id2label, into the order of the "
-            "other's, and save it again."
+            f"'{other.path}'. Bring the rows of one model's head, and its id2label, into the order of "
+            "the other's, and save it again."
         )
 
 
@@ -237,7 +240,8 @@ def moved_label(
     here, there = _outputs(ours), _outputs(theirs)
     for name, outputs in here.items():
         if name in there and not outputs & there[name]:
-            return name, min(outputs), min(there[name])
+            output = min(outputs)
+            return str((ours or {})[output]), output, min(there[name])
     return None
 
 
@@ -271,8 +275,8 @@ def check_ties(
         if ours[name] != theirs[name]:
             tied, separate, first = (one, other, ours) if ours[name] != name else (other, one, theirs)
             raise FedrotError(
-                f"Different tables: '{name}' and '{first[name]}' are one tensor in '{tied.path}', and two "
-                f"in '{separate.path}'. Save '{tied.path}' with tables of their own: load it with "
+                f"Different tables: '{name}' and '{first[name]}' are one tensor in '{tied.path}', and "
+                f"two in '{separate.path}'. Save '{tied.path}' with tables of their own: load it with "
                 "transformers, set tie_word_embeddings to false in its configuration, give the second "
                 "table a copy of the first, and save it."
             )

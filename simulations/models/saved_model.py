@@ -27,9 +27,8 @@ from fedrot.simulations.models.model_files import (
     MappedTensors,
     about,
     instead,
-    read_places,
     refuse_quantised,
-    stored_tensors,
+    unwrapped,
 )
 from fedrot.simulations.models.packaged import PACKAGED, loading, source_of
 from fedrot.symmetry import check_family
@@ -117,7 +116,7 @@ class SavedModel:
         run. Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the
         names that the files lack, which are random; and the stored names that the class does not have.
         """
-        tensors = self._unwrapped()
+        tensors = unwrapped(self.path)
         with loading(self.name), _no_bars():
             model, found = model_class.from_pretrained(
                 None if tensors else self.path,
@@ -126,13 +125,6 @@ class SavedModel:
                 output_loading_info=True,
             )
         return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-
-    def _unwrapped(self) -> dict[str, Tensor] | None:
-        """Return all tensors by names without wrappers; None if transformers knows the stored names."""
-        there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (self.path / file).is_file()]
-        stored = {} if there and there[0] in PICKLED else stored_tensors(self.path)
-        wrapped = any(name != as_stored for name, (_, as_stored) in stored.items())
-        return read_places(stored) if wrapped else None
 
 
 def open_saved_model(

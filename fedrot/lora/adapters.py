@@ -192,14 +192,12 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
         UpdateError: their ranks differ, as those of grouped convolutions do, or the rank is 0.
     """
     a, b = (tensors[name] for name in (pair.a, pair.b))
-    flat = next(
-        (name for name in (pair.a, pair.b) if tensors[name].ndim < 2 or not tensors[name].numel()), ""
-    )
-    if flat:
-        raise UpdateError(
-            f"The factor '{flat}' {list(tensors[flat].shape)} is no matrix, as sharded training (ZeRO-3, "
-            "FSDP) leaves weights that are not gathered. Gather them, and save the adapter again."
-        )
+    for name, factor in ((pair.a, a), (pair.b, b)):
+        if factor.ndim < 2 or not factor.numel():
+            raise UpdateError(
+                f"The factor '{name}' {list(factor.shape)} is no matrix, as sharded training (ZeRO-3, "
+                "FSDP) leaves weights that are not gathered. Gather them, and take the adapter then."
+            )
     if len(a) != b.shape[1]:
         raise UpdateError(
             f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} have no common "

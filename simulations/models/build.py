@@ -66,6 +66,8 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
         quantised = getattr(settings, "quantization_config", None)
         tensors = unwrapped(folder) if folder.is_dir() and plain and not quantised else None
         if tensors is not None:
+            with torch.device("meta"):
+                auto_model = type(auto_model.from_config(settings))
             source = {_SOURCE: None, "state_dict": tensors}
         model, found = auto_model.from_pretrained(**source, config=settings, output_loading_info=True)
     new = sorted(found["missing_keys"])
@@ -74,8 +76,8 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
     if body:
         raise FedrotError(
             f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
-            f"{type(model).__name__} has: it would be random. Check that weights and configuration belong "
-            "together, and save the whole model with save_pretrained."
+            f"{type(model).__name__} has: it would be random. Check that weights and configuration "
+            "belong together, and save the whole model with save_pretrained."
         )
     if new:
         _say_new(name, ", ".join(new))

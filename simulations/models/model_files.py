@@ -95,8 +95,8 @@ def refuse_empty(file: Path, shapes: Mapping[str, Iterable[int]]) -> None:
     if empty:
         raise FedrotError(
             f"'{file}' holds '{empty[0]}' without entries ({len(empty)} of {len(shapes)} tensors are "
-            "empty), as sharded training (ZeRO-3, FSDP) leaves weights that are not gathered. Gather them "
-            "and save again: for DeepSpeed by stage3_gather_16bit_weights_on_model_save, or by its "
+            "empty), as sharded training (ZeRO-3, FSDP) leaves weights that are not gathered. Gather "
+            "them and save again: for DeepSpeed by stage3_gather_16bit_weights_on_model_save, or by its "
             "zero_to_fp32.py; for FSDP with a full state dict."
         )
 

@@ -100,6 +100,10 @@ class AlignmentOptions:
             return self
         return replace(self, canonical="residual" in self.parts and symmetry.can_rotate)
 
+    def movable(self, symmetry: Symmetry) -> AlignmentOptions:
+        """Return the options without the parts that cannot be moved in a model."""
+        return replace(self, parts=tuple(part for part in self.parts if part not in symmetry.refused))
+
     def as_it_is(self) -> AlignmentOptions:
         """Return the options with no canonical form, unless they ask for it."""
         return replace(self, canonical=bool(self.canonical))

@@ -24,8 +24,8 @@ from fedrot.simulations.models import saved_model
 from fedrot.simulations.models.alike import check_alike, check_ties, label_elsewhere
 from fedrot.simulations.models.model_files import first_names, refuse_filled
 from fedrot.simulations.models.saved_model import SavedModel
-from fedrot.simulations.tasks.objectives import task_name
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.objectives import OBJECTIVES, task_name
+from fedrot.simulations.tasks.task import Task, check_usable, task_of
 
 
 def compare_saved_models(
@@ -103,17 +103,20 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
     texts, longest = hasattr(first.config, "vocab_size"), settings.max_length
     if texts:
         saved_model.check_bundled(first)
+    name = settings.task or task_name(first) or "classification"
+    first.class_for(OBJECTIVES[name].auto_model)  # Models that have no such class read other data.
     task = task_of(
         SimulationConfig(
             **settings.model_dump(include={"data_dir", "text_column", "label_column"}),
-            task=settings.task or task_name(first) or "classification",
+            task=name,
             data=settings.data or "",
             model=None if texts and first.tokenizer is None else str(a),
             setting=f"{a.name} - {b.name}",
-            max_length=min(longest, getattr(first.config, "max_position_embeddings", longest)),
+            max_length=min(longest, saved_model.longest_text(first.config, longest)),
             test_limit=settings.test_limit,
         ).to_json()
     )
+    check_usable(task, first.path)
     anchor, client = (_loaded(model, task) for model in pair)
     check_ties(first, first_names(anchor), second, first_names(client))
     return task, anchor, client

@@ -112,9 +112,12 @@ def port(
     with console.status(escape(f"Porting {tuned}")):
         found = carry(base, tuned, new_base, out, PortSettings(**settings))
     if found.matched is not None:
-        how = "rotated" if found.rotated else "permuted"
+        how = "left as it is" if "residual" in found.still else "permuted"
+        how = "rotated" if found.rotated else how
         left = found.matched.after / max(found.matched.before, 1e-30)
         say(f"The residual stream was {how}. Of the bases' squared distance {left:.0%} is left.")
+    for part, reason in found.still.items():
+        say(f"Note: part '{part}' was not moved: {reason}")
     if found.taken:
         say(f"Note: the bases lack {', '.join(found.taken)}; they were moved as a whole.")
     say(f"Written: {out}")

@@ -369,6 +369,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
+#: Beginnings of the names of classes that transformers stores under other names than in memory.
+_RENAMED = ("ViT", "DeiT", "GPTNeoX", "Mixtral")
+
+
 def _places(
     path: Path, stored: Mapping[str, Place], first: Mapping[str, str], model_class: str
 ) -> dict[str, Place]:
@@ -378,13 +382,17 @@ def _places(
         copies[one] += [name] if name in stored else []
     missing = [name for name, names in copies.items() if not names]
     unknown = sorted(stored.keys() - first.keys())
+    if missing and unknown and model_class.startswith(_RENAMED):
+        raise FedrotError(
+            f"'{path}' has '{unknown[0]}' where a {model_class} in memory has '{missing[0]}': transformers "
+            "stores such models (ViT, DeiT, GPT-NeoX, Mixtral) under other names, and this command reads "
+            "files as they are. Load them with from_pretrained, and use fedrot.align in Python."
+        )
     if missing and unknown:
         raise FedrotError(
             f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
             f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration "
-            "belong together. Some classes (ViT, DeiT) are stored by transformers under other names "
-            "than they have in memory, which this command does not translate: load them with "
-            "from_pretrained, merge with fedrot.align and save the result."
+            "belong together."
         )
     if missing:
         raise FedrotError(

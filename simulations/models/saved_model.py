@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,8 +92,16 @@ class SavedModel:
         """Return the class that an ``AutoModel...`` of transformers chooses for the configuration."""
         import transformers
 
-        with torch.device("meta"):
-            return type(getattr(transformers, auto_model).from_config(self.config))
+        try:
+            with torch.device("meta"):
+                # Some classes change the configuration that they are built from.
+                config = copy.deepcopy(self.config)
+                return type(getattr(transformers, auto_model).from_config(config))
+        except ValueError as error:
+            raise FedrotError(
+                f"'{self.name}' is of type '{self.config.model_type}', for which transformers has no "
+                f"{auto_model}. Choose another task."
+            ) from error
 
     @cached_property
     def tensors(self) -> MappedTensors:
@@ -203,6 +212,12 @@ def tokens_by_order(saved: SavedModel) -> Tensor:
     if not vocabulary:
         raise FedrotError(f"'{saved.path}' reads no tokens: leave --token-order out.")
     return counts_by_order(vocabulary)
+
+
+def longest_text(config: Any, otherwise: int) -> int:
+    """Return the number of a model's positions, ``otherwise`` if it has no largest one."""
+    found = getattr(config, "max_position_embeddings", None)
+    return otherwise if found is None else int(found)
 
 
 def check_bundled(model: SavedModel) -> None:

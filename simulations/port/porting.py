@@ -40,11 +40,13 @@ class PortReport:
         rotated: whether the residual stream was rotated.
         matched: the report of the alignment, of the old base to the new one; None without.
         taken: tensors of the fine-tuned model that the bases lack; they are moved as a whole.
+        still: the parts that cannot be moved in this model, with the reason.
     """
 
     rotated: bool
     matched: AlignmentReport | None
     taken: tuple[str, ...]
+    still: Mapping[str, str]
 
 
 def port(
@@ -71,10 +73,13 @@ def port(
         check_alike(one.saved, other.saved)
     counts = tokens_by_order(old.saved) if settings.token_order else None
     options = MATCHES[settings.match]
+    options = options and options.movable(old.symmetry)
     tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)
     write(fine.holding(tensors), fine.saved.beside, out)
     report = alignment.report if alignment is not None else None
-    return PortReport(alignment is not None and alignment.canonical, report, taken)
+    still = {} if options is None else old.symmetry.refused
+    still = {part: reason for part, reason in still.items() if part in WHOLE_MODEL}
+    return PortReport(alignment is not None and alignment.canonical, report, taken, still)
 
 
 class Described(Protocol):

@@ -195,8 +195,9 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     for name, factor in ((pair.a, a), (pair.b, b)):
         if factor.ndim < 2 or not factor.numel():
             raise UpdateError(
-                f"The factor '{name}' {list(factor.shape)} is no matrix, as sharded training (ZeRO-3, "
-                "FSDP) leaves weights that are not gathered. Gather them, and take the adapter then."
+                f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' is no matrix but "
+                f"{list(factor.shape)}, as sharded training (ZeRO-3, FSDP) leaves weights that are not "
+                "gathered. Gather them, and take the adapter then."
             )
     if len(a) != b.shape[1]:
         raise UpdateError(

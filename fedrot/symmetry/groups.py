@@ -250,7 +250,8 @@ class Symmetry:
         for part in parts:
             if part in self.refused:
                 raise SymmetryError(
-                    f"Part '{part}' cannot be moved: {self.refused[part]} Leave '{part}' out of the parts."
+                    f"Part '{part}' cannot be moved: {self.refused[part]} Leave '{part}' out of the "
+                    "parts."
                 )
         return tuple(
             group

@@ -112,8 +112,7 @@ def port(
     with console.status(escape(f"Porting {tuned}")):
         found = carry(base, tuned, new_base, out, PortSettings(**settings))
     if found.matched is not None:
-        how = "left as it is" if "residual" in found.still else "permuted"
-        how = "rotated" if found.rotated else how
+        how = "rotated" if found.rotated else "permuted"
         left = found.matched.after / max(found.matched.before, 1e-30)
         say(f"The residual stream was {how}. Of the bases' squared distance {left:.0%} is left.")
     for part, reason in found.still.items():

@@ -124,8 +124,8 @@ def merge(
     if settings.parts == "whole":
         with torch.device("meta"):
             symmetry = symmetry_of(first.config, first.build().state_dict())
-        still = {part: why for part, why in symmetry.refused.items() if part in options.parts}
-        options = options.movable(symmetry)
+        asked, options = options.parts, options.movable(symmetry)
+        still = {part: symmetry.refused[part] for part in asked if part not in options.parts}
     inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
     found, unscored = scores(inputs, merged, settings) if settings.data else (None, "")

@@ -384,9 +384,9 @@ def _places(
     unknown = sorted(stored.keys() - first.keys())
     if missing and unknown and model_class.startswith(_RENAMED):
         raise FedrotError(
-            f"'{path}' has '{unknown[0]}' where a {model_class} in memory has '{missing[0]}': transformers "
-            "stores such models (ViT, DeiT, GPT-NeoX, Mixtral) under other names, and this command reads "
-            "files as they are. Load them with from_pretrained, and use fedrot.align in Python."
+            f"'{path}' has '{unknown[0]}' where a {model_class} in memory has '{missing[0]}': such "
+            "models (ViT, DeiT, GPT-NeoX, Mixtral) are stored by transformers under other names, which this "
+            "command does not translate. Load them with from_pretrained, and use fedrot.align in Python."
         )
     if missing and unknown:
         raise FedrotError(

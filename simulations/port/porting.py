@@ -73,7 +73,13 @@ def port(
         check_alike(one.saved, other.saved)
     counts = tokens_by_order(old.saved) if settings.token_order else None
     options = MATCHES[settings.match]
-    options = options and options.movable(old.symmetry)
+    if options is not None:
+        if reason := old.symmetry.refused.get("residual"):
+            raise FedrotError(
+                f"'{base}' cannot be matched to another base: {reason.rstrip('.')}. Port it with "
+                "--match none."
+            )
+        options = options.movable(old.symmetry)
     tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)
     write(fine.holding(tensors), fine.saved.beside, out)
     report = alignment.report if alignment is not None else None

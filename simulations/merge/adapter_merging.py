@@ -91,8 +91,9 @@ def merge_adapters(
             )
     ranks = []
     for folder in folders:
+        tensors = _tensors(folder)
         with about(folder):
-            ranks.append(_ranks(_tensors(folder)))
+            ranks.append(_ranks(tensors))
     differ = any(own != ranks[0] for own in ranks)
     largest = max(rank for own in ranks for rank in own.values())
     rank = settings.rank or (largest if differ else None)

@@ -385,8 +385,9 @@ def _places(
     if missing and unknown and model_class.startswith(_RENAMED):
         raise FedrotError(
             f"'{path}' has '{unknown[0]}' where a {model_class} in memory has '{missing[0]}': such "
-            "models (ViT, DeiT, GPT-NeoX, Mixtral) are stored by transformers under other names, which this "
-            "command does not translate. Load them with from_pretrained, and use fedrot.align in Python."
+            "models (ViT, DeiT, GPT-NeoX, Mixtral) are stored by transformers under other names, which "
+            "this command does not translate. Load them with from_pretrained, and use fedrot.align in "
+            "Python."
         )
     if missing and unknown:
         raise FedrotError(

@@ -238,3 +238,39 @@ def test_short_floats_are_checked_in_float64(dtype: torch.dtype, model: Path) ->
     configure(model, dtype=str(dtype).removeprefix("torch."))
     found = json.loads(commands.invoke("check", model, "--json")[1])
     assert found["change"] <= 1e-10
+
+
+# Files without content
+
+
+def no_entries(tensors: State) -> State:
+    return {name: torch.zeros(0) if "query" in name else t for name, t in tensors.items()}
+
+
+def test_tensors_without_entries_are_named(model: Path) -> None:
+    change(model, no_entries)
+    expected = f"'{model / 'model.safetensors'}' holds '{QUERY}.bias' without entries (4 of 41 tensors"
+    for code, output in (check(model), merge(model, "--dry-run")):
+        assert (code, expected in output, "zero_to_fp32.py" in output) == (2, True, True), output
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    code, output = check(model)
+    assert (code, "pytorch_model.bin' holds" in output, "zero_to_fp32.py" in output) == (2, True, True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_empty_files_are_named(name: str, model: Path) -> None:
+    if name == "pytorch_model.bin":
+        (model / "model.safetensors").unlink()
+    (model / name).write_bytes(b"")
+    code, output = check(model)
+    expected = "is damaged: it is no JSON" if name == "config.json" else "is empty. Copy it again"
+    assert (code, f"'{model / name}' {expected}" in output) == (2, True), output
+
+
+def test_pointers_of_git_lfs_are_named(model: Path) -> None:
+    (model / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+    for code, output in (check(model), merge(model, "--dry-run")):
+        assert (code, "is a pointer of Git LFS" in output) == (2, True), output

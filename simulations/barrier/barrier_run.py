@@ -103,7 +103,13 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
     texts, longest = hasattr(first.config, "vocab_size"), settings.max_length
     if texts:
         saved_model.check_bundled(first)
-    name = settings.task or task_name(first) or "classification"
+    own = task_name(first)
+    if own is None and settings.task is None and first.config.architectures:
+        raise FedrotError(
+            f"'{a}' is a {first.model_class.__name__}, a class that no task trains: there is no loss to "
+            f"measure. If its tensors fit one, give --task: {', '.join(OBJECTIVES)}."
+        )
+    name = settings.task or own or "classification"
     first.class_for(OBJECTIVES[name].auto_model)  # Models that have no such class read other data.
     task = task_of(
         SimulationConfig(

@@ -59,8 +59,10 @@ _UNDECLARED = frozenset(
 #: Types of models whose positions or decoder inputs depend on the padding token.
 _PADDED = ("roberta", "xlm-roberta", "camembert", "mpnet", "xglm", "bart", "t5", "mt5")
 #: Encoders: their classifiers read the first token. All others look for the end or the padding.
-_ENCODERS = ("bert", "electra", "distilbert", "deberta", "deberta-v2", "albert", "modernbert")
-_ENCODERS += _PADDED[:4]
+_ENCODERS = (
+    *("bert", "electra", "distilbert", "deberta", "deberta-v2", "albert", "modernbert"),
+    *("roberta", "xlm-roberta", "camembert", "mpnet"),
+)
 #: Types of models with classes that read the token at the end of a text.
 _ENDED = ("bart", "t5", "mt5")
 _CLIP = ("clip", "clip_text_model")
@@ -247,7 +249,7 @@ def moved_label(
 
 def label_elsewhere(config: Any, data: Any) -> str:
     """Say which label a classifier has at another output than a data set; empty if none."""
-    names = getattr(data, "tags", None) or getattr(data, "label_names", ())
+    names: Sequence[str] = getattr(data, "tags", ()) or getattr(data, "label_names", ())
     found = moved_label(config.id2label, dict(enumerate(names)))
     if _CLASSIFIER not in next(iter(config.architectures or []), "") or found is None:
         return ""

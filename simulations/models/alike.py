@@ -25,6 +25,7 @@ _HARMLESS = frozenset(
         # where a model comes from, and how it is stored
         *("_name_or_path", "name_or_path", "_commit_hash", "auto_map", "architectures", "dtype"),
         *("torch_dtype", "finetuning_task", "task_specific_params", "prefix", "language"),
+        *("tokenizer_class", "processor_class", "tf_legacy_loss"),
         # how it is run, and what it returns beside its outputs
         *("chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "use_cache"),
         *("output_hidden_states", "return_dict", "use_return_dict", "torchscript", "use_bfloat16"),
@@ -99,13 +100,13 @@ def check_fields(one: SavedModel, other: SavedModel, first: Collection[str] = ()
             )
     classes = [_class_name(model) for model in (one, other)]
     ours, theirs = _fields(one.config, classes), _fields(other.config, classes)
-    both = [_declared(model.config) for model in (one, other)]
+    known = _UNDECLARED.union(*(_declared(model.config) for model in (one, other)))
     for name in dict.fromkeys((*ours, *theirs)):
         here, there = ours.get(name), theirs.get(name)
         if here == there or _same_activation(here, there):
             continue
         # No class reads a field that it does not declare; one file has it as a remark.
-        if None in (here, there) and name.partition(".")[0] not in both[0] | both[1] | _UNDECLARED:
+        if None in (here, there) and not any(f"{name}.".startswith(f"{own}.") for own in known):
             continue
         # Training sets it where it was open.
         if name == "problem_type" and None in (here, there):
@@ -183,7 +184,15 @@ def _of_any_length(config: Any) -> bool:
 
 
 def _declared(config: Any) -> frozenset[str]:
-    return frozenset(type(config)().to_dict())
+    """Return the paths of the fields that the class of a configuration, or of one inside, declares."""
+    from transformers import PreTrainedConfig
+
+    found = set[str]()
+    for name in type(config)().to_dict():
+        inner = getattr(config, name, None)
+        nested = isinstance(inner, PreTrainedConfig)
+        found |= {f"{name}.{own}" for own in _declared(inner)} if nested else {name}
+    return frozenset(found)
 
 
 def _same_activation(here: Any, there: Any) -> bool:

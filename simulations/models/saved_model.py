@@ -29,6 +29,7 @@ from fedrot.simulations.models.model_files import (
     about,
     instead,
     refuse_quantised,
+    refuse_unwritten,
     unwrapped,
 )
 from fedrot.simulations.models.packaged import PACKAGED, loading, source_of
@@ -68,6 +69,9 @@ class SavedModel:
             return None
         from transformers import AutoTokenizer
 
+        for file in (self.tokenizer / name for name in TOKENIZER):
+            if file.is_file():
+                refuse_unwritten(file)
         with loading(self.tokenizer):
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
         return frozenset(tokenizer.get_vocab().items())

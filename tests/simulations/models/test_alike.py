@@ -104,7 +104,8 @@ def test_distilbert_has_a_name_of_its_own_for_activations(tmp_path: Path) -> Non
         ("gpt2", {"transformers_version": "4.9.0", "_name_or_path": "mine", "n_inner": 20}),
         ("bert", {"position_embedding_type": "absolute", "gradient_checkpointing": False}),
         ("bert", {"problem_type": "single_label_classification", "unsloth_version": "1"}),
-        ("clip", {"vision_config": {"attention_dropout": 0.5}}),
+        ("clip", {"vision_config": {"attention_dropout": 0.5, "tf_legacy_loss": False}}),
+        ("clip", {"text_config": {"cross_attention_hidden_size": 3, "num_beams": 2}}),
         ("qwen2", {"max_window_layers": 3}),
     ],
 )
@@ -142,7 +143,7 @@ def test_the_token_that_differs_is_named(tmp_path: Path) -> None:
     assert f"is not in '{a}'" in output or f"is not in '{b}'" in output
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"version": "1.0"}'])
+@pytest.mark.parametrize("text", ["{", '{"version": "1.0"}'])
 def test_a_damaged_tokenizer_is_named(text: str, tmp_path: Path) -> None:
     a, b = pair("gpt2", tmp_path)
     for folder in (a, b):
@@ -151,6 +152,14 @@ def test_a_damaged_tokenizer_is_named(text: str, tmp_path: Path) -> None:
     for command in commands(a, b)[:1] + commands(b, a)[-1:]:
         code, output = invoke(*command)
         assert (code, f"'{b / 'tokenizer.json'}' is damaged" in output) == (2, True), output
+
+
+def test_an_empty_tokenizer_is_named(tmp_path: Path) -> None:
+    a, b = pair("bert", tmp_path)
+    (b / "vocab.txt").write_bytes(b"")
+    _tokenizer(a)
+    code, output = invoke("merge", a, b, "--dry-run")
+    assert (code, f"'{b / 'vocab.txt'}' is empty" in output) == (2, True), output
 
 
 def _tokenizer(folder: Path, **renamed: str) -> None:

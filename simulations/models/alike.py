@@ -249,7 +249,7 @@ def moved_label(
 ) -> tuple[str, int, int] | None:
     """Return the first name that two mappings from outputs to labels have at different outputs."""
     here, there = _outputs(ours), _outputs(theirs)
-    for name, outputs in here.items():
+    for name, outputs in sorted(here.items(), key=lambda item: min(item[1])):
         if name in there and not outputs & there[name]:
             output = min(outputs)
             return str((ours or {})[output]), output, min(there[name])

@@ -112,7 +112,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FedrotError(f"'{path}' is damaged: it is no JSON ({error}).") from error
+        raise FedrotError(
+            f"'{path}' is damaged: it is no JSON ({error}). Copy or save it again."
+        ) from error
     if not isinstance(found, dict):
         raise FedrotError(f"'{path}' is damaged: it holds a {type(found).__name__}, not a JSON object.")
     return found

@@ -36,6 +36,9 @@ _INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
 _PROJECTED = frozenset({"text_embeds", "image_embeds"})
 _BESIDE_PROJECTED = frozenset({"last_hidden_state"})
 
+#: Inputs that are texts.
+_TEXT = frozenset({"input_ids", "attention_mask"})
+
 #: Which groups are moved.
 Selection = Callable[[Group], bool]
 
@@ -66,10 +69,7 @@ def output_change(
             tensor.
     """
     settings = settings_of(config)
-    model = copy.deepcopy(model).double().eval()
-    choose_experts = getattr(model, "set_experts_implementation", None)
-    if callable(choose_experts):
-        choose_experts("eager")  # transformers' default for experts has no float64
+    model = _doubled(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -100,7 +100,7 @@ def function_change(
         SymmetryError: a model does not run on random inputs, or returns no tensor.
     """
     batch = _drawn_batch(settings_of(config), seed)
-    doubles = [copy.deepcopy(one).double().eval() for one in (model, other)]
+    doubles = [_doubled(one) for one in (model, other)]
     ours, theirs = (_outputs(one, _prepared(one, batch)) for one in doubles)
     return _largest_change(theirs, ours)
 
@@ -185,13 +185,28 @@ def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]
     return next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
 
 
+def _doubled(model: nn.Module) -> nn.Module:
+    """Return a copy in float64 and evaluation mode."""
+    model = copy.deepcopy(model).double().eval()
+    choose_experts = getattr(model, "set_experts_implementation", None)
+    if callable(choose_experts):
+        choose_experts("eager")  # transformers' default for experts has no float64
+    return model
+
+
 def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a batch for a model in float64 that need not keep a cache."""
+    """Return a batch for a model in float64 that need not keep a cache.
+
+    A class that reads images alone, though its configuration describes texts, too, gets no text.
+    """
+    taken = inspect.signature(model.forward).parameters
+    left_out = _TEXT if "pixel_values" in taken and "input_ids" not in taken else frozenset()
     found: dict[str, Any] = {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()
+        if name not in left_out
     }
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if "use_cache" in taken:
         found.setdefault("use_cache", False)
     return found
 

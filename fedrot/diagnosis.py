@@ -208,7 +208,7 @@ def _to_each_other(
     """
     far = [update for update, cosine in zip(updates, cosines, strict=True) if cosine < SAME_BASIS]
     centre = far[0] if 2 * len(far) > len(updates) > 1 else base
-    matched = AlignmentOptions(WHOLE_MODEL)
+    matched = AlignmentOptions(WHOLE_MODEL).movable(symmetry)
     near, whole = list[Row](), list[Row]()
 
     match = finder(centre, symmetry, options, matched)

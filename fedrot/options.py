@@ -100,6 +100,15 @@ class AlignmentOptions:
             return self
         return replace(self, canonical="residual" in self.parts and symmetry.can_rotate)
 
+    def movable(self, symmetry: Symmetry) -> AlignmentOptions:
+        """Return the options without the parts that cannot be moved in a model.
+
+        The residual stream stays among them, and is refused: without it there is no match of whole
+        models.
+        """
+        still = symmetry.refused.keys() - {"residual"}
+        return replace(self, parts=tuple(part for part in self.parts if part not in still))
+
     def as_it_is(self) -> AlignmentOptions:
         """Return the options with no canonical form, unless they ask for it."""
         return replace(self, canonical=bool(self.canonical))

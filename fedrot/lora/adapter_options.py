@@ -127,12 +127,15 @@ class AdapterReport:
         lost: by module, upper bound of the relative error in ``D`` itself, whose sum has a bounded rank
             (``AdapterOptions.limit``). Both errors contain an estimate of it, in which the parts that
             were left out are orthogonal to everything else.
+        magnitudes: whether the adapters have DoRA's. Their weights are ``m (W + s B A) / |W + s B A|``
+            with the base's ``W``, which no average of adapters knows: the errors are of products alone.
     """
 
     updates: int
     error_of_factors: Mapping[str, float | None]
     error: Mapping[str, float]
     lost: Mapping[str, float]
+    magnitudes: bool = False
 
     @property
     def mean_error(self) -> float:
@@ -158,7 +161,12 @@ class AdapterReport:
         said = f"{self.updates} {given}: this average is {error} from the mean of their products"
         said += f", the mean of the factors {100 * naive:.1f} %" if naive is not None else ""
         said += f"; factors of {differ} modules have no mean, as ranks differ" if differ else ""
-        if self.mean_lost <= SHOWN:
-            return said
-        at_most = f"{100 * self.mean_lost:.1f} %"
-        return f"{said}; estimates, as the sum of bounded rank leaves out {at_most} at most"
+        if self.mean_lost > SHOWN:
+            at_most = f"{100 * self.mean_lost:.1f} %"
+            said += f"; estimates, as the sum of bounded rank leaves out {at_most} at most"
+        if self.magnitudes:
+            said += (
+                "; this is about the products alone: DoRA's weights have magnitudes, too, whose mean "
+                "was taken, and may be far from the mean of the adapters' weights"
+            )
+        return said

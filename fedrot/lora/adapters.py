@@ -19,6 +19,7 @@ _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)
 #: What PEFT puts in front of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _RESIDUAL = ".residual"
+_WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
 #: Fields of ``LoraConfig`` with which an update is no single product ``B A``.
 _NO_PRODUCT = {
     "target_parameters": "its factors hold several products each (experts of a mixture)",
@@ -143,12 +144,12 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
             )
         if any(pair.module == found["module"] for pair in pairs):
             raise UpdateError(
-                f"'{found['module']}' has two pairs of factors. Send one adapter: "
+                f"'{found['module']}' has two pairs of factors. Give the tensors of one adapter: "
                 "adapter_tensors(model, name)."
             )
         other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
         if other not in tensors:
-            raise UpdateError(f"The factor '{name}' has no partner '{other}'. Send the whole adapter.")
+            raise UpdateError(f"The factor '{name}' has no partner '{other}'. {_WHOLE}")
         pairs.append(Pair(found["module"], name, other, bool(found["kind"])))
     seconds = {pair.b for pair in pairs}
     alone = [
@@ -158,11 +159,11 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
         if not name.endswith(".bias")  # LoraConfig(lora_bias=True)
     ]
     if alone:
-        raise UpdateError(f"The factor '{alone[0]}' has no partner. Send the whole adapter.")
+        raise UpdateError(f"The factor '{alone[0]}' has no partner. {_WHOLE}")
     if not pairs:
         raise UpdateError(
             "There are no factors of a LoRA adapter among the tensors (names with lora_A and lora_B). "
-            "Send get_peft_model_state_dict(model)."
+            f"{_WHOLE}"
         )
     return tuple(pairs)
 
@@ -192,7 +193,14 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
         UpdateError: their ranks differ, as those of grouped convolutions do, or the rank is 0.
     """
     a, b = (tensors[name] for name in (pair.a, pair.b))
-    if min(a.ndim, b.ndim) < 2 or len(a) != b.shape[1] or not len(a):
+    for name, factor in ((pair.a, a), (pair.b, b)):
+        if factor.ndim < 2 or not factor.numel():
+            raise UpdateError(
+                f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' is no matrix but "
+                f"{list(factor.shape)}, as sharded training (ZeRO-3, FSDP) leaves weights that are not "
+                "gathered. Gather them, and take the adapter then."
+            )
+    if len(a) != b.shape[1]:
         raise UpdateError(
             f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} have no common "
             "rank. Adapters of grouped convolutions are not supported."

@@ -33,6 +33,8 @@ KEPT_RANKS = 4
 #: A factor that differs by this share from the one that was sent has been trained.
 FROZEN = 0.01
 SMALLEST = 2.0**-24
+#: In the names of DoRA's magnitudes.
+_MAGNITUDE = ".lora_magnitude_vector"
 #: Norm of a factor, times its scale, above which products of factors, their sums over clients and the
 #: residuals of many rounds could overflow.
 LARGEST_FACTOR = 1e7
@@ -182,6 +184,7 @@ class AdapterAverage:
             error_of_factors={name: module.error_of_factors for name, module in modules.items()},
             error={name: module.error for name, module in modules.items()},
             lost={name: module.lost for name, module in modules.items()},
+            magnitudes=any(_MAGNITUDE in name for name in self._beside),
         )
 
     def _averaged(self, pair: Pair) -> _Averaged:

@@ -249,7 +249,10 @@ class Symmetry:
         """
         for part in parts:
             if part in self.refused:
-                raise SymmetryError(f"Part '{part}' cannot be moved: {self.refused[part]}")
+                raise SymmetryError(
+                    f"Part '{part}' cannot be moved: {self.refused[part]} Leave '{part}' out of the "
+                    "parts."
+                )
         return tuple(
             group
             for group in self.groups

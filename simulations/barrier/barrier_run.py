@@ -21,10 +21,11 @@ from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models import saved_model
-from fedrot.simulations.models.model_files import refuse_filled
+from fedrot.simulations.models.alike import check_alike, check_ties, label_elsewhere
+from fedrot.simulations.models.model_files import first_names, refuse_filled
 from fedrot.simulations.models.saved_model import SavedModel
-from fedrot.simulations.tasks.objectives import task_name
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.objectives import OBJECTIVES, task_name
+from fedrot.simulations.tasks.task import Task, check_usable, task_of
 
 
 def compare_saved_models(
@@ -98,22 +99,32 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
         if not folder.is_dir():
             raise FedrotError(f"'{folder}' is not a folder. Give one written by save_pretrained.")
     first, second = pair = [saved_model.open_saved_model(folder) for folder in (a, b)]
-    saved_model.check_alike(first, second)
+    check_alike(first, second)
     texts, longest = hasattr(first.config, "vocab_size"), settings.max_length
     if texts:
         saved_model.check_bundled(first)
+    own = task_name(first)
+    if own is None and settings.task is None and first.config.architectures:
+        raise FedrotError(
+            f"'{a}' is a {first.model_class.__name__}, a class that no task trains: there is no loss to "
+            f"measure. If its tensors fit one, give --task: {', '.join(OBJECTIVES)}."
+        )
+    name = settings.task or own or "classification"
+    first.class_for(OBJECTIVES[name].auto_model)  # Models that have no such class read other data.
     task = task_of(
         SimulationConfig(
             **settings.model_dump(include={"data_dir", "text_column", "label_column"}),
-            task=settings.task or task_name(first) or "classification",
+            task=name,
             data=settings.data or "",
             model=None if texts and first.tokenizer is None else str(a),
             setting=f"{a.name} - {b.name}",
-            max_length=min(longest, getattr(first.config, "max_position_embeddings", longest)),
+            max_length=min(longest, saved_model.longest_text(first.config, longest)),
             test_limit=settings.test_limit,
         ).to_json()
     )
+    check_usable(task, first.path)
     anchor, client = (_loaded(model, task) for model in pair)
+    check_ties(first, first_names(anchor), second, first_names(client))
     return task, anchor, client
 
 
@@ -132,5 +143,10 @@ def _loaded(saved: SavedModel, task: Task) -> nn.Module:
         raise FedrotError(
             f"'{saved.path}' has {model.config.num_labels} outputs, but {task.data.name} has "
             f"{wanted.num_labels} classes. Choose the data set that the models were trained on."
+        )
+    if moved := label_elsewhere(saved.config, task.data):
+        raise FedrotError(
+            f"'{saved.path}': {moved}. Bring the rows of its head, and its id2label, into the order of "
+            "the data, and save it again."
         )
     return model.float()

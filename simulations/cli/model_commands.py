@@ -115,6 +115,8 @@ def port(
         how = "rotated" if found.rotated else "permuted"
         left = found.matched.after / max(found.matched.before, 1e-30)
         say(f"The residual stream was {how}. Of the bases' squared distance {left:.0%} is left.")
+    for part, reason in found.still.items():
+        say(f"Note: part '{part}' was not moved: {reason}")
     if found.taken:
         say(f"Note: the bases lack {', '.join(found.taken)}; they were moved as a whole.")
     say(f"Written: {out}")

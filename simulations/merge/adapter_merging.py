@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,17 +10,28 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from fedrot._io import read_json, refuse_pointer, replacing, write_json, write_tensors
+from fedrot._io import read_json, replacing, write_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
 from fedrot.lora.averaging import AdapterAverage
 from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
-from fedrot.simulations.models.model_files import about, below, refuse_filled
+from fedrot.simulations.models.model_files import (
+    about,
+    clean_names,
+    read_pickle,
+    refuse_empty,
+    refuse_filled,
+    refuse_unwritten,
+)
 from fedrot.tensors import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Weights as versions of PEFT before 0.7 save them.
+PICKLED = "adapter_model.bin"
+#: Names that data parallelism, compilation and sharding add to those of modules.
+_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module)\.(?=.)")
 #: Methods that need no adapter that all of them were trained from.
 METHODS = ("exact", "mean")
 #: Fields of the configuration without which two adapters do not fit together.
@@ -57,7 +69,8 @@ def merge_adapters(
     may change. What belongs to its training (checkpoints, optimiser) is left out.
 
     Args:
-        folders: two or more, each with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        folders: two or more, each with ``adapter_config.json`` and ``adapter_model.safetensors``, or
+            ``adapter_model.bin`` if that contains only tensors.
         out: a new or empty folder; nothing is there if the merge fails. None writes nothing.
 
     Raises:
@@ -89,7 +102,11 @@ def merge_adapters(
                 "weights. Save it as an adapter of the original base (PEFT: save_pretrained with "
                 "path_initial_model_for_weight_conversion)."
             )
-    ranks = [_ranks(_tensors(folder)) for folder in folders]
+    ranks = []
+    for folder in folders:
+        tensors = _tensors(folder)
+        with about(folder):
+            ranks.append(_ranks(tensors))
     differ = any(own != ranks[0] for own in ranks)
     largest = max(rank for own in ranks for rank in own.values())
     rank = settings.rank or (largest if differ else None)
@@ -107,23 +124,39 @@ def merge_adapters(
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
-    missing = next((name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()), None)
-    if missing:
-        raise FedrotError(
-            f"'{folder}' has no {missing}. Give folders of LoRA adapters, as PEFT's save_pretrained "
-            f"writes them; whole models are for fedrot merge. {below(folder, missing)}".rstrip()
+    there = [(folder / name).is_file() for name in (CONFIG, WEIGHTS, PICKLED)]
+    if not there[0] or not any(there[1:]):
+        inside = sorted(str(file.parent) for file in folder.glob(f"*/{CONFIG}"))
+        advice = (
+            f"Adapters are in folders inside it: give one of {', '.join(map(repr, inside[:4]))}."
+            if inside
+            else "Give folders of LoRA adapters, as PEFT's save_pretrained writes them; whole models "
+            "are for fedrot merge."
         )
+        raise FedrotError(f"'{folder}' has no {WEIGHTS if there[0] else CONFIG}. {advice}")
     found = read_json(folder / CONFIG)
     with about(folder / CONFIG):
         return found, LoraSettings.of(found)
 
 
 def _tensors(folder: Path) -> Tensors:
-    refuse_pointer(folder / WEIGHTS)
-    try:
-        return load_file(folder / WEIGHTS)
-    except Exception as error:
-        raise FedrotError(f"'{folder / WEIGHTS}' cannot be read: {error}") from error
+    """Return an adapter's tensors by names without wrappers; every factor has its partner."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        file = folder / PICKLED
+        tensors: Tensors = read_pickle(file)
+    else:
+        try:
+            tensors = load_file(file)
+        except Exception as error:
+            refuse_unwritten(file)
+            raise FedrotError(f"'{file}' cannot be read: {error}. Copy or save it again.") from error
+    refuse_empty(file, {name: tensor.shape for name, tensor in tensors.items()})
+    names = clean_names(file, tensors, _WRAPPERS)
+    found = {clean: tensors[name] for clean, name in names.items()}
+    with about(file):
+        pairs_of(found)
+    return found
 
 
 def _ranks(tensors: Tensors) -> dict[str, int]:

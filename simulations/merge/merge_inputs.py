@@ -21,12 +21,17 @@ from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.merge.merge_settings import MergeSettings
+from fedrot.simulations.models.alike import (
+    check_fields,
+    check_labels,
+    check_ties,
+    check_vocabularies,
+)
 from fedrot.simulations.models.model_files import about
 from fedrot.simulations.models.saved_model import (
-    ARCHITECTURE,
     SavedModel,
-    check_alike,
     check_bundled,
+    longest_text,
     tokens_by_order,
 )
 from fedrot.symmetry import Symmetry, symmetry_of
@@ -101,13 +106,16 @@ class Input:
 def check_mergeable(one: SavedModel, other: SavedModel) -> None:
     """Raise ``FedrotError`` if two models differ in more than the values of their tensors."""
     ours, theirs = one.tensors.shapes, other.tensors.shapes
-    check_alike(one, other, ("architectures", *ARCHITECTURE))
-    for name, shape in ours.items():
-        if theirs.get(name) != shape:
+    check_fields(one, other, ("architectures",))
+    check_vocabularies(one, other)
+    for name in (*ours, *(name for name in theirs if name not in ours)):
+        if theirs.get(name) != ours.get(name):
             raise FedrotError(
-                f"Different shapes: the tensor '{name}' is {shape} in '{one.path}' and "
+                f"Different shapes: the tensor '{name}' is {ours.get(name)} in '{one.path}' and "
                 f"{theirs.get(name)} in '{other.path}'. Only models of one architecture can be merged."
             )
+    check_labels(one, other)
+    check_ties(one, one.tensors.first, other, other.tensors.first)
 
 
 def check_values(model: SavedModel) -> None:
@@ -187,16 +195,23 @@ def batches_of(
     texts if the settings do not say. Raises ``FedrotError`` if the tokenizer is not the model's.
     """
     from fedrot.simulations.tasks.objectives import task_name
+    from fedrot.simulations.tasks.task import check_usable
     from fedrot.simulations.tasks.training import step_batches
 
+    size = getattr(saved.config, "vocab_size", None)
+    if size is None:
+        raise FedrotError(
+            f"'{saved.path}' is a {saved.model_class.__name__}, which reads images: --data gives texts "
+            "alone. Merge it without --data, by a method that needs none."
+        )
     rows = settings.rows or rows
     task = task_for(
         saved, settings, task_name(saved) or "classification", train_limit=rows, test_limit=1
     )
     with torch.device("meta"):
         shell = saved.build()
+    check_usable(task, saved.path)
     batches = list(step_batches(task, shell, np.arange(len(task.train)), rows, BATCH, seed=0))
-    size = saved.config.vocab_size
     if any(int(batch["input_ids"].max()) >= size for batch in batches):
         raise FedrotError(
             f"The tokenizer of '{saved.path}' has tokens beyond the model's {size}. Save the "
@@ -219,8 +234,8 @@ def task_for(
     described = {
         "task": name,
         **settings.model_dump(include={"data", "data_dir", "text_column", "label_column"}),
-        # RoBERTa's positions start after the padding index.
-        "max_length": min(settings.max_length, saved.config.max_position_embeddings - 2),
+        # RoBERTa's positions start after the padding index. BLOOM and T5 have positions without end.
+        "max_length": min(settings.max_length, longest_text(saved.config, settings.max_length + 2) - 2),
         "model": str(saved.tokenizer) if saved.tokenizer else None,
         "train_limit": train_limit,
         "test_limit": test_limit,

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.simulations.merge.merge_inputs import Input, task_for
 from fedrot.simulations.merge.merge_settings import MergeSettings
+from fedrot.simulations.models.alike import label_elsewhere
 from fedrot.simulations.report.summaries import LOWER_IS_BETTER
 from fedrot.simulations.report.tables import number_style, terminal_table
 
@@ -59,6 +60,8 @@ def scores(
             f"The models are not scored: they have {first.config.num_labels} outputs, and "
             f"{task.data.name} has {wanted.num_labels} classes."
         )
+    if moved := label_elsewhere(first.config, task.data):
+        return None, f"The models are not scored: {moved}."
     model, rows = first.build(), np.arange(len(task.test))
     found = {}
     for title, tensors in _states(inputs, merged):

@@ -32,7 +32,7 @@ from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.simulations.report.tables import terminal_table
-from fedrot.symmetry import WHOLE_MODEL
+from fedrot.symmetry import WHOLE_MODEL, symmetry_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -120,6 +120,12 @@ def merge(
         check_mergeable(first, other)
     rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
     batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
+    still: dict[str, str] = {}
+    if settings.parts == "whole":
+        with torch.device("meta"):
+            symmetry = symmetry_of(first.config, first.build().state_dict())
+        asked, options = options.parts, options.movable(symmetry)
+        still = {part: symmetry.refused[part] for part in asked if part not in options.parts}
     inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
     merged, notes = _merged(inputs, method, settings.alpha, batches)
     found, unscored = scores(inputs, merged, settings) if settings.data else (None, "")
@@ -127,7 +133,8 @@ def merge(
     written = _written(merged, first, dtype)
     if out is not None and not dry_run:
         write_model(out, written, first.config_file, first.beside, dtype)
-    said = (*filter(None, [note, unscored]), *_remarks(saved, reports, options), *notes)
+    held = [f"Part '{part}' was not moved: {why}" for part, why in still.items()]
+    said = (*filter(None, [note, unscored]), *held, *_remarks(saved, reports, options), *notes)
     seconds = time.perf_counter() - start
     return MergeReport(settings.method, reports, said, found, None if dry_run else out, seconds)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.models.federated import with_adapter
+from fedrot.simulations.models.model_files import unwrapped
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files
 from fedrot.simulations.tasks.objectives import OBJECTIVES
+
+#: The argument of ``from_pretrained`` that says where a model is.
+_SOURCE = "pretrained_model_name_or_path"
 
 
 def model_config(config: SimulationConfig, data: DataSet[Any]) -> Any:
@@ -39,9 +47,44 @@ def build_model(
     auto_model = getattr(transformers, OBJECTIVES[config.task].auto_model)
     if config.model is None:
         return auto_model.from_config(settings)
-    with loading(config.model), no_bar_for_files(config.model):
-        model = auto_model.from_pretrained(**loading_of(config.model), config=settings)
+    model = _pretrained(auto_model, config.model, settings)
     if adapter is None:
         return model
     torch.manual_seed(seed)
     return with_adapter(model, adapter, config.task, rank or adapter.rank)
+
+
+def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
+    """Load a pretrained model by names without wrappers; log what is new in it, such as a task head.
+
+    Raises:
+        FedrotError: it cannot be loaded, or a tensor of its body is missing.
+    """
+    source = loading_of(name)
+    folder, plain = Path(source["pretrained_model_name_or_path"]), source.keys() <= {_SOURCE}
+    with loading(name), no_bar_for_files(name):
+        quantised = getattr(settings, "quantization_config", None)
+        tensors = unwrapped(folder) if folder.is_dir() and plain and not quantised else None
+        if tensors is not None:
+            with torch.device("meta"):
+                auto_model = type(auto_model.from_config(settings))
+            source = {_SOURCE: None, "state_dict": tensors}
+        model, found = auto_model.from_pretrained(**source, config=settings, output_loading_info=True)
+    new = sorted(found["missing_keys"])
+    # A model of another task may have had no pooler.
+    body = [n for n in new if n.startswith(f"{model.base_model_prefix}.") and ".pooler." not in n]
+    if body:
+        raise FedrotError(
+            f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
+            f"{type(model).__name__} has: it would be random. Check that weights and configuration "
+            "belong together, and save the whole model with save_pretrained."
+        )
+    if new:
+        _say_new(name, ", ".join(new))
+    return model
+
+
+@lru_cache(maxsize=64)
+def _say_new(name: str, tensors: str) -> None:
+    """Log which tensors are not pretrained, once in a process."""
+    logging.getLogger("flwr").info("Not in '%s', so drawn at random: %s", name, tensors)

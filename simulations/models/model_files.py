@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedrot._io import read_json, refuse_pointer, replacing, write_tensors
 from fedrot.errors import FedrotError
@@ -52,6 +53,7 @@ _WRAPPERS = re.compile(
 
 #: Names of the oldest BERT files on the hub, which transformers translates, too.
 _OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+_NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
 #: Names of tensors that plain models do not have, with advice.
 _NOT_PLAIN = (
@@ -79,6 +81,63 @@ def about(path: Path) -> Iterator[None]:
         raise type(error)(f"'{path}': {error}") from error
 
 
+def refuse_unwritten(file: Path) -> None:
+    """Raise ``FedrotError`` if a file is empty, or only the pointer that Git LFS keeps in its place."""
+    if not file.stat().st_size:
+        raise FedrotError(f"'{file}' is empty. Copy it again, or save it again with save_pretrained.")
+    refuse_pointer(file)
+
+
+def refuse_empty(file: Path, shapes: Mapping[str, Iterable[int]]) -> None:
+    """Raise ``FedrotError`` if a tensor of a file has no entries, as DeepSpeed's ZeRO-3 leaves them."""
+    empty = [name for name, shape in shapes.items() if 0 in shape]
+    if empty:
+        raise FedrotError(
+            f"'{file}' holds '{empty[0]}' without entries ({len(empty)} of {len(shapes)} tensors are "
+            "empty), as sharded training (ZeRO-3, FSDP) leaves weights that are not gathered. Gather "
+            "them and save again: for DeepSpeed by stage3_gather_16bit_weights_on_model_save, or by its "
+            "zero_to_fp32.py; for FSDP with a full state dict."
+        )
+
+
+def clean_names(path: Path, names: Iterable[str], wrappers: re.Pattern[str]) -> dict[str, str]:
+    """Return the names in a file or folder by what they are without wrappers.
+
+    Raises ``FedrotError`` if two of them differ in nothing else.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        clean = _OLD_NORM.sub(lambda old: _NEW_NORM[old[0]], wrappers.sub("", name))
+        if clean in found:
+            raise FedrotError(
+                f"'{path}' holds both '{found[clean]}' and '{name}', which differ only in a wrapper. "
+                f"Save one model. {SAVE_AGAIN}"
+            )
+        found[clean] = name
+    return found
+
+
+def read_pickle(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a pickle, mapped where its format allows; no code in it is run.
+
+    Raises:
+        FedrotError: it is empty or damaged, or holds anything but tensors by name.
+    """
+    refuse_unwritten(file)
+    try:
+        # Before PyTorch 1.6 files were no archives: they cannot be mapped.
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    except Exception as error:  # of many kinds
+        raise FedrotError(
+            f"'{file}' cannot be loaded: it is damaged, or holds more than tensors, which is not safe. "
+            "Where you trust it, load it and save it as safetensors, with save_pretrained."
+        ) from error
+    if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise FedrotError(f"'{file}' holds no tensors by name. {SAVE_AGAIN}")
+    refuse_empty(file, {name: tensor.shape for name, tensor in found.items()})
+    return dict(found)
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a safetensors file; raises ``FedrotError`` if it is damaged."""
@@ -87,7 +146,10 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except SafetensorError as error:
-        raise FedrotError(f"'{file}' is damaged or no safetensors file: {error}") from error
+        refuse_unwritten(file)
+        raise FedrotError(
+            f"'{file}' is damaged or no safetensors file: {error}. Copy or save it again."
+        ) from error
 
 
 def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
@@ -109,8 +171,8 @@ def stored_tensors(path: Path) -> dict[str, Place]:
         FedrotError: a file is missing or damaged, a shard lacks a tensor of the index, or the tensors
             are those of an adapter, of a quantised model or of several models.
     """
-    found: dict[str, Place] = {}
-    for name, (file, dtype) in _listed(path).items():
+    listed = _listed(path)
+    for name, (file, dtype) in listed.items():
         for pattern, owner, advice in _NOT_PLAIN:
             if pattern.search(name):
                 raise FedrotError(f"'{file}' holds '{name}', a tensor of {owner}. {advice}")
@@ -119,15 +181,32 @@ def stored_tensors(path: Path) -> dict[str, Place]:
                 f"'{file}' holds '{name}' as {dtype}, so it is quantised and cannot be moved. "
                 f"{_DEQUANTISE}"
             )
-        clean = _WRAPPERS.sub("", name)
-        clean = _OLD_NORM.sub(lambda old: "weight" if old[0] == "gamma" else "bias", clean)
-        if clean in found:
-            raise FedrotError(
-                f"'{path}' holds both '{found[clean][1]}' and '{name}', which differ only in a wrapper. "
-                f"Save one model. {SAVE_AGAIN}"
-            )
-        found[clean] = (file, name)
-    return found
+    names = clean_names(path, listed, _WRAPPERS)
+    return {clean: (listed[name][0], name) for clean, name in names.items()}
+
+
+def unwrapped(folder: Path) -> dict[str, Tensor] | None:
+    """Return all tensors of a folder by names without wrappers; None if no name has one.
+
+    Raises as ``stored_tensors`` does; pickles are read, too, see ``read_pickle``.
+    """
+    there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (folder / file).is_file()]
+    if not there or there[0] not in PICKLED:
+        stored = stored_tensors(folder)
+        wrapped = any(name != as_stored for name, (_, as_stored) in stored.items())
+        return read_places(stored) if wrapped else None
+    index = folder / PICKLED[1]
+    files = [folder / there[0]] if there[0] == PICKLED[0] else [*dict.fromkeys(_shards(index).values())]
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing:
+        raise FedrotError(f"'{index}' lists '{missing}', which is not there. Copy all shards.")
+    tensors = {name: tensor for file in files for name, tensor in read_pickle(file).items()}
+    names = clean_names(folder, tensors, _WRAPPERS)
+    return (
+        None
+        if all(map(str.__eq__, names, names.values()))
+        else {c: tensors[n] for c, n in names.items()}
+    )
 
 
 def _listed(path: Path) -> dict[str, tuple[Path, str]]:
@@ -137,13 +216,7 @@ def _listed(path: Path) -> dict[str, tuple[Path, str]]:
         return {name: (single, dtype) for name, dtype in _dtypes(single).items()}
     if index is None or not index.is_file():
         raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
-        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.")
-    outside = next((file for file in shards.values() if Path(file).name != file), None)
-    if outside is not None:
-        raise FedrotError(f"'{index}' is damaged: '{outside}' is no file of its folder.")
-    files = {name: path / file for name, file in shards.items()}
+    files = _shards(index)
     dtypes = {file: _dtypes(file) for file in dict.fromkeys(files.values()) if file.is_file()}
     for name, file in files.items():
         if name not in dtypes.get(file, ()):
@@ -151,6 +224,17 @@ def _listed(path: Path) -> dict[str, tuple[Path, str]]:
                 f"'{index}' lists '{name}' in '{file}', which is not there. Copy all shards."
             )
     return {name: (file, dtypes[file][name]) for name, file in files.items()}
+
+
+def _shards(index: Path) -> dict[str, Path]:
+    """Return the file of every tensor that an index lists."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+        raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.")
+    outside = next((file for file in shards.values() if Path(file).name != file), None)
+    if outside is not None:
+        raise FedrotError(f"'{index}' is damaged: '{outside}' is no file of its folder.")
+    return {name: index.parent / file for name, file in shards.items()}
 
 
 def read_places(places: Mapping[str, Place]) -> dict[str, Tensor]:
@@ -166,8 +250,9 @@ def read_places(places: Mapping[str, Place]) -> dict[str, Tensor]:
 
 def _dtypes(file: Path) -> dict[str, str]:
     with _opened(file) as handle:
-        names = handle.keys()
-        return {name: handle.get_slice(name).get_dtype() for name in names}
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        refuse_empty(file, {name: own.get_shape() for name, own in slices.items()})
+        return {name: own.get_dtype() for name, own in slices.items()}
 
 
 def instead(folder: Path) -> str:
@@ -266,10 +351,9 @@ class MappedTensors:
         Raises ``FedrotError`` if one is missing or of another shape, or if tied tensors differ.
         """
         with loading(config_file), torch.device("meta"):
-            state = model_class(config).state_dict(keep_vars=True)
-        names: dict[int, str] = {}
-        first = {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+            model = model_class(config)
+        first = first_names(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         stored = stored_tensors(path)
         unknown = tuple(sorted(stored.keys() - first.keys()))
         found = cls(shapes, first, _places(path, stored, first, model_class.__name__), unknown)
@@ -294,6 +378,17 @@ class MappedTensors:
         return {name: found[self.first[name]] for name in wanted}
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return for every name of a state dict the first of the names that share its tensor."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
+
+
+#: Beginnings of the names of classes that transformers stores under other names than in memory.
+_RENAMED = ("ViT", "DeiT", "GPTNeoX", "Mixtral")
+
+
 def _places(
     path: Path, stored: Mapping[str, Place], first: Mapping[str, str], model_class: str
 ) -> dict[str, Place]:
@@ -303,6 +398,13 @@ def _places(
         copies[one] += [name] if name in stored else []
     missing = [name for name, names in copies.items() if not names]
     unknown = sorted(stored.keys() - first.keys())
+    if missing and unknown and model_class.startswith(_RENAMED):
+        raise FedrotError(
+            f"'{path}' has '{unknown[0]}' where a {model_class} in memory has '{missing[0]}': such "
+            "models (ViT, DeiT, GPT-NeoX, Mixtral) are stored by transformers under other names, which "
+            "this command does not translate. Load them with from_pretrained, and use fedrot.align in "
+            "Python."
+        )
     if missing and unknown:
         raise FedrotError(
             f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "

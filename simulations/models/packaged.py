@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fedrot._io import read_json
 from fedrot.errors import FedrotError
 
 
@@ -76,7 +77,10 @@ def loading(model: object) -> Iterator[None]:
     except FedrotError:
         raise
     except Exception as error:  # transformers raises many unrelated kinds
-        said = str(error).strip().partition("\n")[0]
+        if damaged := _damaged(Path(str(model))):
+            raise FedrotError(damaged) from error
+        first, _, rest = str(error).strip().partition("\n")
+        said = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
         if "ignore_mismatched_sizes" in said:
             raise FedrotError(
                 f"'{model}' cannot be loaded: tensors of it have other shapes than are needed, see the "
@@ -88,6 +92,23 @@ def loading(model: object) -> Iterator[None]:
             f"'{model}' cannot be loaded: {kind}{said.removesuffix('.')}. Check that its weights, "
             "configuration and tokenizer are whole and belong together."
         ) from error
+
+
+def _damaged(folder: Path) -> str:
+    """Say which file of a folder is no JSON, or no tokenizer; empty if there is none."""
+    try:
+        for file in sorted(folder.glob("*.json")):
+            read_json(file)
+    except FedrotError as error:
+        return str(error)
+    from tokenizers import Tokenizer
+
+    if (file := folder / "tokenizer.json").is_file():
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises no other kind
+            return f"'{file}' is damaged: it is no tokenizer ({error}). Copy or save it again."
+    return ""
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,18 +28,12 @@ from fedrot.simulations.models.model_files import (
     MappedTensors,
     about,
     instead,
-    read_places,
     refuse_quantised,
-    stored_tensors,
+    refuse_unwritten,
+    unwrapped,
 )
 from fedrot.simulations.models.packaged import PACKAGED, loading, source_of
 from fedrot.symmetry import check_family
-
-#: Fields of a configuration in which models to be compared or merged must agree.
-ARCHITECTURE = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("hidden_act", "image_size", "patch_size"),
-)
 
 #: ``name`` or ``owner/name`` of a model on the hub.
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -74,6 +69,9 @@ class SavedModel:
             return None
         from transformers import AutoTokenizer
 
+        for file in (self.tokenizer / name for name in TOKENIZER):
+            if file.is_file():
+                refuse_unwritten(file)
         with loading(self.tokenizer):
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
         return frozenset(tokenizer.get_vocab().items())
@@ -98,8 +96,16 @@ class SavedModel:
         """Return the class that an ``AutoModel...`` of transformers chooses for the configuration."""
         import transformers
 
-        with torch.device("meta"):
-            return type(getattr(transformers, auto_model).from_config(self.config))
+        try:
+            with torch.device("meta"):
+                # Some classes change the configuration that they are built from.
+                config = copy.deepcopy(self.config)
+                return type(getattr(transformers, auto_model).from_config(config))
+        except ValueError as error:
+            raise FedrotError(
+                f"'{self.name}' is of type '{self.config.model_type}', for which transformers has no "
+                f"{auto_model}. Choose another task."
+            ) from error
 
     @cached_property
     def tensors(self) -> MappedTensors:
@@ -123,7 +129,7 @@ class SavedModel:
         run. Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the
         names that the files lack, which are random; and the stored names that the class does not have.
         """
-        tensors = self._unwrapped()
+        tensors = unwrapped(self.path)
         with loading(self.name), _no_bars():
             model, found = model_class.from_pretrained(
                 None if tensors else self.path,
@@ -132,13 +138,6 @@ class SavedModel:
                 output_loading_info=True,
             )
         return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-
-    def _unwrapped(self) -> dict[str, Tensor] | None:
-        """Return all tensors by names without wrappers; None if transformers knows the stored names."""
-        there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (self.path / file).is_file()]
-        stored = {} if there and there[0] in PICKLED else stored_tensors(self.path)
-        wrapped = any(name != as_stored for name, (_, as_stored) in stored.items())
-        return read_places(stored) if wrapped else None
 
 
 def open_saved_model(
@@ -219,25 +218,10 @@ def tokens_by_order(saved: SavedModel) -> Tensor:
     return counts_by_order(vocabulary)
 
 
-def check_alike(one: SavedModel, other: SavedModel, fields: Sequence[str] = ARCHITECTURE) -> None:
-    """Raise ``FedrotError`` if two models differ in a field of their configurations or in vocabulary."""
-    a, b = one.path, other.path
-    for name in fields:
-        here, there = getattr(one.config, name, None), getattr(other.config, name, None)
-        if here != there:
-            raise FedrotError(
-                f"Different architectures: {name} is {here} in '{a}' and {there} in '{b}'. Give models "
-                "of one architecture."
-            )
-    sizes = [getattr(model.config, "vocab_size", None) for model in (one, other)]
-    if sizes[0] != sizes[1] or len({one.vocabulary, other.vocabulary} - {None}) > 1:
-        ours, theirs = one.vocabulary, other.vocabulary
-        odd = sorted(ours ^ theirs) if ours is not None and theirs is not None else []
-        such = f", and their tokenizers differ in {odd[0][0]!r}" if odd else ""
-        raise FedrotError(
-            f"Different vocabularies: the tokens of '{a}' and '{b}' are not the same ({sizes[0]} and "
-            f"{sizes[1]} embeddings{such}). Give models that were trained with one tokenizer."
-        )
+def longest_text(config: Any, otherwise: int) -> int:
+    """Return the number of a model's positions, ``otherwise`` if it has no largest one."""
+    found = getattr(config, "max_position_embeddings", None)
+    return otherwise if found is None else int(found)
 
 
 def check_bundled(model: SavedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,9 @@ from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
+from fedrot.simulations.models.alike import check_alike
 from fedrot.simulations.models.model_files import refuse_filled
-from fedrot.simulations.models.saved_model import check_alike, tokens_by_order
+from fedrot.simulations.models.saved_model import tokens_by_order
 from fedrot.simulations.port.port_settings import PortSettings
 from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
@@ -38,11 +40,13 @@ class PortReport:
         rotated: whether the residual stream was rotated.
         matched: the report of the alignment, of the old base to the new one; None without.
         taken: tensors of the fine-tuned model that the bases lack; they are moved as a whole.
+        still: the parts that cannot be moved in this model, with the reason.
     """
 
     rotated: bool
     matched: AlignmentReport | None
     taken: tuple[str, ...]
+    still: Mapping[str, str]
 
 
 def port(
@@ -65,14 +69,23 @@ def port(
         raise FedrotError(f"Unknown match '{settings.match}'; choose from {', '.join(MATCHES)}.")
     refuse_filled(out)
     old, fine, new = (Separate.load(name) for name in (base, tuned, new_base))
-    for other in (fine, new):
-        check_alike(old.saved, other.saved)
+    for one, other in combinations((old, fine, new), 2):
+        check_alike(one.saved, other.saved)
     counts = tokens_by_order(old.saved) if settings.token_order else None
     options = MATCHES[settings.match]
+    if options is not None:
+        if reason := old.symmetry.refused.get("residual"):
+            raise FedrotError(
+                f"'{base}' cannot be matched to another base: {reason.rstrip('.')}. Port it with "
+                "--match none."
+            )
+        options = options.movable(old.symmetry)
     tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)
     write(fine.holding(tensors), fine.saved.beside, out)
     report = alignment.report if alignment is not None else None
-    return PortReport(alignment is not None and alignment.canonical, report, taken)
+    still = {} if options is None else old.symmetry.refused
+    still = {part: reason for part, reason in still.items() if part in WHOLE_MODEL}
+    return PortReport(alignment is not None and alignment.canonical, report, taken, still)
 
 
 class Described(Protocol):

@@ -163,7 +163,10 @@ def as_label(name: str) -> str:
 def name_metric(ax: Axes, metric: str) -> None:
     """Label the vertical axis with a metric, and make it logarithmic if the metric needs that."""
     ax.set_ylabel(as_label(metric.replace("_", " ")))
-    if metric in LOGARITHMIC:
+    # Of models that have diverged there is no finite value to draw.
+    if metric in LOGARITHMIC and any(
+        (np.asarray(line.get_ydata(), float) > 0).any() for line in ax.lines
+    ):
         ax.set_yscale("log")
 
 

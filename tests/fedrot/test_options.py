@@ -9,6 +9,7 @@ import torch
 
 import fedrot
 from fedrot.symmetry import NO_LAYER
+from tests import families
 from tests.fedrot.pairs import touched_by
 from tests.models import (
     CASES,
@@ -152,3 +153,11 @@ def test_layers_do_not_restrict_what_belongs_to_none(layers: Any) -> None:
     rows = alignment.report.rows()
     assert {row["layer"] for row in rows} == {NO_LAYER, *chosen}
     assert (logits(name, alignment.apply(update)) - logits(name, update)).abs().max() <= 1e-10
+
+
+def test_parts_that_cannot_be_moved_are_left_out_but_the_stream() -> None:
+    whole = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
+    bloom = whole.movable(families.symmetry_for("bloom"))
+    assert bloom.parts == tuple(part for part in fedrot.WHOLE_MODEL if part != "heads")
+    assert whole.movable(families.symmetry_for("xglm")).parts == fedrot.WHOLE_MODEL
+    assert whole.movable(families.symmetry_for("gpt2")) == whole

@@ -80,10 +80,7 @@ def last_norm(module: str, space: str = RESIDUAL) -> Block:
 
 
 #: Why heads with ALiBi are not permuted.
-_ORDERED = (
-    "its heads keep their order, because the position biases (ALiBi) have a slope per head. Leave "
-    "'heads' out of the parts."
-)
+_ORDERED = "its heads keep their order, because the position biases (ALiBi) have a slope per head."
 
 
 def attention(

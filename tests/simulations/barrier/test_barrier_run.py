@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import evaluator, lines_of
@@ -175,3 +176,31 @@ def test_nothing_is_written_when_a_method_fails(
     assert code == 2
     assert "out of luck" in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_labels_in_another_order_than_the_data_are_refused(models: Path, tmp_path: Path) -> None:
+    names = ["neutral", "Disgust", "fear", "joy", "sadness", "surprise", "ANGER"]
+    for seed in (0, 1):
+        folder = Path(shutil.copytree(models / f"classification{seed}", tmp_path / f"{seed}"))
+        settings = json.loads((folder / "config.json").read_text())
+        settings |= {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+        (folder / "config.json").write_text(json.dumps(settings))
+    pair = [tmp_path / "0", tmp_path / "1"]
+    code, output = invoke("barrier", *pair, "--data", "goemotions_ekman", "--out", tmp_path / "out")
+    assert code == 2
+    assert "'neutral' is output 0 of the model, and label 6 of goemotions_ekman" in output
+    code, output = invoke("merge", *pair, "--data", "goemotions_ekman", "--rows", 8, "--dry-run")
+    assert code == 0
+    # One row of training is read for the scores, which names one class.
+    assert "The models are not scored: 'ANGER' is output 6 of the model, and label 0 of" in output
+
+
+def test_models_without_a_finite_loss_are_drawn(models: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models / "mlm0", tmp_path / "a"))
+    tensors = {n: t.clone() for n, t in load_file(folder / "model.safetensors").items()}
+    tensors["cls.predictions.bias"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    options = ["--methods", "vanilla", "--points", 3, "--test-limit", 8, "--out", tmp_path / "out"]
+    code, output = invoke("barrier", folder, folder, *options)
+    assert code == 0, output
+    assert (tmp_path / "out" / "barrier.png").is_file()

@@ -8,7 +8,7 @@ from typing import Any
 
 import peft
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fedrot.lora.adapters import LoraSettings, pairs_of
 from tests.fedrot.lora.test_peft import bert, outputs
@@ -161,3 +161,104 @@ def test_older_configurations_and_starts_that_keep_the_base_are_merged(tmp_path:
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "use_dora"}))
     code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
     assert code == 0, said
+
+
+def rename(folder: Path, change: Any) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(change({name: tensor.clone() for name, tensor in load_file(file).items()}), file)
+
+
+def prefixed(name: str) -> str:
+    return f"module.{name}".replace("model.bert.", "model._orig_mod.bert.")
+
+
+def test_wrapped_and_pickled_adapters_are_merged_like_their_own(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "plain")
+    assert code == 0, said
+    rename(b, lambda tensors: {prefixed(name): tensor for name, tensor in tensors.items()})
+    torch.save(load_file(a / "adapter_model.safetensors"), a / "adapter_model.bin")
+    (a / "adapter_model.safetensors").unlink()
+    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
+    assert code == 0, said
+    plain, found = (
+        load_file(tmp_path / place / "adapter_model.safetensors") for place in ("plain", "out")
+    )
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert not (tmp_path / "out" / "adapter_model.bin").exists()
+
+
+class Code:
+    """A pickle that would run code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def no_b(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = next(name for name in tensors if "lora_B" in name)
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+def no_entries(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(0) if "lora_A" in name else t for name, t in tensors.items()}
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.flatten() if "lora_A" in name else t for name, t in tensors.items()}
+
+
+def test_damaged_adapters_are_named(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", 1)
+    for name, change, expected in (
+        ("no b", no_b, "has no partner"),
+        ("no entries", no_entries, "without entries (4 of 10 tensors are empty), as sharded"),
+        ("flat", flat, "is no matrix but [32], as sharded training"),
+        (
+            "twice",
+            lambda t: {**t, **{f"module.{n}": v.clone() for n, v in t.items()}},
+            "differ only in a wrapper",
+        ),
+    ):
+        folder = saved(tmp_path / name, 2)
+        rename(folder, change)
+        code, said = invoke("merge-adapters", a, folder, "--out", tmp_path / "out")
+        assert (code, expected in said, str(folder) in said) == (2, True, True), said
+        assert "Send" not in said
+    for text, expected in (
+        (b"", "is empty. Copy it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        (b"\x00" * 9, "cannot be"),
+    ):
+        for file in ("adapter_model.safetensors", "adapter_model.bin"):
+            folder = saved(tmp_path / f"{len(text)} {file}", 2)
+            (folder / "adapter_model.safetensors").unlink()
+            (folder / file).write_bytes(text)
+            code, said = invoke("merge-adapters", a, folder, "--out", tmp_path / "out")
+            assert (code, f"'{folder / file}' {expected}" in said) == (2, True), said
+    pickled = saved(tmp_path / "pickled", 2)
+    (pickled / "adapter_model.safetensors").unlink()
+    torch.save({"trouble": Code(tmp_path / "ran")}, pickled / "adapter_model.bin")
+    code, said = invoke("merge-adapters", a, pickled, "--out", tmp_path / "out")
+    assert (code, "adapter_model.bin' cannot be loaded" in said) == (2, True), said
+    assert not (tmp_path / "ran").exists()
+    saved(tmp_path / "deep" / "inside", 3)
+    code, said = invoke("merge-adapters", a, tmp_path / "deep", "--out", tmp_path / "out")
+    assert (code, f"folders inside it: give one of '{tmp_path / 'deep' / 'inside'}'" in said) == (
+        2,
+        True,
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_dora_the_report_says_what_it_is_about(tmp_path: Path) -> None:
+    folders = [saved(tmp_path / name, seed, use_dora=True) for seed, name in enumerate("ab")]
+    code, said = invoke("merge-adapters", *folders, "--dry-run")
+    assert code == 0, said
+    assert "this is about the products alone: DoRA's weights have magnitudes" in said
+    plain = [saved(tmp_path / f"plain {name}", seed) for seed, name in enumerate("ab")]
+    assert "magnitudes" not in invoke("merge-adapters", *plain, "--dry-run")[1]

@@ -197,10 +197,12 @@ def test_pickles_of_more_than_tensors_are_not_loaded(model: Path, tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
-def test_wrapped_pickles_are_refused(model: Path) -> None:
+def test_wrapped_pickles_are_checked_like_their_own(model: Path) -> None:
+    plain = json.loads(commands.invoke("check", model, "--json")[1])
     _pickled(model, prefix="module.")
-    code, output = check(model)
-    assert (code, "most of the model would be random. Save it, without wrappers" in output) == (2, True)
+    code, output = commands.invoke("check", model, "--json")
+    assert code == 0, output
+    assert {**json.loads(output), "seconds": 0} == {**plain, "seconds": 0}
 
 
 # What is no model of its own
@@ -285,3 +287,39 @@ def test_short_floats_are_checked_in_float64(dtype: torch.dtype, model: Path) ->
     configure(model, dtype=str(dtype).removeprefix("torch."))
     found = json.loads(commands.invoke("check", model, "--json")[1])
     assert found["change"] <= 1e-10
+
+
+# Files without content
+
+
+def no_entries(tensors: State) -> State:
+    return {name: torch.zeros(0) if "query" in name else t for name, t in tensors.items()}
+
+
+def test_tensors_without_entries_are_named(model: Path) -> None:
+    change(model, no_entries)
+    expected = f"'{model / 'model.safetensors'}' holds '{QUERY}.bias' without entries (4 of 41 tensors"
+    for code, output in (check(model), merge(model, "--dry-run")):
+        assert (code, expected in output, "zero_to_fp32.py" in output) == (2, True, True), output
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    code, output = check(model)
+    assert (code, "pytorch_model.bin' holds" in output, "zero_to_fp32.py" in output) == (2, True, True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_empty_files_are_named(name: str, model: Path) -> None:
+    if name == "pytorch_model.bin":
+        (model / "model.safetensors").unlink()
+    (model / name).write_bytes(b"")
+    code, output = check(model)
+    expected = "is damaged: it is no JSON" if name == "config.json" else "is empty. Copy it again"
+    assert (code, f"'{model / name}' {expected}" in output) == (2, True), output
+
+
+def test_pointers_of_git_lfs_are_named(model: Path) -> None:
+    (model / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+    for code, output in (check(model), merge(model, "--dry-run")):
+        assert (code, "is a pointer of Git LFS" in output) == (2, True), output

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.saved_model import check_alike, open_saved_model
+from fedrot.simulations.models.alike import check_alike
+from fedrot.simulations.models.saved_model import open_saved_model
 from tests.models import fresh_model
 
 

@@ -9,8 +9,7 @@ from fedrot.symmetry.describe.spaces import embedding
 
 #: Why the residual stream is not moved.
 _FIXED = (
-    "the model adds sinusoidal positions to it, which are no tensor of the state dict and cannot move. "
-    "Leave 'residual' out of the parts."
+    "the model adds sinusoidal positions to it, which are no tensor of the state dict and cannot move."
 )
 
 

@@ -1,0 +1,213 @@
+"""What two models must share before their weights are compared: fields, tokens, labels, ties."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fedrot.simulations.models.alike import moved_label
+from tests import families
+from tests.models import fresh_model
+from tests.simulations.commands import invoke
+
+
+def pair(name: str, folder: Path) -> tuple[Path, Path]:
+    for seed, place in enumerate("ab"):
+        model = families.model_of(name, families.state_of(name, seed)).float()
+        model.save_pretrained(folder / place)
+    return folder / "a", folder / "b"
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    """Change fields of a configuration; None leaves one out, dictionaries are changed inside."""
+    file = folder / "config.json"
+    settings = json.loads(file.read_text())
+    for name, value in changes.items():
+        settings[name] = {**settings[name], **value} if isinstance(value, dict) else value
+    file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+
+
+def commands(a: Path, b: Path) -> list[tuple[str, ...]]:
+    """The commands that compare two models."""
+    out = str(a.parent / "out")
+    return [
+        ("merge", str(a), str(b), "--dry-run"),
+        ("diagnose", str(a), str(b)),
+        ("port", str(a), str(b), str(a), "--out", out),
+        ("port", str(a), str(a), str(b), "--out", out),
+        ("barrier", str(a), str(b), "--data", "goemotions_ekman", "--out", out),
+    ]
+
+
+FUNCTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta is 10000.0 in"),
+    ("llama", {"rope_parameters": None, "rope_theta": 5e5}, "rope_parameters.rope_theta is 10000.0 in"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters.rope_type is 'default' in",
+    ),
+    ("llama", {"rms_norm_eps": 1e-3}, "rms_norm_eps is 1e-06 in"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is silu in"),
+    ("mistral", {"sliding_window": 3}, "sliding_window is 4096 in"),
+    ("gemma3", {"final_logit_softcapping": 3.0}, "final_logit_softcapping is not set in"),
+    ("gemma3", {"query_pre_attn_scalar": 9}, "query_pre_attn_scalar is 256 in"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function is 'gelu_new' in"),
+    ("gpt2", {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon is 1e-05 in"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is False in"),
+    ("gpt2-classifier", {"pad_token_id": 3}, "pad_token_id is 0 in"),
+    ("bart-classifier", {"eos_token_id": 3}, "eos_token_id is 2 in"),
+    ("roberta", {"pad_token_id": 3}, "pad_token_id is 1 in"),
+    ("t5", {"feed_forward_proj": "gelu", "dense_act_fn": "gelu"}, "feed_forward_proj is 'relu' in"),
+    ("clip", {"text_config": {"hidden_act": "relu"}}, "text_config.hidden_act is 'quick_gelu' in"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), FUNCTIONS)
+def test_other_functions_of_the_same_shapes_are_refused(
+    name: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    a, b = pair(name, tmp_path)
+    configure(b, **changes)
+    for command in commands(a, b):
+        code, output = invoke(*command)
+        assert code == 2, (command, output)
+        assert expected in output
+        assert all(f"'{folder}" in output for folder in (a, b))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_distilbert_has_a_name_of_its_own_for_activations(tmp_path: Path) -> None:
+    for place in "ab":
+        fresh_model("distilbert-classifier").float().save_pretrained(tmp_path / place)
+    configure(tmp_path / "b", activation="relu")
+    code, output = invoke("merge", tmp_path / "a", tmp_path / "b", "--dry-run")
+    assert (code, "activation is 'gelu' in" in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (
+            "llama",
+            {"rope_parameters": None, "attention_bias": None, "use_cache": None},
+        ),
+        ("llama", {"hidden_act": "swish", "pretraining_tp": 2, "max_position_embeddings": 99}),
+        ("llama", {"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": 9, "temperature": 0.5}),
+        ("gpt2", {"resid_pdrop": 0.5, "initializer_range": 0.5, "torch_dtype": "float16"}),
+        ("gpt2", {"transformers_version": "4.9.0", "_name_or_path": "mine", "n_inner": 20}),
+        ("bert", {"position_embedding_type": "absolute", "gradient_checkpointing": False}),
+        ("bert", {"problem_type": "single_label_classification", "unsloth_version": "1"}),
+        ("clip", {"vision_config": {"attention_dropout": 0.5, "tf_legacy_loss": False}}),
+        ("clip", {"text_config": {"cross_attention_hidden_size": 3, "num_beams": 2}}),
+        ("qwen2", {"max_window_layers": 3}),
+    ],
+)
+def test_fields_that_change_no_output_may_differ(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    a, b = pair(name, tmp_path)
+    configure(b, **changes)
+    for command in commands(a, b)[:4]:
+        code, output = invoke(*command)
+        assert code == 0, (command, output)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+def test_a_vocabulary_that_was_padded_is_no_other_tokenizer(tmp_path: Path) -> None:
+    a, b = pair("gpt2", tmp_path)
+    model = type(families.model_of("gpt2")).from_pretrained(b)
+    model.resize_token_embeddings(64)
+    model.save_pretrained(b)
+    for folder in (a, b):
+        _tokenizer(folder)
+    code, output = invoke("merge", a, b, "--dry-run")
+    assert code == 2
+    assert "have 40 and 64 embeddings, and the same tokens" in output
+    assert "resize_token_embeddings(64)" in output
+
+
+def test_the_token_that_differs_is_named(tmp_path: Path) -> None:
+    a, b = pair("gpt2", tmp_path)
+    _tokenizer(a)
+    _tokenizer(b, w3="other")
+    code, output = invoke("merge", a, b, "--dry-run")
+    assert code == 2
+    assert "number 8 in" in output
+    assert f"is not in '{a}'" in output or f"is not in '{b}'" in output
+
+
+@pytest.mark.parametrize("text", ["{", '{"version": "1.0"}'])
+def test_a_damaged_tokenizer_is_named(text: str, tmp_path: Path) -> None:
+    a, b = pair("gpt2", tmp_path)
+    for folder in (a, b):
+        _tokenizer(folder)
+    (b / "tokenizer.json").write_text(text)
+    for command in commands(a, b)[:1] + commands(b, a)[-1:]:
+        code, output = invoke(*command)
+        assert (code, f"'{b / 'tokenizer.json'}' is damaged" in output) == (2, True), output
+
+
+def test_an_empty_tokenizer_is_named(tmp_path: Path) -> None:
+    a, b = pair("bert", tmp_path)
+    (b / "vocab.txt").write_bytes(b"")
+    _tokenizer(a)
+    code, output = invoke("merge", a, b, "--dry-run")
+    assert (code, f"'{b / 'vocab.txt'}' is empty" in output) == (2, True), output
+
+
+def _tokenizer(folder: Path, **renamed: str) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(35))]
+    numbers = {renamed.get(word, word): number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+
+
+def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
+    a, b = pair("gpt2-classifier", tmp_path)
+    names = {"0": "Joy", "1": "ANGER", "2": "fear"}
+    configure(a, id2label=names, label2id={name: int(n) for n, name in names.items()})
+    swapped = {"0": "anger", "1": "joy", "2": "fear"}
+    configure(b, id2label=swapped, label2id={name: int(n) for n, name in swapped.items()})
+    for command in commands(a, b):
+        code, output = invoke(*command)
+        assert code == 2, (command, output)
+        assert "Different labels: '" in output
+    configure(b, id2label=names, label2id={name: int(n) for n, name in names.items()})
+    assert invoke(*commands(a, b)[0])[0] == 0
+
+
+def test_labels_of_other_models_are_not_read(tmp_path: Path) -> None:
+    """A language model has no outputs by label, whatever its configuration keeps."""
+    a, b = pair("gpt2", tmp_path)
+    configure(b, id2label={"0": "LABEL_1", "1": "LABEL_0"}, label2id={"LABEL_1": 0, "LABEL_0": 1})
+    assert invoke(*commands(a, b)[0])[0] == 0
+
+
+def test_moved_labels() -> None:
+    assert moved_label({0: "not_x", 1: "x"}, {0: "X", 1: "not x"}) == ("not_x", 0, 1)
+    assert moved_label({0: "x", 1: "y"}, {0: "x", 1: "z"}) is None
+    assert moved_label({0: "x", 1: "y"}, {0: "a", 1: "b"}) is None
+    assert moved_label(None, {0: "a"}) is None
+
+
+@pytest.mark.parametrize("first", ["tied", "untied"])
+def test_a_tied_and_an_untied_model_are_refused_in_both_orders(first: str, tmp_path: Path) -> None:
+    for place, tie in (("tied", True), ("untied", False)):
+        settings = {**families.MEMBERS["llama"].settings, "tie_word_embeddings": tie}
+        LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(tmp_path / place)
+        _tokenizer(tmp_path / place)
+    other = "untied" if first == "tied" else "tied"
+    a, b = tmp_path / first, tmp_path / other
+    for command in (*commands(a, b)[:2], commands(a, b)[-1]):
+        code, output = invoke(*command)
+        assert code == 2, output
+        assert "'lm_head.weight' and 'model.embed_tokens.weight' are one tensor in" in output
+        assert f"'{tmp_path / 'tied'}', and two in '{tmp_path / 'untied'}'" in output

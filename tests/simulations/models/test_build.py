@@ -1,0 +1,86 @@
+"""Pretrained models of a simulation: nothing in their body is random."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.models.build import _say_new, build_model
+from fedrot.simulations.tasks.task import task_of
+from tests.models import State
+from tests.simulations.commands import SMALL
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "pretrained"
+    config = SimulationConfig(task="mlm", **SMALL)
+    build_model(config, task_of(config.to_json()).data, 0).save_pretrained(folder)
+    return folder
+
+
+def write(tensors: State, like: Path, folder: Path, kind: str = "safetensors") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_bytes((like / "config.json").read_bytes())
+    if kind == "safetensors":
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    else:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+def built(folder: Path, task: Any = "classification") -> State:
+    config = SimulationConfig(task=task, model=str(folder), **{**SMALL, "layers": 2})
+    return build_model(config, task_of(config.to_json()).data, seed=3).state_dict()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pickle"])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+def test_wrapped_models_are_loaded(
+    task: str, prefix: str, kind: str, pretrained: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(pretrained / "model.safetensors")
+    wrapped = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    found = built(write(wrapped, pretrained, tmp_path / "wrapped", kind), task)
+    body = {name for name in found if name.startswith("bert.") and ".pooler." not in name}
+    assert body <= tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in body)
+    plain = built(pretrained, task)
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("change", ["without one", "other names"])
+def test_a_body_that_would_be_random_is_refused(change: str, pretrained: Path, tmp_path: Path) -> None:
+    tensors = load_file(pretrained / "model.safetensors")
+    if change == "without one":
+        del tensors["bert.encoder.layer.0.attention.self.query.weight"]
+    else:
+        tensors = {f"backbone.{name}": tensor for name, tensor in tensors.items()}
+    folder = write(tensors, pretrained, tmp_path / "lacking")
+    with pytest.raises(FedrotError, match=rf"'{folder}' has no tensor 'bert\..*it would be random"):
+        built(folder)
+
+
+def test_a_new_task_head_is_said_once(pretrained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _say_new.cache_clear()
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, "flwr"):
+            for _ in range(2):
+                built(pretrained)
+            built(pretrained, "mlm")
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = [record.getMessage() for record in caplog.records if "drawn at random" in record.getMessage()]
+    assert len(set(said)) == 1
+    assert f"Not in '{pretrained}', so drawn at random: " in said[0]
+    assert "classifier.weight" in said[0]

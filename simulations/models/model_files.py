@@ -82,7 +82,7 @@ def about(path: Path) -> Iterator[None]:
 
 
 def refuse_unwritten(file: Path) -> None:
-    """Raise ``FedrotError`` if a file is empty, or only the pointer that Git LFS keeps in its place."""
+    """Raise ``FedrotError`` if a file is empty, or only the pointer of git-lfs."""
     if not file.stat().st_size:
         raise FedrotError(f"'{file}' is empty. Copy it again, or save it again with save_pretrained.")
     refuse_pointer(file)

@@ -134,7 +134,7 @@ def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(config))
     for other, expected in (
         (pointer, "is a pointer of git-lfs"),
-        (deep.parent, f"There is one below it: give '{deep}'."),
+        (deep.parent, f"Adapters are in folders inside it: give one of '{deep}'."),
         (more, "All need the same modules_to_save and bias"),
         (moved, "If it is the same base by another name or path, write the same into both"),
         (later, "later' has revision 'v2'"),
@@ -231,7 +231,7 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
         assert "Send" not in said
     for text, expected in (
         (b"", "is empty. Copy it again"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of git-lfs"),
         (b"\x00" * 9, "cannot be"),
     ):
         for file in ("adapter_model.safetensors", "adapter_model.bin"):

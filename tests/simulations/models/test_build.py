@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.models.build import _say_new, build_model
 from fedrot.simulations.tasks.task import task_of
 from tests.models import State
@@ -23,12 +25,14 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "pretrained"
     config = SimulationConfig(task="mlm", **SMALL)
     build_model(config, task_of(config.to_json()).data, 0).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(folder)
     return folder
 
 
 def write(tensors: State, like: Path, folder: Path, kind: str = "safetensors") -> Path:
     folder.mkdir()
-    (folder / "config.json").write_bytes((like / "config.json").read_bytes())
+    for file in like.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
     if kind == "safetensors":
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     else:

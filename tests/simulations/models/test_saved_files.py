@@ -322,4 +322,4 @@ def test_pointers_of_git_lfs_are_named(model: Path) -> None:
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
     )
     for code, output in (check(model), merge(model, "--dry-run")):
-        assert (code, "is a pointer of Git LFS" in output) == (2, True), output
+        assert (code, "is a pointer of git-lfs" in output) == (2, True), output

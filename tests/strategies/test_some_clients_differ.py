@@ -86,6 +86,20 @@ def test_a_second_run_of_own_messages_starts_from_its_own_model() -> None:
     assert distance(used, twice) == pytest.approx(distance(strategy(), twice))
 
 
+def test_messages_with_different_models_have_no_broadcast_model() -> None:
+    class TwoModels(FedRot):
+        def configure_train(self, *given: Any) -> Iterable[Message]:
+            _, arrays, config, grid = given
+            twice = ArrayRecord({name: 2 * t for name, t in tensors_of(arrays).items()})
+            nodes = zip(grid.get_node_ids(), (arrays, twice), strict=True)
+            return [Message(RecordDict({"arrays": a, "config": config}), n, "train") for n, a in nodes]
+
+    grid = FakeGrid(dict.fromkeys((100, 101), lambda message: reply(message, state(), 10)))
+    strategy = TwoModels(CONFIG, fraction_evaluate=0.0)
+    with pytest.raises(FedrotError, match="do not hold one and the same ArrayRecord"):
+        strategy.start(grid, ArrayRecord(state()), num_rounds=1)
+
+
 def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
     class Refusing(FakeGrid):
         def push_messages(self, messages: Iterable[Message]) -> Any:

@@ -435,3 +435,19 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
     most = 2 * 0.5 * (2 * 1.2 * 4 * norm * math.log(chance.ONCE_IN * 100)) ** 0.5
     swapped, line = torch.tensor([1, 0]), chance.NullLine(0.0, 0.5)
     assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(3 + most)
+
+
+def test_half_of_the_layers_are_no_evidence_for_the_others() -> None:
+    assert chance.beyond([2.0, 2.0, 0.1, 0.1], [1.0] * 4) == [True, True, False, False]
+    assert chance.beyond([2.0, 2.0, 2.0, 0.1], [1.0] * 4) == [True] * 4
+
+
+def test_tied_tensors_are_one_tensor_of_a_null_model() -> None:
+    state = {name: t.clone() for name, t in families.state_of("qwen2").items()}
+    symmetry = families.symmetry_for("qwen2")
+    names = sorted({s.tensor for g in symmetry.groups for s in g.slots if state[s.tensor].ndim == 2})
+    one = next(n for n in names if sum(state[m].shape == state[n].shape for m in names) > 1)
+    other = next(m for m in names if m != one and state[m].shape == state[one].shape)
+    state[other] = state[one]
+    null = chance.null_model(state, state, symmetry.groups)
+    assert null[one] is null[other]

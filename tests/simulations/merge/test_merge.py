@@ -612,7 +612,7 @@ def other_words(folder: Path) -> None:
             other_labels,
             "Different shapes: the tensor 'classifier.weight' is (3, 32) in '{a}' and (5, 32)",
         ),
-        (other_words, "(60 and 60 embeddings, and their tokenizers differ in 'other')"),
+        (other_words, "'{b}' are not the same (60 and 60 embeddings): 'other' "),
         (xlnet, "'{b}/config.json': The architecture 'xlnet' is not supported"),
         (no_class, "'{b}/config.json' names nothing under 'architectures'"),
         (no_json, "'{b}/config.json' is damaged: it is no JSON"),

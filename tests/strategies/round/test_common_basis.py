@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from fedrot.research import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from fedrot.strategies.client_matching import ANCHOR, COMMON_BASIS, ELEMENTS, UPDATE
 from fedrot.strategies.wire.arrays import to_arrays
+from fedrot.symmetry.moves import Move, apply_moves
+from tests.models import largest_difference as difference
 from tests.models import near
-from tests.strategies.fakes import Client, failure, play, tensors_of
+from tests.strategies.fakes import Client, FakeGrid, failure, play, tensors_of
 from tests.trained import CONFIG, build, loss, rows, trained
 
 PASSES = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2)
@@ -120,3 +123,58 @@ def test_an_answer_in_either_precision_ends_no_round(dtype: torch.dtype) -> None
     result, metrics = play(FedRot(CONFIG, other_basis=others), trained(0), sent, [answer] * 3)
     assert metrics["fedrot-replies-accepted"] == 3
     assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors_of(result).values())
+
+
+def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
+    """Rotations do not commute: the second element acts on what the first has moved."""
+    symmetry = fedrot.symmetry_of(CONFIG, trained(0))
+    rotations = [g for g in symmetry.groups if g.part == "attention"]
+    passes: list[dict[str, torch.Tensor]] = [
+        {g.name: g.kind.random(torch.Generator().manual_seed(seed)) for g in rotations}
+        for seed in (0, 1)
+    ]
+    asked: list[Message] = []
+
+    def answer(message: Message) -> Message:
+        asked.append(message)
+        elements = passes[len(asked) - 1]
+        return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
+
+    class Noting(FedRot):
+        def on_update(self, update: Any) -> None:
+            found.append(dict(update.tensors))
+
+    found: list[Any] = []
+    sent = [trained(seed) for seed in (1, 2)]
+    play(Noting(CONFIG, other_basis=PASSES), trained(0), sent, [answer, failure])
+    expected = tensors_of(asked[0].content.array_records[UPDATE])
+    for elements in passes:
+        expected = apply_moves(expected, [Move(g, elements[g.name]) for g in rotations])
+    of_first = min(found, key=lambda one: difference(one, expected))
+    assert difference(of_first, expected) < 1e-4
+
+
+def test_the_first_of_two_answers_of_a_client_counts() -> None:
+    class Twice(FakeGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+            answers = super().send_and_receive(messages, timeout=timeout)
+            return [one for answer in answers for one in (answer, another(answer))]
+
+    def another(answer: Message) -> Message:
+        again = copy.copy(answer)
+        again.content = RecordDict({ELEMENTS: to_arrays(elements)})
+        return again
+
+    symmetry, generator = fedrot.symmetry_of(CONFIG, trained(0)), torch.Generator().manual_seed(0)
+    rotations = [g for g in symmetry.groups if g.part == "attention"]
+    elements = {g.name: g.kind.random(generator) for g in rotations}
+
+    sent, results = [trained(seed) for seed in (1, 2, 3)], []
+    for grid in (FakeGrid, Twice):
+        asked: list[Message] = []
+        nodes = {100 + seed: node(seed, asked) for seed in (1, 2, 3)}
+        one_pass = OtherBasis(options=PASSES.options, learning_passes=1)
+        strategy = FedRot(CONFIG, other_basis=one_pass)
+        results.append(tensors_of(play(strategy, trained(0), sent, grid(nodes))[0]))
+        assert len(asked) == 3
+    assert difference(*results) == 0

@@ -969,3 +969,15 @@ def test_the_order_of_a_clients_metrics_does_not_matter(caplog: pytest.LogCaptur
     sent = [evaluation(m, **given) for m, given in zip(messages, orders, strict=True)]
     assert dict(strategy.aggregate_evaluate(1, sent) or {}) == {"loss": 1.0, "accuracy": 0.5}
     assert "dropped" not in caplog.text
+
+
+def test_an_anchor_follows_only_what_is_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another aggregator takes does not move it."""
+    add, accepted = AggregatorMerge.add, []
+    monkeypatch.setattr(AggregatorMerge, "add", lambda self, one: add(self, one) and one.client != 1)
+    monkeypatch.setattr(Aligner, "accept", lambda self, one, place=0: accepted.append(one.client))
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, state(), 3)
+    sent = [reply(m, near(state(), 0.01, i), 10, i) for i, m in enumerate(messages)]
+    strategy.aggregate_train(1, sent)
+    assert accepted == [0, 2]

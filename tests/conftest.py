@@ -5,11 +5,21 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
+
 # Test processes share the cores; more threads than cores only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Messages with long paths stay on one line.
 os.environ["COLUMNS"] = "1000"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked ``long`` to ``make test-all``."""
+    if not os.environ.get("FEDROT_TEST_ALL"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 def pytest_collection_finish() -> None:

@@ -131,6 +131,7 @@ def test_the_quickstart_runs_unchanged_in_a_deployment(run: Run, toy: str) -> No
     aligned_once(log)
 
 
+@pytest.mark.long
 def test_institutions_meet_once(run: Run) -> None:
     log = run.simulated(INSTITUTIONS, 3, "width=32 rows=100 epochs=1")
     losses = dict(re.findall(r"loss of (.+): ([\d.]+)", log))
@@ -140,6 +141,7 @@ def test_institutions_meet_once(run: Run) -> None:
     assert losses["plain average"] != losses["aligned average"]
 
 
+@pytest.mark.long
 def test_clients_align_under_secure_aggregation(run: Run) -> None:
     log = run.simulated(SECURE, 3, "rows=60 num-server-rounds=1")
     found = re.search(r"loss before: ([\d.]+), after 1 rounds: ([\d.]+)", log)
@@ -147,6 +149,7 @@ def test_clients_align_under_secure_aggregation(run: Run) -> None:
     assert float(found[2]) < float(found[1]) - 0.01
 
 
+@pytest.mark.long
 def test_a_language_model_is_tuned_by_adapters(run: Run, tmp_path: Path) -> None:
     import peft
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -185,6 +188,7 @@ def test_clients_of_different_ranks_train_a_classifier(run: Run, toy: str, tmp_p
     assert peft.PeftConfig.from_pretrained(tmp_path / "saved").r == 4
 
 
+@pytest.mark.long
 def test_without_the_uv_section_a_run_ends_with_608(run: Run) -> None:
     """If this fails, Flower has changed, and ``exclude-dependencies`` may not be needed any more."""
     app = run.folder / "app"

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from fedrot.simulations.federation.run_folder import read_rows
+from tests.simulations.in_process import simulated
 from tests.simulations.runs import SMALL, central
 
 SCRIPTS = Path(sys.executable).parent
@@ -25,6 +26,15 @@ ROOT = Path(__file__).parents[3]
 
 #: Moves whatever helps, so that coordinates do not matter.
 ALIGNED = "aligned*0"
+COMMAND = (
+    *SMALL,
+    "--start",
+    "same,scrambled",
+    "--arms",
+    f"plain,{ALIGNED}",
+    "--partition",
+    "dirichlet:1",
+)
 
 
 def fedrot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -36,19 +46,7 @@ def fedrot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run over two starts, plain and aligned."""
     folder = tmp_path_factory.mktemp("engine")
-    result = fedrot(
-        "simulate",
-        "--out",
-        "run",
-        *SMALL,
-        "--start",
-        "same,scrambled",
-        "--arms",
-        f"plain,{ALIGNED}",
-        "--partition",
-        "dirichlet:1",
-        cwd=folder,
-    )
+    result = fedrot("simulate", "--out", "run", *COMMAND, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert ALIGNED in result.stdout
     return folder / "run"
@@ -92,20 +90,8 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
 
 
 def test_the_same_command_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
-    result = fedrot(
-        "simulate",
-        "--out",
-        "again",
-        *SMALL,
-        "--start",
-        "same,scrambled",
-        "--arms",
-        f"plain,{ALIGNED}",
-        "--partition",
-        "dirichlet:1",
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    """Here without the engine: what the apps compute does not depend on it."""
+    simulated(tmp_path / "again", "simulate", *COMMAND)
 
     def timeless(folder: Path) -> list[dict[str, object]]:
         return [row for row in read_rows(folder) if "seconds" not in row["metric"]]

@@ -32,6 +32,7 @@ from fedrot.strategies.wire.records import (
     read_token_counts,
     token_counts_record,
 )
+from fedrot.tensors import compute_dtype
 from tests.fuzz.cases import EDGES, fuzzed, mutated
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
@@ -209,8 +210,10 @@ def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tupl
     event("accepted")
     assert list(reply.tensors) == list(MODEL)
     for name, tensor in reply.tensors.items():
-        assert (tensor.dtype, tensor.shape) == (MODEL[name].dtype, MODEL[name].shape)
-        assert bool(tensor.isfinite().all())
+        # What came wider than the broadcast model is rounded after the mean.
+        assert tensor.dtype in (MODEL[name].dtype, compute_dtype(MODEL[name]))
+        assert tensor.shape == MODEL[name].shape
+        assert bool(tensor.to(MODEL[name].dtype).isfinite().all())
     assert 0 < reply.weight < float("inf")
     check_statistics(reply.statistics, SHAPES)
     return True

@@ -590,6 +590,13 @@ def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
         FedRot(CONFIG, anchor="median")
 
 
+class Unasked(FakeGrid):
+    """A grid that is not to be asked for nodes: Flower would wait until there are enough."""
+
+    def get_node_ids(self) -> Any:
+        raise AssertionError("nodes are waited for")
+
+
 @pytest.mark.parametrize(
     ("rounds", "arguments", "expected"),
     [
@@ -610,7 +617,7 @@ def test_numbers_of_a_run_are_checked_before_it_waits(
 ) -> None:
     """With a fraction above 1, Flower waits for more nodes than there are."""
     with pytest.raises(fedrot.FedrotError, match=re.escape(expected)):
-        FedRot(CONFIG, **arguments).start(FakeGrid({}), ArrayRecord(model()), rounds)
+        FedRot(CONFIG, **arguments).start(Unasked({}), ArrayRecord(model()), rounds)
 
 
 def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
@@ -619,7 +626,7 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
 
     strategy = Private(CONFIG, FedAvg(fraction_train=2.0), 0.1, 1.0, 3, anchor="global")
     with pytest.raises(fedrot.FedrotError, match=r"fraction_train is 2\.0"):
-        strategy.start(FakeGrid({}), ArrayRecord(model()), 1)
+        strategy.start(Unasked({}), ArrayRecord(model()), 1)
 
 
 @pytest.mark.parametrize(

@@ -365,7 +365,7 @@ def test_a_mean_of_adapters_has_a_norm_bound() -> None:
     assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
 
 
-def test_an_adapter_of_rank_0_is_dropped() -> None:
+def test_an_adapter_of_rank_0_is_dropped_for_its_shape(warnings: Callable[[], str]) -> None:
     def empty(message: Message) -> Message:
         own = floats(adapter(0)).items()
         sent = {n: t[:0] if "_A" in n else t[:, :0] if "_B" in n else t for n, t in own}
@@ -375,6 +375,8 @@ def test_an_adapter_of_rank_0_is_dropped() -> None:
     grid = FakeGrid({**{100 + i: client(i) for i in range(2)}, 107: empty})
     result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
     assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
+    assert "Reply of client 7 dropped: " in warnings()
+    assert "lora_A.weight' has shape [0, " in warnings()
 
 
 @pytest.mark.parametrize(

@@ -564,6 +564,23 @@ def test_the_mixin_works_in_front_of_a_server_optimiser() -> None:
     assert largest_difference(honest, run(FedAdam(**options), scramble=True)) > 5e-3
 
 
+@pytest.mark.parametrize("build", [FedRot, AlignedAdam])
+def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(build: Any) -> None:
+    base, found = model(), []
+    for name in ("num-examples", "rows"):
+        strategy = build(CONFIG, weighted_by_key=name, anchor="global")
+        messages = broadcast(strategy, base)
+        answers = [
+            reply(m, u, 1, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))
+        ]
+        for rows, answer in zip((1, 5, 14), answers, strict=True):
+            answer.content["metrics"] = MetricRecord({name: rows, "loss": float(rows)})
+        arrays, metrics = strategy.aggregate_train(1, answers)
+        found.append((arrays, (metrics or {})["loss"]))
+    assert largest_difference(found[0][0], found[1][0]) == 0
+    assert found[0][1] == found[1][1] == pytest.approx((1 + 25 + 196) / 20)
+
+
 def test_partial_participation_and_metrics_through_start() -> None:
     base = model()
 

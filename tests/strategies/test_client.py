@@ -56,6 +56,7 @@ def app_of(train: Train, mods: list[Any]) -> Client:
     context = Context(1, 1, {}, RecordDict(), {})
     app.train()(lambda message, context: train(message))
     app.evaluate()(lambda message, context: train(message))
+    app.train("tuned")(lambda message, context: train(message))
     app.query()(lambda message, context: train(message))
     return lambda message: app(message, context)
 
@@ -112,6 +113,12 @@ def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_wa
     left, given = (m.content.array_records["arrays"][name].data for m in (answer, sent[0]))
     assert left == given
     assert list(answer.content["arrays"]) == list(sent[0].content["arrays"])
+
+
+def test_every_action_of_training_is_aligned() -> None:
+    base, update = state(), scrambled()
+    answer = app_of(sends(update), [align_mod(CONFIG)])(instruction(base, kind="train.tuned"))
+    assert difference(arrays(answer), fedrot.align(update, base, SYMMETRY).apply(update)) == 0
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "query"])
@@ -374,6 +381,18 @@ def test_statistics_of_the_client_move_with_its_update() -> None:
     found = read_statistics(answer.content)["gram"]
     assert difference(found, expected) < 1e-6
     assert difference(found, grams["gram"]) > 1e-2
+
+
+def test_statistics_of_the_client_and_of_the_mod_leave_together_in_the_precision_of_the_mod() -> None:
+    marks = {"trained": {"classifier.bias": torch.tensor([True, False, True])}}
+    mod = align_mod(CONFIG, statistics=squares, dtype=torch.bfloat16)
+    answer = app_of(with_statistics(scrambled(), marks), [mod])(
+        instruction(state(), **{STATISTICS: FISHER})
+    )
+    found = read_statistics(answer.content)
+    assert set(found) == {"trained", FISHER}
+    dtypes = {array.dtype for array in answer.content.array_records[STATISTICS].values()}
+    assert dtypes == {"bool", "bfloat16"}
 
 
 def test_statistics_that_cannot_follow_are_refused() -> None:

@@ -25,6 +25,7 @@ from fedrot.strategies.client_matching import (
     read_moves,
     request,
 )
+from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry.actions import (
     HeadLinear,
@@ -49,6 +50,7 @@ from tests.strategies.fakes import (
     failure,
     largest_difference,
     play,
+    reply,
     tensors_of,
 )
 
@@ -610,3 +612,33 @@ def test_messages_of_the_first_round_are_those_of_the_strategy() -> None:
     )
     kinds = [[m.metadata.message_type for m in broadcast(s, base)] for s in (stock, ours)]
     assert kinds[0] == kinds[1]
+
+
+class Timed(LazyGrid):
+    """Notes how long it is to wait for what kind of messages."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Replies:
+        asked = list(messages)
+        self.waits = [*getattr(self, "waits", []), *((m.metadata.message_type, timeout) for m in asked)]
+        return super().send_and_receive(asked, timeout=timeout)
+
+
+def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -> None:
+    asked: list[Message] = []
+
+    def answer(message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        if message.metadata.message_type == MESSAGE_TYPE:
+            asked.append(message)
+            return nothing_moved(message)
+        return reply(message, permuted(state(), node), 10, node)
+
+    grid = Timed(FakeGrid(dict.fromkeys((1, 2), answer)))
+    others = OtherBasis(options=WHOLE, at_clients=True)
+    strategy = FedRot(config_of(NAME), other_basis=others, fraction_evaluate=0.0)
+    given = ConfigRecord({"lr": 0.5})
+    strategy.start(grid, ArrayRecord(state()), 1, timeout=12.5, train_config=given)
+    # One of the two is the anchor.
+    assert grid.waits == [("train", 12.5), ("train", 12.5), (MESSAGE_TYPE, 12.5)]
+    (config,) = asked[0].content.config_records.values()
+    assert (config["lr"], config["server-round"]) == (0.5, 1)

@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+)
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -559,6 +564,23 @@ def test_the_mixin_works_in_front_of_a_server_optimiser() -> None:
     assert largest_difference(honest, run(FedAdam(**options), scramble=True)) > 5e-3
 
 
+@pytest.mark.parametrize("build", [FedRot, AlignedAdam])
+def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(build: Any) -> None:
+    base, found = model(), []
+    for name in ("num-examples", "rows"):
+        strategy = build(CONFIG, weighted_by_key=name, anchor="global")
+        messages = broadcast(strategy, base)
+        answers = [
+            reply(m, u, 1, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))
+        ]
+        for rows, answer in zip((1, 5, 14), answers, strict=True):
+            answer.content["metrics"] = MetricRecord({name: rows, "loss": float(rows)})
+        arrays, metrics = strategy.aggregate_train(1, answers)
+        found.append((arrays, (metrics or {})["loss"]))
+    assert largest_difference(found[0][0], found[1][0]) == 0
+    assert found[0][1] == found[1][1] == pytest.approx((1 + 25 + 196) / 20)
+
+
 def test_partial_participation_and_metrics_through_start() -> None:
     base = model()
 
@@ -585,12 +607,24 @@ def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
         FedRot(CONFIG, anchor="median")
 
 
+class Unasked(FakeGrid):
+    """A grid that is not to be asked for nodes: Flower would wait until there are enough."""
+
+    def get_node_ids(self) -> Any:
+        raise AssertionError("nodes are waited for")
+
+
 @pytest.mark.parametrize(
     ("rounds", "arguments", "expected"),
     [
         ("3", {}, "num_rounds is '3'; it must be a whole number"),
         (2.0, {}, "num_rounds is 2.0"),
+        (-1, {}, "num_rounds is -1"),
         (1, {"min_train_nodes": "2"}, "min_train_nodes is '2'"),
+        (1, {"min_evaluate_nodes": 1.0}, "min_evaluate_nodes is 1.0"),
+        (1, {"min_available_nodes": "2"}, "min_available_nodes is '2'"),
+        (1, {"fraction_train": -0.5}, "fraction_train is -0.5"),
+        (1, {"fraction_evaluate": float("nan")}, "fraction_evaluate is nan"),
         (1, {"fraction_train": "0.5"}, "fraction_train is '0.5'; it must be a number from 0 to 1"),
         (1, {"fraction_evaluate": 2.0}, "fraction_evaluate is 2.0"),
     ],
@@ -600,7 +634,48 @@ def test_numbers_of_a_run_are_checked_before_it_waits(
 ) -> None:
     """With a fraction above 1, Flower waits for more nodes than there are."""
     with pytest.raises(fedrot.FedrotError, match=re.escape(expected)):
-        FedRot(CONFIG, **arguments).start(FakeGrid({}), ArrayRecord(model()), rounds)
+        FedRot(CONFIG, **arguments).start(Unasked({}), ArrayRecord(model()), rounds)
+
+
+def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
+    class Private(Aligned, DifferentialPrivacyServerSideFixedClipping):
+        pass
+
+    strategy = Private(CONFIG, FedAvg(fraction_train=2.0), 0.1, 1.0, 3, anchor="global")
+    with pytest.raises(fedrot.FedrotError, match=r"fraction_train is 2\.0"):
+        strategy.start(Unasked({}), ArrayRecord(model()), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "alignment", "replies"),
+    [
+        ({}, "attention + ffn to anchor 'running'", "averaged as they arrive"),
+        ({"anchor": "medoid"}, "attention + ffn to anchor 'medoid'", "kept until all have come"),
+        ({"align": False}, "off", "kept until all have come"),
+        (
+            {"execution": Execution(deterministic=True)},
+            "attention + ffn to anchor 'running'",
+            "kept until all have come, in an order that their contents give",
+        ),
+    ],
+)
+def test_the_summary_says_how_replies_are_taken(
+    given: dict[str, Any], alignment: str, replies: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="flwr"):
+        FedRot(CONFIG, **given).summary()
+    lines = [record.getMessage().strip("\t├─> ") for record in caplog.records]
+    assert lines[:2] == [f"Alignment: {alignment}", f"Replies: {replies}"]
+
+
+def test_the_summary_names_the_folder_only_if_something_is_kept_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="flwr"):
+        for anchor in ("global", "medoid"):
+            FedRot(CONFIG, anchor=anchor, execution=Execution(spill=tmp_path)).summary()
+    lines = [line for r in caplog.records if "Replies" in (line := r.getMessage())]
+    assert [line.endswith(f", in {tmp_path}") for line in lines] == [False, True]
 
 
 def test_an_adapter_in_place_of_the_model_is_said_to_be_one() -> None:

@@ -40,6 +40,13 @@ class AlignedKrum(Aligned, Krum):
 
 STRATEGY = pytest.mark.parametrize("strategy", [FedRot, AlignedAdam, AlignedKrum])
 
+
+class WithDictionary(nn.Module):
+    """A model whose configuration is a dictionary."""
+
+    config: Any = {"model_type": "bert"}  # noqa: RUF012
+
+
 #: What stands where the configuration belongs, and what the error says to write.
 INSTEAD: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "nothing": (lambda: (), "write {name}(model.config, ...)"),
@@ -51,6 +58,10 @@ INSTEAD: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "a state dict": (lambda: (state(),), "ArrayRecord(model.state_dict())"),
     "arrays": (lambda: (ArrayRecord(state()),), "ArrayRecord(model.state_dict())"),
     "a list of arrays": (lambda: ([t.numpy() for t in state().values()],), "model.state_dict()"),
+    "one array": (lambda: (state()[WEIGHT].numpy(),), "model.state_dict()"),
+    "one tensor": (lambda: (state()[WEIGHT],), "model.state_dict()"),
+    "a tuple of tensors": (lambda: (tuple(state().values()),), "model.state_dict()"),
+    "a model with a dictionary": (lambda: (WithDictionary(),), "write {name}(model.config, ...)"),
     "a strategy": (lambda: (FedAvg(),), "class AlignedFedAvg(Aligned, FedAvg)"),
     "a strategy's class": (lambda: (FedAvg,), "class AlignedFedAvg(Aligned, FedAvg)"),
     "a class": (lambda: (BertConfig,), "write {name}(model.config, ...)"),
@@ -133,8 +144,9 @@ def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train() -> None
         raise AssertionError("a client was asked")
 
     broken = {**state(), BIAS: torch.full_like(state()[BIAS], torch.nan)}
-    with pytest.raises(fedrot.FedrotError, match=f"'{BIAS}' in initial_arrays holds NaN"):
-        _start(FedRot(CONFIG), ArrayRecord(broken), asked)
+    for strategy in (FedRot(CONFIG), FedRot(align=False)):
+        with pytest.raises(fedrot.FedrotError, match=f"'{BIAS}' in initial_arrays holds NaN"):
+            _start(strategy, ArrayRecord(broken), asked)
     options = fedrot.AlignmentOptions(layers=(7,))
     with pytest.raises(fedrot.FedrotError, match="Layer 7 is not in the model"):
         _start(FedRot(CONFIG, options=options), ArrayRecord(state()), asked)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.client.mod.utils import make_ffn
@@ -13,15 +14,28 @@ from flwr.common import FitIns, Parameters
 from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitins_to_recorddict
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi, QFedAvg, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedYogi,
+    QFedAvg,
+    Strategy,
+)
+from flwr.supercore import differential_privacy
+from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedrot.strategies.flower_compat import (
     SECURE_AGGREGATION,
     UNNAMED_MODEL,
     callers,
+    clips_zero,
     inner_mods,
     metrics_function,
+    outside_of_the_engine,
     transient_attributes,
     without_metrics,
 )
@@ -49,7 +63,40 @@ def test_metrics_are_aggregated_by_the_given_function_but_inside_the_block() -> 
     assert metrics_function(strategy) is given
 
 
-@pytest.mark.parametrize("build", [FedAdagrad, FedAdam, FedYogi, partial(QFedAvg, 0.1)])
+def test_the_norm_of_no_change_is_flowers_again_behind_the_block() -> None:
+    flowers = differential_privacy.get_norm
+    with clips_zero():
+        assert 0 < differential_privacy.get_norm([np.zeros(2)]) < 1e-300
+        assert differential_privacy.get_norm([np.array([3.0, 4.0])]) == 5
+    assert differential_privacy.get_norm is flowers
+    with pytest.raises(KeyError), clips_zero():
+        raise KeyError
+    assert differential_privacy.get_norm is flowers
+
+
+def test_the_process_has_its_own_identity_behind_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("_task_id", "_run_id", "_node_id")
+    for value, name in enumerate(names, start=5):
+        monkeypatch.setattr(TaskIdentity, name, value)
+    with outside_of_the_engine():
+        assert [getattr(TaskIdentity, name) for name in names] == [1, 1, 1]
+    assert [getattr(TaskIdentity, name) for name in names] == [5, 6, 7]
+    with pytest.raises(KeyError), outside_of_the_engine():
+        raise KeyError
+    assert [getattr(TaskIdentity, name) for name in names] == [5, 6, 7]
+
+
+NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(FedAdagrad, FedAdam, FedYogi, partial(QFedAvg, 0.1)),
+        lambda: DifferentialPrivacyServerSideAdaptiveClipping(FedAvg(), **NOISE),
+        lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(), clipping_norm=1.0, **NOISE),
+    ],
+)
 def test_attributes_that_are_set_anew_are_there(build: Callable[[], Strategy]) -> None:
     strategy = build()
     assert transient_attributes(strategy) == {"current_arrays"}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+)
 
 from fedrot.errors import FedrotError
 from fedrot.lora import TRAIN, AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
-from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, AlignedLoRA
+from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
+from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.settings import Checkpointing, Execution, Reporting, Robustness
 from tests.fedrot.lora.test_averaging import (
     MODULES,
@@ -324,3 +331,69 @@ def test_more_that_does_not_go_together_is_refused() -> None:
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
     with pytest.raises(FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"):
         strategy.start(grid, ArrayRecord(table), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (AdapterOptions("mean"), "Adapters: mean"),
+        (AdapterOptions("exact", "previous"), "Adapters: exact, gauge 'previous'"),
+        (
+            AdapterOptions("mean", residual="fold", schedule="alternate"),
+            "Adapters: mean, residual 'fold', schedule 'alternate'",
+        ),
+    ],
+)
+def test_the_summary_says_what_is_not_the_default(
+    options: AdapterOptions, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="flwr"):
+        FedRotLoRA(CONFIG, options).summary()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.strip("\t├─> ") for line in lines if "Adapters" in line] == [said]
+    assert not any("Alignment" in line for line in lines)
+
+
+def test_a_mean_of_adapters_has_a_norm_bound() -> None:
+    def far(message: Message) -> Message:
+        return reply(message, {n: 100 * t for n, t in floats(adapter(7)).items()}, 10, 7)
+
+    bound = Robustness(norm_bound=5.0)
+    strategy = FedRotLoRA(CONFIG, AdapterOptions("mean"), robustness=bound, **EVERY)
+    grid = FakeGrid({**{100 + i: client(i) for i in range(3)}, 107: far})
+    result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
+    assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
+
+
+def test_an_adapter_of_rank_0_is_dropped_for_its_shape(warnings: Callable[[], str]) -> None:
+    def empty(message: Message) -> Message:
+        own = floats(adapter(0)).items()
+        sent = {n: t[:0] if "_A" in n else t[:, :0] if "_B" in n else t for n, t in own}
+        return reply(message, sent, 10, 7)
+
+    strategy = FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY)
+    grid = FakeGrid({**{100 + i: client(i) for i in range(2)}, 107: empty})
+    result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
+    assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
+    assert "Reply of client 7 dropped: " in warnings()
+    assert "lora_A.weight' has shape [0, " in warnings()
+
+
+@pytest.mark.parametrize(
+    ("of_factors", "lost", "measured"),
+    [(None, 0.0, {ERROR: 0.1}), (0.3, 0.2, {ERROR: 0.1, ERROR_OF_FACTORS: 0.3, LOST: 0.2})],
+)
+def test_what_is_not_known_or_not_lost_is_no_metric(
+    of_factors: float | None, lost: float, measured: dict[str, float]
+) -> None:
+    report = SimpleNamespace(mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost)
+    this_round = Round(1)
+    AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))), this_round).result()
+    assert this_round.measured == measured
+
+
+def test_a_privacy_wrapper_around_adapters_is_refused_before_training() -> None:
+    given: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 3}
+    strategy = DifferentialPrivacyServerSideFixedClipping(FedRotLoRA(CONFIG, **EVERY), **given)
+    with pytest.raises(FedrotError, match="in front of"):
+        started(strategy)  # type: ignore[arg-type]

@@ -23,6 +23,8 @@ from fedrot.matching.pairs import count_once
 from fedrot.matching.solvers.inside_heads import RotationSolver
 from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.groups import Slice, Slot
+from fedrot.symmetry.moves import Move, apply_moves
 from tests import families
 from tests.fedrot.oracles import seeded
 from tests.models import State
@@ -451,3 +453,91 @@ def test_tied_tensors_are_one_tensor_of_a_null_model() -> None:
     state[other] = state[one]
     null = chance.null_model(state, state, symmetry.groups)
     assert null[one] is null[other]
+
+
+def test_what_is_required_of_orders_is_the_quantile_or_the_factor() -> None:
+    _, symmetry = bert(16)
+    (orders,) = (g for g in symmetry.groups if g.part == "ffn")
+    turns = _group(12, 64)
+    assert orders.kind.free == 0
+    assert chance.requirement(orders, 100.0, 0.0, 1.5) == 0
+    assert chance.requirement(orders, 100.0, 0.0, 1.5, 7.0) == 7
+    assert chance.requirement(orders, 100.0, 10.0, 1.5, 7.0) == pytest.approx(100 * 0.15 / 1.05)
+    # Of turns, the lower of two quantiles: of the share, and of null models.
+    lower = chance.requirement(turns, 100.0, 2.0, 1.0, 2.001)
+    assert lower == 2.001 < chance.requirement(turns, 100.0, 2.0, 1.0)
+    assert chance.requirement(turns, 0.0, 0.0, 1.5, 7.0) == 0
+
+
+def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
+    state, symmetry = bert(16)
+    (group,) = (g for g in symmetry.groups if g.part == "ffn")
+    units, entries = group.kind.units, chance.entries_of(group, state)
+    order = torch.arange(units)
+    order[[3, 5, 8]] = order[[5, 8, 3]]
+    moved = apply_moves(state, [Move(group, order)])
+    blocks = [(s.of(moved[s.tensor]).double(), s.of(state[s.tensor]).double()) for s in group.slots]
+    way = sum(float((m - a).square().sum()) for m, a in blocks)
+    norm = sum(float(a.square().sum()) for _, a in blocks)
+    bound = math.log(chance.ONCE_IN) + 3 * math.log(2 * units) + math.log(units)
+    cosine = (1 - math.exp(-2 * bound / (entries - 2))) ** 0.5
+    expected = 2 * 0.5 * (entries * (way - way**2 / (4 * norm))) ** 0.5 * cosine - 0.25 * way
+    line = chance.NullLine(0.25, 0.5)
+    assert chance.quantile(group, state, order, line, 3.0, False) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_group_is_drawn_alike_whatever_is_drawn_beside_it() -> None:
+    state, symmetry = bert(16)
+    heads, ffn = (next(g for g in symmetry.groups if g.part == part) for part in ("heads", "ffn"))
+    line = chance.NullLine(1.0, 0.1)
+    alone = next(null_models({ffn: line}, state, state))
+    beside = next(null_models({heads: line, ffn: line}, state, state))
+    for slot in ffn.slots:
+        assert torch.equal(alone[slot.tensor], beside[slot.tensor])
+
+
+def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
+    def on(name: str, *tensors: str) -> Group:
+        slots = tuple(Slot(tensor, 0, Slice(0, 4)) for tensor in tensors)
+        return Group(name, 0, "attention", HeadRotation(2, 2), slots)
+
+    groups = [on("a", "x"), on("b", "x", "y"), on("c", "z"), on("d", "y"), on("e", "z", "x")]
+    batches = chance.without_common_tensors(groups)
+    assert [[group.name for group in batch] for batch in batches] == [["a", "c", "d"], ["b"], ["e"]]
+    assert chance.without_common_tensors([]) == []
+
+
+def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
+    state, symmetry = bert(16)
+    group = next(g for g in symmetry.groups if g.part == "attention")
+    share = group.kind.free / chance.entries_of(group, state)
+    assert chance.near_share(group, state, 100.0, 100 * chance.NEAR, Spread()) == pytest.approx(share)
+    assert chance.near_share(group, state, 100.0, 100 * chance.NEAR + 0.01, Spread()) is None
+
+
+def test_the_anchor_s_noise_where_it_is_only_across_or_only_along() -> None:
+    group = _group(2, 8)
+    free, entries = group.kind.free, 1000
+    share = free / entries
+    across, along = Spread(0.5), Spread(0.5, {"g": 2.0})
+    assert across.factor(group, entries) == 1
+    assert along.factor(group, entries) == pytest.approx(3 / (share * 3 + (1 - share) * 1.5))
+    # An anchor that is the update itself tells nothing.
+    assert Spread(-1.0, {"g": 2.0}).factor(group, entries) == 1
+    assert Spread(0.5, {"g": -1.0}).factor(group, entries) == 1
+
+
+def test_a_client_that_is_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> None:
+    state, symmetry = bert(16)
+    group = next(g for g in symmetry.groups if g.part == "ffn")
+    exact = {n: t.double() for n, t in state.items()}
+    # Of some, the squared distance is negative by rounding, and its root would be complex.
+    for factor in (0.1, *(i / 20 for i in range(1, 60))):
+        line = line_of(group, exact, {n: t * factor for n, t in exact.items()})
+        assert line.slope == pytest.approx(factor)
+        assert 0 <= line.size < 1e-6
+    nothing = {name: torch.zeros_like(t) for name, t in state.items()}
+    line = line_of(group, nothing, state)
+    assert line.slope == 0
+    norm = sum(float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots)
+    assert line.size == pytest.approx((norm / chance.entries_of(group, state)) ** 0.5)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import fedrot
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot, JsonLines, MetricsLog
-from fedrot.strategies.reporting.metrics_log import cut_rows
+from fedrot.strategies.reporting.metrics_log import begin_rows, cut_rows
 from fedrot.strategies.settings import Checkpointing, Reporting, Robustness
 from tests.models import State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -176,6 +177,35 @@ def test_a_resumed_run_goes_on_with_its_metrics(tmp_path: Path, warnings: Any) -
     assert "Not in the checkpoints" not in warnings()
 
 
+def test_with_tensorboard_alone_the_servers_evaluation_is_written(tmp_path: Path) -> None:
+    with MetricsLog(tensorboard=tmp_path) as log:
+        evaluate = log.evaluating(lambda number, arrays: MetricRecord({"loss": 0.5}))
+        assert evaluate is not None
+        evaluate(3, ArrayRecord())
+    assert scalars(tmp_path) == {"server/loss": {3: 0.5}}
+
+
+def test_after_a_kill_in_the_first_round_tensorboard_has_round_0_once(tmp_path: Path) -> None:
+    for after, loss in ((None, 1.0), (0, 2.0)):
+        with MetricsLog(tensorboard=tmp_path) as log:
+            log.begin(after)
+            log.write(0, "server", {"loss": loss})
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("server/loss")
+    assert [(event.step, event.value) for event in found] == [(0, 2.0)]
+
+
+def test_seconds_count_from_the_start_of_a_run_and_not_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((100.0, 900.0, 902.5))
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("fedrot.strategies.reporting.metrics_log.time", clock)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(1, "train", {"loss": 0.5})
+    (row,) = rows_of(tmp_path / "metrics.jsonl")
+    assert row["seconds"] == 2.5
+
+
 # --- the log -----------------------------------------------------------------------------------------
 
 
@@ -318,3 +348,14 @@ def test_later_rows_are_cut(tmp_path: Path, unfinished: str) -> None:
         cut_rows(path, after)
         assert path.read_text(encoding="utf-8").splitlines() == [ROWS[i] for i in expected]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("taken", ["alignment.1.jsonl", "metrics.1.jsonl"])
+def test_a_number_that_one_of_two_files_has_is_free_for_neither(taken: str, tmp_path: Path) -> None:
+    paths = [tmp_path / "alignment.jsonl", tmp_path / "metrics.jsonl"]
+    for path in (*paths, tmp_path / taken):
+        path.write_text(path.name)
+    begin_rows(paths, None)
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    moved = {path.with_suffix(".2.jsonl").name: path.name for path in paths}
+    assert left == {taken: taken, **moved}

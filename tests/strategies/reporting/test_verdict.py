@@ -19,7 +19,9 @@ from fedrot.strategies.reporting.verdict import (
     FOUND,
     KEPT_ALIGNED,
     MOVED,
+    NOBODY,
     OFF,
+    empty_rounds,
     run_lines,
     verdict,
 )
@@ -113,6 +115,31 @@ def test_every_movement_is_named_and_only_those_beyond_chance_are_a_cause() -> N
 def test_a_group_moved_and_all_of_them_together_are_no_more_than_chance() -> None:
     assert found(report(*rows("attention", 0.12, 0.0, 0.0, moved=1))) == (
         "rotation 4.0 % of the distance, chance 6.1 %: no more than chance in all; 1 of 3 groups moved"
+    )
+
+
+def test_a_movement_whose_groups_stayed_is_no_cause() -> None:
+    client = report(*rows("attention", 0.24), *rows("heads", 0.2, chance=0.0, moved=1))
+    assert found(client) == (
+        "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance "
+        "0.0 %: units had changed places; 1 of 2 groups moved"
+    )
+
+
+def test_as_much_as_chance_is_not_beyond_it() -> None:
+    assert found(report(*rows("attention", 0.061))).startswith("nothing beyond chance (rotation 6.1 %")
+
+
+def test_a_movement_that_finds_less_than_chance_is_named_even_if_it_finds_nothing() -> None:
+    client = report(*rows("attention", 0.0), *rows("ffn", 0.2, chance=0.004, moved=1))
+    assert found(client).startswith("rotation 0.0 % of the distance, chance 6.1 %; permutation 20.0 %")
+
+
+def test_a_distance_that_has_grown_is_said() -> None:
+    groups = rows("attention", -0.1, chance=None, moved=1)
+    assert found(report(*groups), other_basis=1) == (
+        "1 reply from another basis: rotation -10.0 % of the distance removed, chance not known; "
+        "1 of 1 groups moved"
     )
 
 
@@ -219,6 +246,21 @@ def test_the_last_lines_of_a_run() -> None:
 def test_short_runs(rounds: dict[int, dict[str, float]], expected: list[str]) -> None:
     said = OFF if "Alignment was off." in expected else "verdict"
     assert run_lines(rounds, dict.fromkeys(rounds, said)) == expected
+
+
+def test_a_run_without_alignment_names_the_rounds_that_gave_no_model() -> None:
+    assert run_lines({1: {"loss": 0.5}}, {1: OFF, 2: NOBODY})[:2] == [
+        f"Round 1: {OFF}.",
+        f"Round 2: {NOBODY}.",
+    ]
+
+
+def test_rounds_without_a_model_are_summed_up_in_ranges() -> None:
+    lost = dict.fromkeys((2, 1, 9, 7, 3), NOBODY)
+    verdicts = {**lost, 7: "no new model: 1 good reply, 2 needed", 4: OFF, 5: "verdict", 10: NOBODY}
+    line = empty_rounds(verdicts)
+    assert line.startswith("No new model in rounds 1-3, 7, 9-10 (of 8): ")
+    assert empty_rounds({1: OFF, 2: "verdict"}) == ""
 
 
 def turned(client: int) -> State:

@@ -36,6 +36,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Checkpointing
 from fedrot.strategies.settings import Reporting as Files
 from tests.models import config_of
@@ -593,6 +594,47 @@ def test_a_run_that_was_killed_in_its_first_round_begins_anew(tmp_path: Path) ->
     strategy = Reporting()
     play(strategy, rounds=1, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
     assert strategy.after == 0
+
+
+def test_a_run_that_does_not_resume_is_new_though_another_was_killed_in_its_first_round(
+    tmp_path: Path,
+) -> None:
+    with Checkpoints(tmp_path).writing():
+        pass
+    strategy = Reporting()
+    play(strategy, rounds=1, checkpoints=Checkpoints(tmp_path))
+    assert strategy.after is None
+
+
+def test_bytes_of_a_configuration_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flwr")
+    config = ConfigRecord({"key": b"secret", "lr": 0.5})
+    play(FedAvg(), rounds=1, train_config=config)
+    (line,) = (m for r in caplog.records if "ConfigRecord (train)" in (m := r.getMessage()))
+    assert line.endswith("{'key': '<bytes>', 'lr': 0.5}")
+
+
+def test_strategies_that_know_each_other_are_saved_once() -> None:
+    strategy: Any = FedAvg()
+    strategy.other = FedAvg()
+    strategy.other.owner, strategy.itself, strategy.other.seen = strategy, strategy, 1
+    state = RunState(strategy, ConfigRecord(), ConfigRecord())
+    strategy.other.seen = 2
+    entries = [(where, name) for where, name, _ in state.encoded({})["entries"]]
+    assert entries == [("strategy.other", "seen")]
+
+
+def test_what_a_subclass_leaves_out_is_left_out_beside_what_its_base_does(
+    warnings: Callable[[], str],
+) -> None:
+    class Own(FedRot):
+        not_in_checkpoints = ("mine",)
+
+    strategy: Any = Own(CONFIG)
+    state = RunState(strategy, ConfigRecord(), ConfigRecord())
+    strategy.mine, strategy.ours, strategy._timeout, strategy.options = [1], [2], 5.0, [3]
+    assert [name for _, name, _ in state.encoded({})["entries"]] == ["ours"]
+    assert warnings() == ""
 
 
 # Kills

@@ -18,7 +18,7 @@ from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import largest_difference as difference
 from tests.models import near
-from tests.strategies.fakes import Client, FakeGrid, failure, play, tensors_of
+from tests.strategies.fakes import Client, FakeGrid, broadcast, failure, play, reply, tensors_of
 from tests.trained import CONFIG, build, loss, rows, trained
 
 PASSES = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2)
@@ -178,3 +178,20 @@ def test_the_first_of_two_answers_of_a_client_counts() -> None:
         results.append(tensors_of(play(strategy, trained(0), sent, grid(nodes))[0]))
         assert len(asked) == 3
     assert difference(*results) == 0
+
+
+def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn() -> None:
+    """The mean of the others would be the rounding of the whole one."""
+    asked: list[Message] = []
+
+    def noting(message: Message) -> Message:
+        asked.append(message)
+        return failure(message)
+
+    strategy = FedRot(CONFIG, other_basis=PASSES)
+    messages = broadcast(strategy, trained(0), {100: noting, 101: noting})
+    weights = {100: 1e9, 101: 10}
+    nodes = [message.metadata.dst_node_id for message in messages]
+    sent = [reply(m, trained(1 + i), weights[nodes[i]], i) for i, m in enumerate(messages)]
+    strategy.aggregate_train(1, sent)
+    assert [message.metadata.dst_node_id for message in asked] == [101, 101]

@@ -368,6 +368,22 @@ def test_the_page_about_the_guard_runs() -> None:
     assert kept(scope["result"]) == [0]
 
 
+@pytest.mark.parametrize(
+    ("metric", "higher"),
+    [("Accuracy", True), ("macro_f1", True), ("Top-1 ACC", True), ("eval/Loss", False), ("wer", False)],
+)
+def test_a_name_says_what_is_better_however_it_is_written(metric: str, higher: bool) -> None:
+    assert Guard(metric).higher_is_better is higher
+
+
+def test_from_a_plain_mean_that_is_kept_an_optimiser_goes_back_to_the_model_that_was_sent() -> None:
+    """In a canonical round the aligned mean has other coordinates than the broadcast model."""
+    canonical = fedrot.AlignmentOptions(chance=1e12, canonical=True)
+    given: dict[str, Any] = {"eta": 0.01, "rounds": 1}
+    result = run(AlignedAdam, points("plain"), guard="accuracy", options=canonical, **given)
+    assert bits(result) == bits(unguarded("plain", AlignedAdam, **given))
+
+
 # --- what is refused ---------------------------------------------------------------------------------
 
 

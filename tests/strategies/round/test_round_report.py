@@ -12,8 +12,10 @@ import torch
 from flwr.app import Message
 
 import fedrot
+from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
-from fedrot.strategies.round.round_report import FIGURES
+from fedrot.strategies.reporting.verdict import CHANCE, FOUND
+from fedrot.strategies.round.round_report import FIGURES, Round
 from fedrot.strategies.settings import Robustness
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
@@ -125,6 +127,29 @@ def test_what_is_moved_in_every_client_is_no_more_than_the_model_has() -> None:
     width = state()["classifier.weight"].shape[1]
     found = [metrics[f"fedrot-{name}"] for name in ("heads-moved", "neurons-moved", "stream-moved")]
     assert found == [LAYERS * HEADS, LAYERS * NEURONS, width]
+
+
+def _reported(before: float, removed: float, chance: float | None) -> AlignmentReport:
+    """Return the report of one group that was moved."""
+    left = before - removed
+    group = GroupReport("g", 0, "attention", before, left, 1, 4, found=removed, chance=chance)
+    return AlignmentReport((group,), before, left, 0.1)
+
+
+def test_what_is_found_is_of_the_replies_whose_chance_is_known() -> None:
+    this_round = Round(1)
+    this_round.report(0, _reported(100.0, 20.0, 6.0))
+    this_round.report(1, _reported(1000.0, 900.0, None))
+    metrics = this_round.metrics()
+    assert (metrics[FOUND], metrics[CHANCE]) == pytest.approx((0.2, 0.06))
+
+
+def test_of_no_distance_chance_is_not_known() -> None:
+    this_round = Round(1)
+    this_round.report(0, _reported(0.0, 0.0, 0.0))
+    metrics = this_round.metrics()
+    assert metrics[FOUND] == 0
+    assert CHANCE not in metrics
 
 
 class Clock:

@@ -35,12 +35,13 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.strategies import Aligned, FedRot, from_arrays, statistics_record, to_arrays
-from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.lazy_grid import LONGEST_PAUSE, LazyGrid
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.merge import AggregatorMerge
+from fedrot.strategies.round.outbox import StoredArray, as_sent, common_model
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.round.waiting import Store, Waiting
+from fedrot.strategies.round.waiting import Store, Waiting, beyond
 from fedrot.strategies.settings import Execution, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
 from tests.models import State, config_of, near, squared_distance
@@ -191,6 +192,30 @@ def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path)
     assert list((tmp_path / "deep" / "er").iterdir()) == []
 
 
+def test_a_spilled_array_reads_as_numpys_whatever_its_precision(tmp_path: Path) -> None:
+    tensors = {"half": torch.rand(3).bfloat16(), "whole": torch.tensor([1, 2])}
+    with Store(tmp_path) as store:
+        stored = store.put(tensors)
+        for name, dtype in (("half", "float32"), ("whole", "int64")):
+            array = StoredArray(name, stored, tensors[name])
+            assert array.dtype == str(array.numpy().dtype) == dtype
+            assert array.numpy().tolist() == tensors[name].tolist()
+
+
+def test_a_disk_that_is_full_in_a_round_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedrot.strategies.round.waiting.write_tensors", full)
+    with (
+        pytest.raises(fedrot.FedrotError, match=f"kept in '{tmp_path}': .*No space left"),
+        Store(tmp_path) as store,
+    ):
+        store.put({"w": torch.ones(2)})
+
+
 # --- order -------------------------------------------------------------------------------------------
 
 
@@ -229,6 +254,15 @@ def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None
         assert len(orders) == 1
     first = [order((-(2**63), 1, 2, 3), range(4), seed)[0] for seed in range(40)]
     assert 2 <= first.count(0) <= 20
+
+
+def test_trusted_ids_give_the_order_themselves() -> None:
+    (message, *_) = broadcast(FedRot(CONFIG), state(), 2)
+    waiting = Waiting(Store(), attrgetter("client"), mixes=False)
+    for client in (7, 3, 11, 5):
+        waiting.add(Update(client, message, "arrays", {}, 1.0))
+    waiting.close()
+    assert [update.client for update in waiting] == [3, 5, 7, 11]
 
 
 def elsewhere(array: Array, shift: int) -> Array:
@@ -344,6 +378,21 @@ def test_pauses_grow_while_nothing_arrives_and_no_longer_than_time_is_left() -> 
     assert len(list(grid.send_and_receive([message], timeout=2.0))) == 1
     assert grid.pauses[:4] == pytest.approx([0.2, 0.4, 0.8, 1.6])
     assert max(grid.pauses) <= 2.0
+
+
+def test_without_a_timeout_pauses_are_no_longer_than_flowers() -> None:
+    grid = Quick(Slow(clients(1), {100: 20}))
+    message = Message(RecordDict(), dst_node_id=100, message_type="train")
+    assert len(list(grid.send_and_receive([message]))) == 1
+    assert len(grid.pauses) == 19
+    assert max(grid.pauses) == grid.pauses[-1] == LONGEST_PAUSE == 3.0
+
+
+def test_after_a_reply_pauses_are_short_again_and_then_grow() -> None:
+    grid = Quick(Slow(clients(2), {100: 4, 101: 7}))
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in (100, 101)]
+    assert len(list(grid.send_and_receive(messages))) == 2
+    assert grid.pauses == pytest.approx([0.2, 0.4, 0.8, 0.1, 0.2, 0.4])
 
 
 def test_who_does_not_answer_in_time_is_left_out() -> None:
@@ -508,6 +557,13 @@ def test_an_update_far_beyond_the_others_is_dropped_in_whatever_coordinates(tmp_
         assert largest_difference(found, expected) == 0
 
 
+def test_distances_at_the_bound_and_beside_a_median_of_0_are_kept() -> None:
+    assert beyond([1.0, 1.0, 3.0], 3.0) == {}
+    assert list(beyond([1.0, 3.01, 1.0], 3.0)) == [1]
+    assert beyond([0.0, 0.0, 5.0], 3.0) == {}
+    assert beyond([1.0, 9.0], 3.0) == beyond([], 3.0) == {}
+
+
 def test_two_updates_have_no_norm_bound() -> None:
     strategy = FedRot(CONFIG, robustness=Robustness(norm_bound=1.01))
     messages = broadcast(strategy, state(), 2)
@@ -540,6 +596,9 @@ def hostile(content: RecordDict) -> Iterator[tuple[str, RecordDict]]:
         "huge extra",
         RecordDict({**content, "metrics": MetricRecord({"num-examples": 1, "x": 10**400})}),
     )
+    for what, value in (("list", [1, 10**400]), ("negative", -(2**63))):
+        metrics = MetricRecord({"num-examples": 1, "x": value})
+        yield f"huge in a {what}", RecordDict({**content, "metrics": metrics})
     yield "no names", RecordDict({**content, "arrays": ArrayRecord()})
     yield "text id", RecordDict({**content, "client": ConfigRecord({"partition-id": "me"})})
 
@@ -746,6 +805,20 @@ def test_an_error_is_counted_once_and_not_after_a_reply() -> None:
     assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
 
 
+def test_an_error_under_the_id_of_the_superlink_is_of_the_node_that_was_asked(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    strategy = FedRot(CONFIG, reporting=Reporting(rows=report))
+    grid = FakeGrid(dict.fromkeys(range(100, 103), failure))
+    messages = list(strategy.configure_train(1, ArrayRecord(state()), ConfigRecord(), grid))
+    grid.push_messages(messages)
+    gone = failure(messages[2])
+    gone.metadata.__dict__["_src_node_id"] = 1
+    strategy.aggregate_train(1, [*replies(messages[:2], updates(2)), gone])
+    rows = [row for row in map(json.loads, report.read_text().splitlines()) if "failed" in row]
+    node = messages[2].metadata.dst_node_id
+    assert [(row["client"], row["failed"]) for row in rows] == [(node, "crashed")]
+
+
 # --- statistics of many forms ------------------------------------------------------------------------
 
 
@@ -890,6 +963,27 @@ def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so() -> None:
     assert int(new["steps"]) == 3
 
 
+def test_tensors_that_are_no_longer_equal_are_no_longer_sent_as_one() -> None:
+    shared = torch.ones(3)
+    sent = to_arrays({"one": shared, "two": shared, "three": shared})
+    found = as_sent({"one": shared, "two": shared + 1, "three": shared.clone()}, sent)
+    assert [array.stype == sent[name].stype for name, array in found.items()] == [True, False, True]
+    assert from_arrays(found)["two"].tolist() == [2.0] * 3
+
+
+def test_of_several_records_the_model_is_the_one_that_the_strategy_names() -> None:
+    model, control = ArrayRecord({"w": torch.ones(2)}), ArrayRecord({"w": torch.zeros(2)})
+    messages = [
+        Message(RecordDict({"arrays": model, "control": control}), node, "train") for node in (1, 2)
+    ]
+    assert common_model(messages, "arrays") is model
+    assert common_model(messages, "control") is control
+    assert common_model(messages, None) is common_model(messages, "weights") is None
+    alone = [Message(RecordDict({"mine": model}), 3, "train")]
+    assert common_model([*messages, *alone], "arrays") is model
+    assert common_model(alone, None) is model
+
+
 @pytest.mark.parametrize("anchor", ["global", "running", "first", "consensus"])
 def test_the_norm_bound_measures_from_the_broadcast_model_whatever_the_anchor(anchor: str) -> None:
     """Each update on its own: what others sent does not change its distance."""
@@ -938,6 +1032,24 @@ def test_evaluations_without_examples_average_to_nothing() -> None:
     empty = [evaluation(m, **{"num-examples": 0, "loss": 1.0}) for m in messages]
     assert strategy.aggregate_evaluate(1, empty) is None
     assert strategy.aggregate_evaluate(1, []) is None
+
+
+def test_evaluations_are_weighted_by_the_metric_that_the_strategy_names() -> None:
+    strategy = FedRot(CONFIG, weighted_by_key="rows")
+    grid = FakeGrid(dict.fromkeys((100, 101), failure))
+    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    sent = [evaluation(m, rows=n, loss=x) for m, n, x in zip(messages, (1, 3), (0.0, 1.0), strict=True)]
+    assert dict(strategy.aggregate_evaluate(1, sent) or {})["loss"] == 0.75
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
+def test_models_to_evaluate_travel_in_the_precision_of_the_wire(wire: torch.dtype) -> None:
+    strategy = FedRot(CONFIG, execution=Execution(wire=wire))
+    grid = FakeGrid(dict.fromkeys((100, 101), failure))
+    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    for message in messages:
+        received = from_arrays(message.content.array_records["arrays"])
+        assert {t.dtype for t in received.values()} == {wire}
 
 
 def test_an_evaluation_of_no_examples_whose_loss_is_nan_is_left_out_and_named(

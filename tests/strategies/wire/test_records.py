@@ -13,7 +13,16 @@ from torch import Tensor
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
-from fedrot.strategies.wire.records import STATISTICS, model_records, read_statistics, statistics_bytes
+from fedrot.strategies.wire.records import (
+    STATISTICS,
+    TOKEN_COUNTS,
+    model_records,
+    read_statistics,
+    read_token_counts,
+    replace_changed,
+    statistics_bytes,
+    without_arrays,
+)
 from tests.models import inputs
 from tests.strategies.classifier import build
 from tests.strategies.fakes import broadcast, failure, reply
@@ -171,3 +180,42 @@ def test_bytes_and_models_are_told_apart() -> None:
     assert statistics_bytes(answer) == sum(len(array.data) for array in record.values())
     assert list(model_records(answer.content)) == ["arrays"]
     assert statistics_bytes(failure(message())) == 0
+
+
+def test_a_tensor_that_was_cast_is_not_sent_on_in_its_old_precision() -> None:
+    """It is the same object before and after alignment; the received bytes are of another dtype."""
+    value = torch.rand(3)
+    received = ArrayRecord({"cast": value.half(), "kept": value})
+    tensors = {"cast": value.half().float(), "kept": value}
+    found = replace_changed(received, tensors, tensors)
+    assert {name: array.dtype for name, array in found.items()} == {"cast": "float32", "kept": "float32"}
+    assert found["kept"].data is received["kept"].data
+
+
+@pytest.mark.parametrize("names", [(), ("count",), ("counts", "more")])
+def test_token_counts_under_other_names_are_named(names: tuple[str, ...]) -> None:
+    record = ArrayRecord(dict.fromkeys(names, torch.ones(3)))
+    with pytest.raises(UpdateError, match="use token_counts_record"):
+        read_token_counts(RecordDict({TOKEN_COUNTS: record}))
+
+
+LONG = "x" * 70_000
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("numbers", {"a": [0.5] * 10_000}),
+        ("bytes", {"a": b"x" * 70_000}),
+        ("texts", {"a": ["x" * 35_000] * 2}),
+        ("key", {LONG: 1}),
+        (LONG, {"a": 1}),
+    ],
+    ids=["numbers", "bytes", "texts", "key", "name"],
+)
+def test_a_large_configuration_is_left_out_whatever_makes_it_large(
+    name: str, values: dict[str, Any]
+) -> None:
+    small = ConfigRecord({"partition-id": 3})
+    content = RecordDict({"client": small, name: ConfigRecord(values)})
+    assert list(without_arrays(content).config_records) == ["client"]

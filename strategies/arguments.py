@@ -41,6 +41,8 @@ UNKNOWN_MODEL = (
     "messages that this returns."
 )
 
+_UNQUOTED = ". (In pyproject.toml and --run-config, numbers have no quotes.)"
+
 _CLIENT_SIDE = (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
@@ -189,9 +191,6 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
         value = getattr(strategy, name, 0)
         if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise FedrotError(f"{name} is {value!r:.60}; it must be a number from 0 to 1{_UNQUOTED}")
-
-
-_UNQUOTED = ". (In pyproject.toml and --run-config, numbers have no quotes.)"
 
 
 def check_further(

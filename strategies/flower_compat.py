@@ -105,22 +105,18 @@ def transient_attributes(strategy: Strategy) -> frozenset[str]:
     return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
 
 
-def compares_with_broadcast(strategy: Strategy) -> bool:
-    """Return whether a strategy, or the one that it wraps, compares updates with the broadcast model."""
-    return any(_current(one) is not None for one in (strategy, getattr(strategy, "strategy", None)))
-
-
-def set_broadcast(strategy: Strategy, arrays: ArrayRecord) -> None:
-    """Replace the model that a strategy, and the one that it wraps, compare updates with."""
-    for one in (strategy, getattr(strategy, "strategy", None)):
-        if isinstance(_current(one), ArrayRecord):
+def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
+    """Replace the model that a strategy, and the one that it wraps, compare updates with, if they do."""
+    both = (strategy, getattr(strategy, "strategy", None))
+    comparing = [one for one in both if getattr(one, "current_arrays", None) is not None]
+    if not comparing:
+        return
+    arrays = make()
+    for one in comparing:
+        if isinstance(getattr(one, "current_arrays", None), ArrayRecord):
             vars(one)["current_arrays"] = arrays.copy()
-        elif _current(one) is not None:
+        else:
             vars(one)["current_arrays"] = {name: array.numpy() for name, array in arrays.items()}
-
-
-def _current(strategy: object) -> object:
-    return getattr(strategy, "current_arrays", None)
 
 
 @contextmanager

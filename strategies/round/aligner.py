@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment
-from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, finder
+from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, decided, finder
 from fedrot.errors import UpdateError
 from fedrot.matching.pairs import model_distance
 from fedrot.matching.problem import Anchor
@@ -32,6 +32,11 @@ class Unaligned:
 
     def __init__(self, broadcast: Tensors) -> None:
         self.broadcast = broadcast
+
+    @property
+    def checks(self) -> bool:
+        """Whether ``check`` may refuse an update."""
+        return False
 
     def check(self, update: Update) -> None:
         """Look at an update of the round before ``prepare``, which sees all of them.
@@ -117,9 +122,9 @@ class Plan:
 
     def is_canonical(self, mixed: bool) -> bool:
         """Return whether a round brings its updates to canonical form."""
-        others = self.other_bases.options if mixed else None
-        possible = [options for options in (self.options, others) if options is not None]
-        return any(options.for_model(self.symmetry).canonical for options in possible)
+        others, _ = self.of_others(mixed)
+        options, _ = decided(self.options, others, self.symmetry)
+        return bool(options.canonical)
 
     def of_others(self, mixed: bool) -> tuple[AlignmentOptions | None, Evidence | None]:
         """Return options and evidence for updates from other bases; none if there are none.
@@ -152,6 +157,11 @@ class Aligner(Unaligned):
         self._base, self._mixed = broadcast, True
         self.rule = plan.rule(self._there(broadcast), shared=shared)
 
+    @property
+    def checks(self) -> bool:
+        """Whether updates are needed in canonical form, or their activations are."""
+        return self.plan.is_canonical(mixed=True) or self.plan.other_bases.evidence is not None
+
     def check(self, update: Update) -> None:
         """Refuse an update whose canonical form, or whose activations, overflow where they are needed.
 
@@ -164,8 +174,7 @@ class Aligner(Unaligned):
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
         plan, others, form = self.plan, self.plan.other_bases, self._there(tensors)
         if plan.is_canonical(mixed=True):
-            rotates = plan.options.rotates or others.rotates
-            form = canonical(form, plan.symmetry.rotated if rotates else plan.symmetry)
+            form = canonical(form, plan.symmetry)
             check_finite(form)
         if with_activations and others.evidence is not None:
             others.evidence(form, form)

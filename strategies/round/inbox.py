@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeVar
 
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import Error, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -112,7 +112,7 @@ def with_common_layout(
     )
 
 
-def metrics_layout(content: RecordDict) -> tuple[object, ...]:
+def metrics_layout(content: RecordDict) -> tuple[str, tuple[tuple[str, int | None], ...]]:
     """Return the name, keys and list lengths of a content's only MetricRecord."""
     ((name, record),) = content.metric_records.items()
     lengths = {key: len(v) if isinstance(v, list) else None for key, v in record.items()}
@@ -126,11 +126,8 @@ def unlike(odd: RecordDict, common: RecordDict) -> str:
 
 def _listed(content: RecordDict) -> str:
     name, lengths = metrics_layout(content)
-    keys = (key if n is None else f"{key} (list of {n})" for key, n in cast(_Lengths, lengths))
+    keys = (key if n is None else f"{key} (list of {n})" for key, n in lengths)
     return legible(f"{', '.join(keys):.200} in '{name:.60}'")
-
-
-_Lengths: TypeAlias = tuple[tuple[str, int | None], ...]
 
 
 def own_id(content: RecordDict) -> int | None:
@@ -262,11 +259,17 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
         )
     if sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values()) > _MOST_NUMBERS:
         raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers.")
-    for key, value in metrics.items():
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, int) and abs(number) >= _LARGEST_INTEGER for number in numbers):
+    for key, number in _numbers(metrics):
+        if isinstance(number, int) and abs(number) >= _LARGEST_INTEGER:
             raise UpdateError(f"The metric '{key}' holds an integer beyond 64 bits. Send a float.")
     return float(weight)
+
+
+def _numbers(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
+    """Yield every number of a record with its key; lists have several."""
+    for key, value in metrics.items():
+        for number in value if isinstance(value, list) else [value]:
+            yield key, number
 
 
 def readable_evaluations(
@@ -309,8 +312,7 @@ def readable_evaluations(
 
 def _finite_metrics(content: RecordDict) -> bool:
     (metrics,) = content.metric_records.values()
-    values = (value if isinstance(value, list) else [value] for value in metrics.values())
-    return all(math.isfinite(number) for numbers in values for number in numbers)
+    return all(math.isfinite(number) for _, number in _numbers(metrics))
 
 
 def _refusal(error: Exception) -> str:

@@ -17,7 +17,6 @@ from fedrot.aggregation.layerwise import fold_by_layer
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import (
     clips_zero,
-    compares_with_broadcast,
     equal_weights,
     metrics_function,
     set_broadcast,
@@ -173,7 +172,7 @@ class AggregatorMerge:
         before = dict(state)  # Flower's strategies replace what they keep, and change nothing in place.
         with without_metrics(wrapped.strategy):
             arrays, _ = _aggregated(wrapped, this_round, [mean])
-        found = _restored(arrays, wrapped.broadcast, integers)
+        found = _restored(arrays, wrapped.broadcast, integers) if arrays is not None else None
         if found is None or not this_round.finite(from_arrays(found)):
             state.clear()
             state.update(before)
@@ -279,30 +278,27 @@ class ListMerge:
             return None, None
         with clips_zero():
             arrays, metrics = _aggregated(wrapped, this_round, [update.message for update in good])
-        if wrapped.align or (arrays is not None and arrays.keys() == wrapped.broadcast.keys()):
-            integers = self._integers if wrapped.align or arrays is None else integers_of(arrays)
-            arrays = _restored(arrays, wrapped.broadcast, integers)
-        if arrays is None or not this_round.finite(from_arrays(arrays)):
+        if arrays is None:
             return None, metrics
-        return arrays, metrics
+        if wrapped.align:
+            arrays = _restored(arrays, wrapped.broadcast, self._integers)
+        elif arrays.keys() == wrapped.broadcast.keys():
+            arrays = _restored(arrays, wrapped.broadcast, integers_of(arrays))
+        return arrays if this_round.finite(from_arrays(arrays)) else None, metrics
 
 
 def _aggregated(wrapped: Wrapped, this_round: Round, messages: list[Message]) -> Aggregated:
     """Let the strategy aggregate; a broadcast model that it subtracts is in the mean's coordinates."""
-    if this_round.moved_broadcast is not None and compares_with_broadcast(wrapped.strategy):
+    moved = this_round.moved_broadcast
+    if moved is not None:
         # A broadcast model that cannot be matched stays as it is.
         with suppress(UpdateError):
-            start = as_sent(dict(this_round.moved_broadcast()), wrapped.broadcast)
-            set_broadcast(wrapped.strategy, plain(start))
+            set_broadcast(wrapped.strategy, lambda: plain(as_sent(dict(moved()), wrapped.broadcast)))
     return wrapped.aggregate(this_round.number, messages)
 
 
-def _restored(
-    arrays: ArrayRecord | None, broadcast: ArrayRecord, integers: ArrayRecord
-) -> ArrayRecord | None:
+def _restored(arrays: ArrayRecord, broadcast: ArrayRecord, integers: ArrayRecord) -> ArrayRecord:
     """Return a strategy's new model as it is sent; the strategy has no say in its integers."""
-    if arrays is None:
-        return None
     found = restored(arrays, broadcast)
     for name, array in integers.items():
         found[name] = array

@@ -80,7 +80,8 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
             arrays[name] = array
             del tensors[name]
         else:
-            arrays[name] = encode(name, _in_dtype(tensors.pop(name), getattr(torch, array.dtype)))
+            dtype = getattr(torch, array.dtype)
+            arrays[name] = encode(name, rounded(tensors.pop(name), dtype).to(dtype))
     for name in tuple(tensors):
         arrays[name] = encode(name, tensors.pop(name))
     return arrays
@@ -147,10 +148,6 @@ class StoredArray(Array):
         """Return the values, mapped from the file."""
         tensor = self.__dict__["_read"]()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return rounded(tensor, dtype).to(dtype)
 
 
 def _floating(array: Array) -> bool:

@@ -307,7 +307,8 @@ def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
     path = folder / f"{key}.safetensors"
     if path.exists():
         with safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            state = {name: file.get_tensor(name) for name in names}
             return state, json.loads(file.metadata()["metrics"])
     state, metrics = compute()
     kept = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Whether two saved models compute alike: their configurations, vocabularies, labels and tied tables."""
+"""Checks of two saved models: their configurations, vocabularies, labels and tied tables agree."""
 
 from __future__ import annotations
 

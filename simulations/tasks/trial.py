@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,11 +96,12 @@ def check_model(task: Task, model: nn.Module) -> None:
     that depend on the length. Nothing is trained.
     """
     name = task.config.model or task.config.architecture
-    if isinstance(task.train, EncodedText):
-        _check_tables(task, model, name)
+    texts = [row for one in (task.train, task.test) if isinstance(one, EncodedText) for row in one.ids]
+    if texts:
+        _check_tables(task, texts, model, name)
     model.eval()
-    if isinstance(task.objective, CausalLanguageModelling):
-        _check_causal(task, model, name)
+    if isinstance(task.objective, CausalLanguageModelling) and isinstance(task.train, EncodedText):
+        _check_causal(max(task.train.ids, key=len), model, name)
     for split, encoded in (("training", task.train), ("held-out", task.test)):
         rows = task.objective.usable(encoded, np.arange(len(encoded)))
         if not len(rows):
@@ -117,9 +119,8 @@ def check_model(task: Task, model: nn.Module) -> None:
             ) from error
 
 
-def _check_tables(task: Task, model: Any, name: str) -> None:
+def _check_tables(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) -> None:
     """Check the lengths and the tokens of texts against the model's tables."""
-    ids = [*task.train.ids, *task.test.ids]  # type: ignore[attr-defined]
     longest = max(map(len, ids))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITIONS:
@@ -145,9 +146,9 @@ def _check_tables(task: Task, model: Any, name: str) -> None:
         )
 
 
-def _check_causal(task: Task, model: Any, name: str) -> None:
+def _check_causal(text: np.ndarray, model: Any, name: str) -> None:
     """Check that the prediction after a text's first token does not depend on the tokens after it."""
-    ids = torch.from_numpy(max(task.train.ids, key=len)[:_SEEN])[None]  # type: ignore[attr-defined]
+    ids = torch.from_numpy(text[:_SEEN])[None]
     with torch.no_grad():
         whole, alone = (model(input_ids=part).logits[0, 0].float() for part in (ids, ids[:, :1]))
     rounding = 100 * torch.finfo(model.dtype).eps * float(alone.abs().max())

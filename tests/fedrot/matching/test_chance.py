@@ -185,8 +185,11 @@ def test_the_ceiling_is_never_below_the_best_gain(seed: int, scale: float, dim: 
     ceiling = solver.ceiling(action, evidence)
     assert bool((ceiling >= gains - 1e-9).all())
     if scale < 1e-3:
-        # Near the identity it is of the gain's size.
-        assert bool((ceiling <= 5 * gains + 1e-6).all())
+        # Near the identity, units i and j gain |K_ij|^2 / (h_i + h_j), and have the ceiling
+        # |K_ij|^2 (1 / h_i + 1 / h_j) / 4: it is this much larger at most, for eigenvalues h of M.
+        least, *_, most = torch.linalg.eigvalsh((evidence + evidence.mT) / 2).unbind(-1)
+        larger = (least + most) ** 2 / (4 * least * most)
+        assert bool((ceiling - gains <= (larger - 1).clamp_min(0.5) * gains + 1e-6).all())
 
 
 def test_a_turned_head_moves_and_comes_back() -> None:

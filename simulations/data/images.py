@@ -15,14 +15,8 @@ import pyarrow.types as types
 from PIL import Image
 
 from fedrot.simulations.data import DIGITS
-from fedrot.simulations.data.data_set import (
-    METRICS_OF_KIND,
-    Complete,
-    DataSet,
-    Split,
-    label_columns,
-    labels_of,
-)
+from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
+from fedrot.simulations.data.labels import Complete, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     Catalogue,
     DataError,

@@ -12,14 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fedrot.simulations.data import BUNDLED
-from fedrot.simulations.data.data_set import (
-    METRICS_OF_KIND,
-    Complete,
-    DataSet,
-    Split,
-    label_columns,
-    labels_of,
-)
+from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
+from fedrot.simulations.data.labels import Complete, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     Catalogue,
     DataError,

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedrot.simulations.data import sources
-from fedrot.simulations.data.data_set import labels_of
 from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.data.labels import labels_of
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.data.texts import load_text_data
 from fedrot.simulations.report.tables import partition_table

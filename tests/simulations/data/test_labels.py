@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedrot.simulations.data.data_set import label_columns, labels_of
+from fedrot.simulations.data.labels import label_columns, labels_of
 from fedrot.simulations.data.partition import histogram, key_names, partition_keys
 from fedrot.simulations.data.sources import DataError, Source
 from fedrot.simulations.data.texts import TextData, load_tag_data, load_text_data

@@ -151,7 +151,7 @@ class Aligned(Strategy):
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "kept until all have come"
         order = ", in an order that their contents give" if self.execution.deterministic else ""
-        where = f", in {spill}" if (spill := self.execution.spill) and not streams else ""
+        where = f", in {spill}" if (spill := self.execution.spill) and self.waits else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         if self.comparison is not None:
             log(INFO, "\t├──> Guard: the better mean by '%s'", self.comparison.guard.metric)
@@ -302,14 +302,14 @@ class Aligned(Strategy):
     def waits(self) -> bool:
         """True if a round keeps all updates until every reply has arrived."""
         of_all = self.align and (ANCHORS[self.anchor].needs_all or self.other_bases.needs_all)
-        return self.execution.deterministic or self.robustness.norm_bound is not None or of_all
+        return self.execution.deterministic or of_all
 
-    def merge(self, this_round: Round, store: Store) -> Merge:
+    def merge(self, this_round: Round) -> Merge:
         """Return what takes a round's updates."""
         build = self.aggregator(this_round.number)
         if build is None:
             integers = integers_of(self._broadcast) if self.align else ArrayRecord()
-            return ListMerge(store, this_round, integers)
+            return ListMerge(this_round, integers)
         return AggregatorMerge(build, this_round, Mean() if build is Mean else None, self.comparison)
 
     def on_update(self, update: Update) -> None:
@@ -380,7 +380,7 @@ class Aligned(Strategy):
         """Return what has taken the updates of a round; everything else of the round is released."""
         broadcast = from_arrays(self._broadcast, writable=self.execution.deterministic)
         exchange = Exchange(self._grid, self._config, self._timeout) if self._grid is not None else None
-        plan, merge = self.plan if self.align else None, self.merge(this_round, store)
+        plan, merge = self.plan if self.align else None, self.merge(this_round)
         merge, aligner = aligned_merge(merge, plan, broadcast, this_round, exchange)
         inbox = Inbox(
             asked,
@@ -399,7 +399,6 @@ class Aligned(Strategy):
             aligner,
             merge,
             waiting=self._waiting(store) if self.waits else None,
-            norm_bound=self.robustness.norm_bound,
             on_update=self.on_update,
         )
         return merge

@@ -22,7 +22,6 @@ from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.round.merge import Aggregated, AggregatorMerge, ListMerge, Merge, Wrapped
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
@@ -155,17 +154,11 @@ class FedRot(Aligned, FedAvg):
             return self.aggregation
         return super().aggregator(server_round)
 
-    @property
-    def waits(self) -> bool:
-        """True as for ``Aligned``, and where FedAvg itself averages updates that are spilled."""
-        # FedAvg looks at every update, and whether some are marked is known once all have come.
-        return super().waits or (self.execution.spill is not None and self.aggregator(1) is None)
-
-    def merge(self, this_round: Round, store: Store) -> Merge:
+    def merge(self, this_round: Round) -> Merge:
         """Return what takes a round's updates; without alignment or aggregation that is FedAvg."""
         if self.aggregator(this_round.number) is None:
-            return _FedAvgMerge(store, this_round)
-        return super().merge(this_round, store)
+            return _FedAvgMerge(this_round)
+        return super().merge(this_round)
 
 
 def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[], Aggregator] | None:
@@ -183,8 +176,8 @@ def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[],
 class _FedAvgMerge:
     """Gives all updates to FedAvg, or to ``Mean`` if a client has marked rows as not trained."""
 
-    def __init__(self, store: Store, this_round: Round) -> None:
-        self._store, self._round = store, this_round
+    def __init__(self, this_round: Round) -> None:
+        self._round = this_round
         self._updates: list[Update] = []
 
     def add(self, update: Update) -> bool:
@@ -194,7 +187,7 @@ class _FedAvgMerge:
 
     def result(self, wrapped: Wrapped) -> Aggregated:
         """Return the new model and metrics."""
-        merge: Merge = ListMerge(self._store, self._round, ArrayRecord())
+        merge: Merge = ListMerge(self._round, ArrayRecord())
         if any(update.statistics.get(TRAINED) for update in self._updates):
             merge = AggregatorMerge(Mean, self._round, Mean())
         while self._updates:

@@ -26,7 +26,6 @@ from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.round.merge import OF_THE_MEAN, Merge
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema
-from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
 
@@ -61,9 +60,8 @@ class AlignedLoRA(Aligned):
 
     Raises:
         FedrotError: the settings are not those of a LoRA adapter; the base strategy is none of these;
-            ``residual="fold"`` is asked for and it is not FedAvg; ``norm_bound`` stands beside a method
-            for clients of different ranks. In the first round: the clients send no adapter; or
-            ``freeze-a`` is asked for and embeddings are adapted.
+            ``residual="fold"`` is asked for and it is not FedAvg. In the first round: the clients send
+            no adapter; or ``freeze-a`` is asked for and embeddings are adapted.
     """
 
     uses_statistics = True
@@ -94,11 +92,6 @@ class AlignedLoRA(Aligned):
             raise FedrotError(
                 f"{name} averages adapters itself, and {behind.__name__} looks at every update. Behind "
                 f"it can stand {able}."
-            )
-        if self.robustness.norm_bound is not None and self.adapters.method in OF_ANY_RANK:
-            raise FedrotError(
-                f"norm_bound compares tensors of one shape, and method '{self.adapters.method}' takes "
-                "clients of different ranks. Leave norm_bound out, or take AdapterOptions('mean')."
             )
         if self.adapters.folds and behind is not FedAvg:
             raise FedrotError(
@@ -152,10 +145,10 @@ class AlignedLoRA(Aligned):
         """Return the function that builds a round's average of adapters."""
         return self._average
 
-    def merge(self, this_round: Round, store: Store) -> Merge:
+    def merge(self, this_round: Round) -> Merge:
         """Return what takes a round's adapters."""
         self._this_round = this_round
-        return super().merge(this_round, store)
+        return super().merge(this_round)
 
     def _average(self) -> AdapterMean:
         previous = from_arrays(self._broadcast)

@@ -71,28 +71,22 @@ class OtherBasis:
 
 @dataclass(frozen=True)
 class Robustness:
-    """Which replies are dropped, and which rounds fail.
+    """Which rounds fail.
 
-    Example: ``FedRot(config, robustness=Robustness(min_replies=5, norm_bound=3.0))``.
+    Example: ``FedRot(config, robustness=Robustness(min_replies=5))``.
 
     Attributes:
         min_replies: with fewer accepted replies the round fails, and the model stays as it was.
-        norm_bound: drop a reply whose distance from the broadcast model, after alignment to it, is more
-            than this many times the round's median. It needs at least three replies, and keeps all of a
-            round's updates until every reply has arrived. None drops none.
 
     Raises:
-        FedrotError: ``min_replies`` is below 1, or ``norm_bound`` not above 1.
+        FedrotError: ``min_replies`` is below 1.
     """
 
     min_replies: int = 1
-    norm_bound: float | None = None
 
     def __post_init__(self) -> None:
         if self.min_replies < 1:
             raise FedrotError(f"min_replies is {self.min_replies}; a round needs 1 reply at least.")
-        if self.norm_bound is not None and not self.norm_bound > 1:
-            raise FedrotError(f"norm_bound is {self.norm_bound}; it must be above 1, the median itself.")
 
 
 @dataclass(frozen=True)

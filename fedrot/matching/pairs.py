@@ -106,10 +106,3 @@ def _squares(blocks: Sequence[Pair]) -> Tensor:
     # A scalar on the pairs' device: the host waits only where it reads the value.
     squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
     return sum(squares, start=torch.zeros((), dtype=torch.float64))
-
-
-def model_distance(a: Tensors, b: Tensors) -> float:
-    """Return the distance of two models over all floating-point tensors of ``a``."""
-    dtypes = {name: compute_dtype(t) for name, t in a.items() if t.is_floating_point()}
-    both = ((a[n].to(dtype), b[n].to(a[n].device, dtype)) for n, dtype in dtypes.items())
-    return squared_distance(list(both)) ** 0.5

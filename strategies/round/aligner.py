@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,6 @@ from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment
 from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, decided, finder
 from fedrot.errors import UpdateError
-from fedrot.matching.pairs import model_distance
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.common_basis import learned_together
@@ -59,10 +57,6 @@ class Unaligned:
 
     def accept(self, update: Update, place: int = 0) -> None:
         """Take note of an aligned update that is merged."""
-
-    def distances(self, updates: Sequence[Update]) -> Iterator[float]:
-        """Return every update's distance from the broadcast model."""
-        return (model_distance(update.tensors, self.broadcast) for update in updates)
 
     def close(self) -> None:
         """Log what concerns all updates of the round."""
@@ -111,14 +105,11 @@ class Plan:
             return RunningAnchor(Anchor(base), find, shared)
         return ANCHORS[self.anchor](Anchor(base), find)
 
-    def to_one(self, base: Tensors, mixed: bool = True) -> GlobalAnchor:
-        """Return the anchor that aligns every update to ``base`` itself."""
-        return replace(self, anchor="global").rule(base, mixed)
-
     def moved_to(self, model: Tensors, base: Tensors, mixed: bool) -> Tensors:
         """Return a model in the coordinates of a round whose base is another one."""
         there = on_device(model, self.device)
-        return self.to_one(on_device(base, self.device), mixed).align(there).apply(there)
+        rule = replace(self, anchor="global").rule(on_device(base, self.device), mixed)
+        return rule.align(there).apply(there)
 
     def is_canonical(self, mixed: bool) -> bool:
         """Return whether a round brings its updates to canonical form."""
@@ -255,22 +246,6 @@ class Aligner(Unaligned):
         """Let an anchor that follows the round know the update."""
         note = self.rule.include if place in self._matched else self.rule.accept
         note(update.tensors, update.weight)
-
-    def distances(self, updates: Sequence[Update]) -> Iterator[float]:
-        """Yield every update's distance from the broadcast model, after alignment to it.
-
-        It is infinite where an update cannot be aligned.
-        """
-        plan, base = self.plan, on_device(self.broadcast, self.plan.device)
-        mixed = any(in_other_basis(update, self.broadcast, plan.symmetry) for update in updates)
-        rule = plan.to_one(base, mixed)
-        for update in updates:
-            tensors, distance = on_device(update.tensors, plan.device), math.inf
-            with suppress(UpdateError):
-                alignment = rule.align(tensors)
-                form = canonical(base, plan.symmetry) if alignment.canonical else base
-                distance = model_distance(alignment.apply(tensors), form)
-            yield distance
 
     def close(self) -> None:
         """Say how many replies came from another basis, and whether the round's coordinates are new."""

@@ -28,7 +28,6 @@ from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_la
 from fedrot.strategies.round.outbox import as_sent, integers_of, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.round.waiting import Store
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import without_arrays
 
@@ -247,15 +246,15 @@ class ListMerge:
     shows to the strategy: a mean of them would let one client set them, and noise would spoil them.
     """
 
-    def __init__(self, store: Store, this_round: Round, integers: ArrayRecord) -> None:
-        self._store, self.this_round, self._integers = store, this_round, integers
+    def __init__(self, this_round: Round, integers: ArrayRecord) -> None:
+        self.this_round, self._integers = this_round, integers
         # As floats: Flower's strategies subtract them.
         self._shown = {name: t.double() for name, t in from_arrays(integers).items()}
         self._held: list[Update] = []
 
     def add(self, update: Update) -> bool:
         """Keep the update's message."""
-        message = with_tensors(update, self._store, self._shown)
+        message = with_tensors(update, self._shown)
         self._held.append(update.holding({}, {}, message))
         return True
 

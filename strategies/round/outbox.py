@@ -7,12 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common import NDArray
 from torch import Tensor
 
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.round.waiting import Store, Stored
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import (
     STATISTICS,
@@ -105,26 +103,16 @@ def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     return found
 
 
-def with_tensors(update: Update, store: Store, integers: Tensors) -> Message:
+def with_tensors(update: Update, integers: Tensors) -> Message:
     """Return a copy of a reply's message with the update's tensors and without our own records.
 
-    If the store keeps files, ``Array.numpy`` reads the values from one. ``integers`` take the place of
-    the update's own.
+    ``integers`` take the place of the update's own.
     """
     tensors, content = {**update.tensors, **integers}, RecordDict(dict(update.message.content))
     for ours in {STATISTICS, TOKEN_COUNTS} & content.array_records.keys():
         del content[ours]
-    if store.folder is not None:
-        stored, record = store.put(tensors), ArrayRecord()
-        for (
-            name,
-            tensor,
-        ) in tensors.items():  # ArrayRecord's constructor would copy arrays.
-            record[name] = StoredArray(name, stored, tensor)
-        content[update.record] = record
-    else:
-        arrays = content.array_records.get(update.record, ArrayRecord())
-        content[update.record] = replace_changed(arrays, update.received, tensors)
+    arrays = content.array_records.get(update.record, ArrayRecord())
+    content[update.record] = replace_changed(arrays, update.received, tensors)
     message = copy.copy(update.message)
     message.content = content
     return message
@@ -134,20 +122,6 @@ def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
     """Return a message like a single client's reply, with the mean of a round's updates."""
     content = RecordDict({"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})})
     return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
-
-
-class StoredArray(Array):
-    """An array whose ``numpy`` reads the values from a file."""
-
-    def __init__(self, name: str, stored: Stored, like: Tensor) -> None:
-        dtype = str(like.dtype).removeprefix("torch.").replace("bfloat16", "float32")
-        super().__init__(dtype, tuple(like.shape), NUMPY, b"")
-        self.__dict__["_read"] = lambda: stored()[name]
-
-    def numpy(self) -> NDArray:
-        """Return the values, mapped from the file."""
-        tensor = self.__dict__["_read"]()
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _floating(array: Array) -> bool:

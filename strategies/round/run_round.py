@@ -14,7 +14,7 @@ from fedrot.strategies.round.merge import AggregatorMerge, LayerwiseMerge, Merge
 from fedrot.strategies.round.other_basis import Exchange
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
-from fedrot.strategies.round.waiting import Waiting, beyond
+from fedrot.strategies.round.waiting import Waiting
 from fedrot.tensors import Tensors
 
 
@@ -25,7 +25,6 @@ def run_round(
     merge: Merge,
     *,
     waiting: Waiting | None = None,
-    norm_bound: float | None = None,
     on_update: Callable[[Update], None] = lambda update: None,
 ) -> None:
     """Take the replies of a round one at a time, in the order of arrival.
@@ -35,7 +34,6 @@ def run_round(
 
     Args:
         waiting: keeps all updates until every reply has arrived; None keeps one at a time.
-        norm_bound: see ``Robustness``; it needs ``waiting``.
         on_update: called with every aligned update, before it is merged.
     """
 
@@ -64,11 +62,6 @@ def run_round(
         _exhaust(map(waiting.add, updates))
         inbox.close()
         waiting.close()
-        if norm_bound is not None:
-            far = beyond(list(aligner.distances(waiting)), norm_bound)
-            for place, reason in far.items():
-                this_round.drop(waiting[place].client, reason)
-            waiting.remove(far)
         if aligner.checks:
             _exhaust(map(check, waiting, count()))
             waiting.remove({*range(len(waiting))} - sound)

@@ -63,7 +63,7 @@ class Schema:
     """The tensors that a reply may hold: names, shapes and dtypes.
 
     Attributes:
-        like: the broadcast model's tensors. Tensors that a client sends as unchanged are these.
+        like: the broadcast model's tensors.
     """
 
     like: Tensors
@@ -90,7 +90,7 @@ class Schema:
             UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
         """
         self.check(arrays)
-        tensors = from_arrays(arrays, since=self.like, writable=copy)
+        tensors = from_arrays(arrays, writable=copy)
         # Legacy arrays claim no shape: theirs is known only now.
         self.check(tensors)
         for name, tensor in tensors.items():

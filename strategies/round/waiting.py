@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -154,17 +153,3 @@ def _read(update: Update, stored: Stored) -> Update:
         found.setdefault(kind, {})[name] = tensor
     tensors = found.pop(_UPDATE)
     return update.holding(tensors, found, update.message)
-
-
-def beyond(distances: Sequence[float], bound: float) -> dict[int, str]:
-    """Return the places of distances above ``bound`` times their median, each with the reason.
-
-    The result is empty with fewer than three distances, and where the median is 0.
-    """
-    median = statistics.median(distances) if len(distances) > 2 else 0.0
-    reason = "Its distance from the broadcast model is {:.3g} times the median, above the bound of {:g}."
-    return {
-        index: reason.format(distance / median, bound)
-        for index, distance in enumerate(distances)
-        if median > 0 and distance > bound * median
-    }

@@ -1,9 +1,8 @@
 """``to_arrays`` and ``from_arrays``: a model's tensors as Flower arrays, and back.
 
-Most tensors become Flower's own arrays (npy bytes). fedrot adds three kinds of arrays, with an ``stype``
-of their own: bfloat16, which NumPy lacks; a tensor that shares another one's memory, sent as the other
-one's name; and a tensor that did not change since it was received, sent without data. ``Array.numpy()``
-refuses them, so that no stock strategy averages their bytes by mistake.
+Most tensors become Flower's own arrays (npy bytes). fedrot adds two kinds of arrays, with an ``stype``
+of their own: bfloat16, which NumPy lacks; and a tensor that shares another one's memory, sent as that
+one's name. ``Array.numpy()`` refuses them, so that no stock strategy averages their bytes by mistake.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.tensors import unusable
 
-#: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record; no data.
-BFLOAT16, TIED, UNCHANGED = "fedrot.bfloat16", "fedrot.tied", "fedrot.unchanged"
+#: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record.
+BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
 
 #: The precisions in which floating-point tensors can travel.
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,11 +40,7 @@ _DIMENSIONS, _HEADER = 32, 1024
 _ELEMENTS = 2**48
 
 
-def to_arrays(
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-    since: ArrayRecord | Mapping[str, Tensor] | None = None,
-) -> ArrayRecord:
+def to_arrays(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> ArrayRecord:
     """Return a model's tensors as arrays, under all of their names.
 
     Tensors of one shape and layout that share memory (tied embeddings) are sent once. Values are not
@@ -55,15 +50,12 @@ def to_arrays(
         tensors: on any device.
         dtype: of floating-point tensors on the wire, one of ``PRECISIONS``; their own if None.
             Integer and boolean tensors keep theirs.
-        since: the arrays or tensors that were received. A tensor that equals the received one bit for
-            bit, in the precision of the wire, is sent as "unchanged": the receiver keeps its own.
 
     Raises:
         FedrotError: ``dtype`` is another one, or a tensor cannot be sent (complex, float8, sparse).
     """
     if dtype is not None and dtype not in PRECISIONS:
         raise FedrotError(f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
-    known = from_arrays(since) if isinstance(since, ArrayRecord) else since or {}
     arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
@@ -71,9 +63,7 @@ def to_arrays(
         cast = dtype is not None and tensor.is_floating_point()
         sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
         memory = _memory(tensor)
-        if name in known and _alike(sent, known[name]) and same_bits(sent, known[name].to(sent)):
-            arrays[name] = _array(sent, UNCHANGED, b"")
-        elif memory in first:
+        if memory in first:
             arrays[name] = _array(sent, TIED, first[memory].encode())
         else:
             arrays[name] = encode(name, sent)
@@ -82,21 +72,14 @@ def to_arrays(
     return arrays
 
 
-def from_arrays(
-    record: ArrayRecord,
-    since: ArrayRecord | Mapping[str, Tensor] | None = None,
-    *,
-    writable: bool = False,
-) -> dict[str, Tensor]:
+def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Tensor]:
     """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU tensors.
 
     Received bytes are not trusted: an array whose contents differ from its claimed shape and dtype is
     refused before memory of the claimed size is allocated. Tied names give one and the same tensor.
-    Unchanged tensors are those of ``since``, in their precision there.
 
     Args:
         record: the arrays.
-        since: the arrays or tensors that the sender had received, if it left out unchanged ones.
         writable: give every tensor memory of its own. Otherwise tensors are views of the received bytes
             where those are aligned: do not write to them, it would change the record.
             (``load_state_dict`` copies.)
@@ -104,15 +87,11 @@ def from_arrays(
     Raises:
         UpdateError: a tensor cannot be decoded; the error names it and its fault.
     """
-    known = from_arrays(since) if isinstance(since, ArrayRecord) else since
     found: dict[str, Tensor] = {}
     for name, array in record.items():
-        if array.stype == UNCHANGED:
-            found[name] = _kept(name, array, known)
-        elif array.stype != TIED:
-            found[name] = decode(name, array)
-        if writable and name in found:
-            found[name] = found[name].clone(memory_format=torch.contiguous_format)
+        if array.stype != TIED:
+            tensor = decode(name, array)
+            found[name] = tensor.clone(memory_format=torch.contiguous_format) if writable else tensor
     # In the record's order: a tie may point to a later name.
     return {name: found[name] if name in found else _tied(name, record, found) for name in record}
 
@@ -209,25 +188,6 @@ def _name(dtype: torch.dtype) -> str:
 def _memory(tensor: Tensor) -> tuple[object, ...]:
     place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*place, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _alike(sent: Tensor, known: Tensor) -> bool:
-    floating = sent.is_floating_point() and known.is_floating_point()
-    return sent.shape == known.shape and (floating or sent.dtype == known.dtype)
-
-
-def _kept(name: str, array: Array, known: Mapping[str, Tensor] | None) -> Tensor:
-    if known is None:
-        raise _unreadable(name, "was sent as unchanged; give from_arrays what the sender received")
-    if name not in known:
-        raise _unreadable(name, "was sent as unchanged, but was never received. Send it whole")
-    here = known[name]
-    dtypes = map(_name, PRECISIONS if here.is_floating_point() else (here.dtype,))
-    if array.dtype not in dtypes or array.shape != tuple(here.shape) or array.data:
-        claim = f"{array.dtype!r:.60} {array.shape!r:.60} ({len(array.data)} bytes)"
-        what = f"{_name(here.dtype)} {tuple(here.shape)}"
-        raise _unreadable(name, f"was sent as unchanged {claim}, but {what} is here. Send it whole")
-    return here
 
 
 def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor:

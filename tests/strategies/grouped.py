@@ -11,7 +11,7 @@ _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
         OtherBasis,
         {"model": "model", "other_basis": "options", "at_clients": "at_clients"},
     ),
-    "robustness": (Robustness, {"min_replies": "min_replies", "norm_bound": "norm_bound"}),
+    "robustness": (Robustness, {"min_replies": "min_replies"}),
     "execution": (Execution, {name: name for name in ("device", "wire", "spill", "deterministic")}),
     "checkpointing": (Checkpointing, {"checkpoints": "folder", "keep": "keep", "resume": "resume"}),
     "reporting": (Reporting, {"rows": "rows", "metrics": "metrics", "tensorboard": "tensorboard"}),

@@ -20,7 +20,7 @@ import fedrot
 from fedrot.research.optimal_transport import OptimalTransport
 from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.settings import Execution, Robustness
+from fedrot.strategies.settings import Execution
 from tests.models import State, config_of
 from tests.strategies.classifier import NAME, SYMMETRY, build
 
@@ -111,7 +111,6 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "clipped adaptively": behind(ServerSideAdaptive, FedAvg(), **_CLIPPED),
     "guard": lambda: FedRot(CONFIG, guard=Guard("loss", evaluate=_guard)),
     "deterministic": lambda: FedRot(CONFIG, execution=Execution(deterministic=True)),
-    "norm bound": lambda: FedRot(CONFIG, robustness=Robustness(norm_bound=3.0)),
     "whole model": lambda: FedRot(CONFIG, **_parts(fedrot.WHOLE_MODEL)),
     "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "rescale", "ffn"))),
     "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),

@@ -21,7 +21,7 @@ from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
 from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.settings import Checkpointing, Execution, Reporting, Robustness
+from fedrot.strategies.settings import Checkpointing, Execution, Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -324,8 +324,6 @@ def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
 def test_more_that_does_not_go_together_is_refused() -> None:
     with pytest.raises(FedrotError, match=r"'exact' is given in place of fedrot\.lora"):
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
-    with pytest.raises(FedrotError, match="norm_bound compares tensors of one shape"):
-        FedRotLoRA(CONFIG, AdapterOptions("exact"), robustness=Robustness(norm_bound=3.0))
     table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}
     strategy = FedRotLoRA(CONFIG, AdapterOptions("mean", schedule="freeze-a"), **EVERY)
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
@@ -352,17 +350,6 @@ def test_the_summary_says_what_is_not_the_default(
     lines = [record.getMessage() for record in caplog.records]
     assert [line.strip("\t├─> ") for line in lines if "Adapters" in line] == [said]
     assert not any("Alignment" in line for line in lines)
-
-
-def test_a_mean_of_adapters_has_a_norm_bound() -> None:
-    def far(message: Message) -> Message:
-        return reply(message, {n: 100 * t for n, t in floats(adapter(7)).items()}, 10, 7)
-
-    bound = Robustness(norm_bound=5.0)
-    strategy = FedRotLoRA(CONFIG, AdapterOptions("mean"), robustness=bound, **EVERY)
-    grid = FakeGrid({**{100 + i: client(i) for i in range(3)}, 107: far})
-    result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
-    assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
 
 
 def test_an_adapter_of_rank_0_is_dropped_for_its_shape(warnings: Callable[[], str]) -> None:

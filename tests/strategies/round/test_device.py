@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
-from fedrot.strategies import Aligned, Execution, FedRot, OtherBasis, Robustness
+from fedrot.strategies import Aligned, Execution, FedRot, OtherBasis
 from tests.fedrot.pretend import Pretend
 from tests.models import near
 from tests.strategies.aggregating import (
@@ -47,7 +47,6 @@ STREAMED: dict[str, Callable[..., FedAvg]] = {
     "deterministic": lambda execution=None, **given: FedRot(
         SYMMETRY, execution=replace(execution or Execution(), deterministic=True), **given
     ),
-    "norm bound": lambda **given: FedRot(SYMMETRY, robustness=Robustness(norm_bound=20.0), **given),
     "whole": lambda **given: FedRot(SYMMETRY, options=WHOLE, **given),
     "adam": lambda **given: AlignedAdam(SYMMETRY, **given),
 }

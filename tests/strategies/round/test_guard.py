@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import (
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
 from fedrot.errors import FedrotError
-from fedrot.strategies import Aligned, Checkpointing, Execution, FedRot, Guard, Reporting, Robustness
+from fedrot.strategies import Aligned, Checkpointing, Execution, FedRot, Guard, Reporting
 from tests.fedrot.pretend import Pretend
 from tests.models import near
 from tests.strategies.aggregating import (
@@ -258,7 +258,6 @@ def test_an_optimiser_sees_the_kept_mean_only(
         {"anchor": "consensus"},
         {"anchor": "medoid"},
         {"anchor": "global", "execution": Execution(deterministic=True, spill="spill")},
-        {"robustness": Robustness(norm_bound=20.0)},
         {"execution": Execution()},
     ],
 )

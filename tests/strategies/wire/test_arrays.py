@@ -34,7 +34,6 @@ from fedrot.strategies.wire.arrays import (
     BFLOAT16,
     PRECISIONS,
     TIED,
-    UNCHANGED,
     decode,
     same_bits,
     wire_bytes,
@@ -117,7 +116,9 @@ def test_tensors_arrive_with_the_same_bits(values: list[Tensor], writable: bool)
 def test_precision_is_changed_on_floats_only(value: Tensor, dtype: torch.dtype) -> None:
     found = from_arrays(to_arrays({"w": value}, dtype))["w"]
     expected = value.contiguous().to(dtype) if value.is_floating_point() else value
-    assert identical(found, expected)
+    # How a cast writes NaN depends on where in memory it is.
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert identical(found[~found.isnan()], expected[~expected.isnan()])
 
 
 @given(tensors())
@@ -141,56 +142,6 @@ def test_flowers_own_arrays_are_read(value: Tensor) -> None:
     if value.dtype != torch.bfloat16:
         record = ArrayRecord({"w": Array(value.numpy())})
         assert identical(from_arrays(record)["w"], value)
-
-
-@given(tensors(), tensors(), st.sampled_from((None, *PRECISIONS)))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_only_what_changed_travels(old: Tensor, new: Tensor, dtype: torch.dtype | None) -> None:
-    since = {"same": old, "other": old, "gone": old}
-    record = to_arrays({"same": old.clone(), "other": new, "more": new.clone()}, dtype, since)
-    assert record["same"].stype == UNCHANGED
-    assert not record["same"].data
-    assert record["more"].stype != UNCHANGED
-    found = from_arrays(record, since)
-    assert list(found) == ["same", "other", "more"]
-    # What was not sent is as precise as it was.
-    assert found["same"] is old
-    for name, value in (("other", new), ("more", new)):
-        there = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        arrived, expected = (t.contiguous().to(there) for t in (found[name], value))
-        # How a cast writes NaN depends on where in memory it is.
-        assert torch.equal(arrived.isnan(), expected.isnan())
-        assert torch.equal(arrived[~arrived.isnan()], expected[~expected.isnan()])
-
-
-def test_since_may_be_the_record_that_was_received() -> None:
-    given_ = {"a": torch.rand(3), "b": torch.rand(3).bfloat16(), "c": torch.tensor(3)}
-    received = to_arrays({**given_, "tied": given_["a"]})
-    changed = {**given_, "tied": given_["a"] + 1}
-    record = to_arrays(changed, since=received)
-    assert [array.stype for array in record.values()] == [UNCHANGED] * 3 + [SType.NUMPY]
-    found = from_arrays(record, since=received)
-    assert all(identical(found[name], value) for name, value in changed.items())
-
-
-def test_bits_decide_what_changed() -> None:
-    nan, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (-1, -2))
-    zero = torch.zeros(1)
-    for old, new in ((nan, nan.clone()), (zero, zero.clone())):
-        assert to_arrays({"w": new}, since={"w": old})["w"].stype == UNCHANGED
-    for old, new in ((nan, other), (zero, -zero), (zero, zero.int()), (zero, zero[0]), (zero, zero[:0])):
-        record = to_arrays({"w": new}, since={"w": old})
-        assert record["w"].stype == SType.NUMPY
-        assert identical(from_arrays(record)["w"], new)
-
-
-def test_a_change_below_the_precision_that_travels_is_none() -> None:
-    old = torch.tensor([1.0, 2.0])
-    new = old + 1e-6
-    assert to_arrays({"w": new}, since={"w": old})["w"].stype == SType.NUMPY
-    record = to_arrays({"w": new}, torch.bfloat16, {"w": old})
-    assert (record["w"].stype, record["w"].dtype) == (UNCHANGED, "bfloat16")
-    assert from_arrays(record, {"w": old})["w"] is old
 
 
 @pytest.mark.parametrize("dtype", [None, *PRECISIONS])
@@ -239,14 +190,6 @@ def test_ties_are_of_memory_shape_and_layout() -> None:
     found = from_arrays(record, writable=True)
     assert found["again"] is found["part"]
     assert all(identical(found[name], value) for name, value in given_.items())
-
-
-def test_a_tie_to_what_did_not_change_is_sent_whole() -> None:
-    value = torch.rand(3)
-    record = to_arrays({"a": value, "b": value, "c": value}, since={"a": value, "b": value + 1})
-    assert [array.stype for array in record.values()] == [UNCHANGED, SType.NUMPY, TIED]
-    found = from_arrays(record, since={"a": value})
-    assert all(identical(tensor, value) for tensor in found.values())
 
 
 def test_ties_may_point_forward() -> None:
@@ -461,9 +404,6 @@ def test_chains_of_ties_are_refused() -> None:
     chain = ArrayRecord({"a": plain, "b": array(b"a", stype=TIED), "c": array(b"b", stype=TIED)})
     with pytest.raises(UpdateError, match="'c' cannot be decoded: it is tied to 'b'"):
         from_arrays(chain)
-    unsent = ArrayRecord({"a": array(b"", stype=UNCHANGED), "b": array(b"a", stype=TIED)})
-    with pytest.raises(UpdateError, match="'b' cannot be decoded: it is tied to 'a'"):
-        from_arrays(unsent, {"a": torch.ones(2)})
 
 
 def test_a_tie_of_another_shape_or_dtype_is_refused() -> None:
@@ -473,27 +413,11 @@ def test_a_tie_of_another_shape_or_dtype_is_refused() -> None:
             from_arrays(ArrayRecord({"a": plain, "b": tie}))
 
 
-def test_unchanged_without_what_was_received_is_refused() -> None:
-    unsent = array(b"", stype=UNCHANGED)
-    refuse(unsent, "give from_arrays what the sender received")
-    known = {"some.weight": torch.ones(2)}
-    assert (
-        from_arrays(ArrayRecord({"some.weight": unsent}), known)["some.weight"] is known["some.weight"]
-    )
-    for since in ({}, {"some.weight": torch.ones(3)}, {"some.weight": torch.ones(2).int()}):
-        with pytest.raises(UpdateError, match="Send it whole"):
-            from_arrays(ArrayRecord({"some.weight": unsent}), since)
-    for wrong in (array(b"x", stype=UNCHANGED), array(b"", dtype="int32", stype=UNCHANGED)):
-        with pytest.raises(UpdateError, match="Send it whole"):
-            from_arrays(ArrayRecord({"some.weight": wrong}), known)
-
-
 def test_stock_strategies_get_numpys_arrays() -> None:
     value, half = torch.rand(3), torch.rand(3).bfloat16()
-    since = {"unchanged": torch.rand(3)}
-    given_ = {"plain": value, "tied": value, "half": half, **since, "moved": value + 1}
-    sent = to_arrays(given_, since=since)
-    before = from_arrays(sent, since)
+    given_ = {"plain": value, "tied": value, "half": half, "moved": value + 1}
+    sent = to_arrays(given_)
+    before = from_arrays(sent)
     after = {**before, "moved": before["moved"].flip(0)}
     record = replace_changed(sent, before, after)
     assert list(record) == list(given_)
@@ -511,7 +435,7 @@ def test_no_round_writes_into_what_was_received(anchor: str) -> None:
     for seed, asked in enumerate(broadcast(strategy, base, 3)):
         update = fedrot.random_equivalent(near(base, 0.01, seed), SYMMETRY, seed)
         answer = reply(asked, {}, 1, seed)
-        answer.content["arrays"] = to_arrays(update, torch.bfloat16 if seed else None, base)
+        answer.content["arrays"] = to_arrays(update, torch.bfloat16 if seed else None)
         answers.append(answer)
         received += [array.data for array in answer.content.array_records["arrays"].values()]
     before = [hashlib.sha256(data).digest() for data in received]
@@ -526,19 +450,16 @@ def test_the_mod_aligns_what_travels_in_few_bytes(dtype: torch.dtype | None) -> 
     base = state(0)
     (asked,) = broadcast(FedRot(SYMMETRY, min_train_nodes=1, min_available_nodes=1), base, 1)
     moved = fedrot.random_equivalent(base, SYMMETRY, 1)
-    unmoved = [name for name in base if same_bits(base[name], moved[name])]
-    assert 0 < len(unmoved) < len(base)
 
     def client(message: Message, context: object) -> Message:
         answer = reply(message, {}, 1)
-        answer.content["arrays"] = to_arrays(moved, dtype, message.content.array_records["arrays"])
+        answer.content["arrays"] = to_arrays(moved, dtype)
         return answer
 
     answer = align_mod(SYMMETRY)(asked, None, client)  # type: ignore[arg-type]
     record = answer.content.array_records["arrays"]
     assert list(record) == list(base)
-    assert {record[name].stype for name in unmoved} == {UNCHANGED}
-    found = from_arrays(record, base)
-    assert {t.dtype for n, t in found.items() if n not in unmoved} == {dtype or torch.float32}
+    found = from_arrays(record)
+    assert {t.dtype for t in found.values()} == {dtype or torch.float32}
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.float(), base[name], rtol=2**-7, atol=2**-8)

@@ -181,7 +181,7 @@ def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]
     if len(models) != 1:
         raise UpdateError(f"The reply holds {len(models)} ArrayRecords; send exactly one.")
     ((name, arrays),) = models.items()
-    return name, from_arrays(model.named(arrays), model.named(model.arrays))
+    return name, from_arrays(model.named(arrays))
 
 
 def _align(update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None) -> Alignment:

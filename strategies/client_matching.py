@@ -134,11 +134,7 @@ def request(
     canonical_form: bool = False,
     learn: bool = False,
 ) -> Message:
-    """Return the message that asks a node to match its update to an anchor, or to learn rotations.
-
-    An ArrayRecord is sent as it is, so it must hold all values: arrays sent as "unchanged" cannot be
-    read without the model that the client had received.
-    """
+    """Return the message that asks a node to match its update to an anchor, or to learn rotations."""
     sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
     told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
     content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": told})

@@ -268,9 +268,17 @@ def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
         assert [file.name for file in folder.iterdir()] == [file]
 
 
+#: A signal is handled alike with one worker and with two, and a kill is not handled at all.
+LONG_STOPS = [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2)]
+
+
 @pytest.mark.parametrize(
     ("how", "workers"),
-    [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGKILL, 2)],
+    [
+        (signal.SIGTERM, 1),
+        (signal.SIGINT, 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_STOPS),
+    ],
 )
 def test_a_stopped_grid_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, workers: int) -> None:
     """Whatever stops it: finished cells stay, no process does."""

@@ -666,6 +666,7 @@ def finish(server: Server, folder: Path, expected: Any) -> None:
     assert newest <= left <= newest | {f"round-{KILLED_ROUNDS - 2:06d}"}
 
 
+@pytest.mark.long
 def test_kills_at_random_moments(tmp_path: Path, server: Server, undisturbed: Any) -> None:
     expected, times = undisturbed
     drawn = random.Random(20)

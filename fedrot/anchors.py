@@ -144,8 +144,8 @@ class MedoidAnchor(GlobalAnchor):
     """The update with the least weighted squared distance to the others, after alignment to it.
 
     Distances are over the tensors that alignment moves. Rotations and permutations are isometries, so
-    one direction per pair suffices. ``rescale``, ``ridge`` and ``threshold`` make the two directions
-    differ a little; then the ranking is approximate.
+    one direction per pair suffices. ``rescale`` makes the two directions differ a little; then the
+    ranking is approximate.
     """
 
     needs_all = True

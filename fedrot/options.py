@@ -27,19 +27,11 @@ class AlignmentOptions:
             (rotation of LoRA factors, see ``fedrot.lora.adapter_symmetry``). ``fedrot.WHOLE_MODEL`` is
             all but ``rescale`` and ``adapters``.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
-        ridge: pull of the rotation towards the identity, relative to the largest singular value of each
-            head's cross matrix; 0 is plain Procrustes.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.
         chance: a group moves only if that removes more than so many times the squared distance that
             chance removes (``fedrot.matching.chance``). 0 moves whatever removes anything. With
             ``residual`` or ``output``, groups depend on each other and are not judged one by one.
-        threshold: a move that removes less than this share of its group's squared distance is skipped.
-        sweeps: largest number of passes over all stages if ``parts`` has ``residual`` or ``output``; the
-            other parts need one pass.
-        tolerance: passes stop when one lowers the objective by less than this share.
-        restarts: further starts from random permutations of the residual stream; the best result is
-            kept.
         activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
             only where activations are given.
         canonical: anchor and update are brought to canonical form before matching, and the result of
@@ -50,13 +42,8 @@ class AlignmentOptions:
 
     parts: tuple[str, ...] = DEFAULT_PARTS
     layers: str | Collection[int] = "all"
-    ridge: float = 0.0
     within_heads: str = "rotation"
     chance: float = 1.1
-    threshold: float = 0.0
-    sweeps: int = 20
-    tolerance: float = 1e-4
-    restarts: int = 0
     activation_weight: float = 0.5
     canonical: bool | None = None
 
@@ -77,13 +64,8 @@ class AlignmentOptions:
                 f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
             )
         for name, fits, needed in (
-            ("ridge", self.ridge >= 0, "be 0 or positive"),
             ("within_heads", self.within_heads in WITHIN_HEADS, f"be one of {WITHIN_HEADS}"),
             ("chance", 0 <= self.chance < float("inf"), "be 0 or positive"),
-            ("threshold", 0 <= self.threshold < 1, "lie in [0, 1)"),
-            ("sweeps", self.sweeps >= 1, "be at least 1"),
-            ("tolerance", self.tolerance >= 0, "be 0 or positive"),
-            ("restarts", self.restarts >= 0, "be 0 or positive"),
             ("activation_weight", 0 <= self.activation_weight <= 1, "lie in [0, 1]"),
         ):
             if not fits:

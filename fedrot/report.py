@@ -24,8 +24,7 @@ class GroupReport:
         of: number of heads or neurons in the group.
         angle: mean rotation of the moved heads, in degrees.
         certified: True if the order of the neurons was proved optimal without an assignment.
-        skipped: True if a move was found, but removed less than ``AlignmentOptions.chance`` or
-            ``threshold`` requires.
+        skipped: True if a move was found, but removed less than ``AlignmentOptions.chance`` requires.
         found: squared distance that the best element removes, moved or not; an upper bound where that is
             below what is required.
         chance: squared distance that chance removes, see ``fedrot.matching.chance``; None if unknown.

@@ -30,8 +30,6 @@ AT_CLIENTS = ("clients", "learned")
 OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "layers": lambda value: (int(value),) if value.isdigit() else value,
     "within_heads": str,
-    "ridge": float,
-    "threshold": float,
 }
 #: Begins the name of an arm that averages LoRA adapters; its options, see ``AdapterOptions``.
 OF_ADAPTERS = "lora-"
@@ -92,7 +90,7 @@ class Arm(BaseModel):
     held-out rows (``holdout``): nobody trains on them, and tables report the held-out split.
 
     ``OPTIONS`` are ``KEY=VALUE`` of ``AlignmentOptions``, separated by semicolons: ``layers=last:2``,
-    ``layers=0``, ``ridge=0.1``, ``within_heads=permutation``.
+    ``layers=0``, ``within_heads=permutation``.
 
     Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments
     are those of the aggregation, and ``batches`` limits what clients compute statistics from.

@@ -22,6 +22,12 @@ from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.groups import Group, Slot
 from fedrot.symmetry.moves import Move
 
+#: Largest number of passes over all stages, where groups depend on each other.
+SWEEPS = 20
+
+#: Passes stop when one lowers the objective by less than this share.
+TOLERANCE = 1e-4
+
 #: The moves, one per moved group in the order of application, and the report, without the time.
 Solution = tuple[tuple[Move, ...], AlignmentReport]
 
@@ -32,17 +38,14 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
     Raises:
         SymmetryError: a group's action has no solver or no stage.
     """
+    descent = _Descent(problem, groups)
     if not _coupled(groups):
-        descent = _Descent(problem, groups)
         descent.sweep()
         before = descent.first_seen
         removed = sum(row.before - row.after for row in descent.rows.values())
         return descent.solution(before, max(before - removed, 0.0))
-    best = min(
-        (_Descent(problem, groups).run(start) for start in range(1 + problem.options.restarts)),
-        key=lambda descent: descent.objective,
-    )
-    return best.solution(problem.total(groups), best.problem.total(groups))
+    descent.run()
+    return descent.solution(problem.total(groups), descent.problem.total(groups))
 
 
 @dataclass(frozen=True)
@@ -74,48 +77,40 @@ class _Descent:
         self.coupled = _coupled(groups)
         self.moves: list[Move] = []
         self.rows: dict[str, GroupReport] = {}
-        self.objective = float("inf")
         self.first_seen = 0.0
         self._seen = dict[tuple[str, int], Tensor]()
 
-    def run(self, start: int) -> _Descent:
+    def run(self) -> None:
         """Sweep until the objective falls by less than the tolerance."""
-        options = self.problem.options
-        started = self._start(start)
-        self.objective = self.problem.objective(self.groups)
+        started = self._start()
+        objective = self.problem.objective(self.groups)
         if started:
             # Fit the layers to the new residual stream before it is matched again.
             self.sweep(skip="residual")
-        for _ in range(options.sweeps):
-            before = self.objective
+        for _ in range(SWEEPS):
+            before = objective
             self.sweep()
-            self.objective = self.problem.objective(self.groups)
-            if before - self.objective < options.tolerance * abs(before):
+            objective = self.problem.objective(self.groups)
+            if before - objective < TOLERANCE * abs(before):
                 break
-        return self
 
-    def _start(self, seed: int) -> bool:
+    def _start(self) -> bool:
         """Choose a first element of the residual stream; return whether anything was moved.
 
-        Seed 0 matches activations and the tensors that no other stage moves (embeddings, norms,
-        biases), and keeps the element if the objective falls. Other seeds draw a random element.
+        It matches activations and the tensors that no other stage moves (embeddings, norms, biases),
+        and is kept if the objective falls.
         """
-        generator = torch.Generator().manual_seed(seed)
         elsewhere = _tensors(group for group in self.groups if stage_of(group) != "residual")
         for group in self.stages["residual"]:
-            if seed:
-                device = self.problem.client[group.slots[0].tensor].device
-                element: Tensor | None = group.kind.random(generator).to(device)
-            else:
-                alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
-                reduced = replace(group, slots=alone)
-                element = match_stage([reduced], self.problem)[0].element if alone else None
+            alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
+            reduced = replace(group, slots=alone)
+            element = match_stage([reduced], self.problem)[0].element if alone else None
             if element is None:
                 continue
             moved = self.problem.moved([Move(group, element)])
             before, after = self.problem.total([group]), moved.total([group])
             gain = self.problem.objective([group]) - moved.objective([group])
-            if seed or gain > self.problem.options.threshold * before:
+            if gain > 0:
                 self.moves.append(Move(group, element))
                 self.problem = moved
                 self._note(group, before, after)
@@ -160,7 +155,7 @@ class _Descent:
     def _drawn(self, elements: Mapping[Group, Tensor]) -> dict[str, _Chance]:
         """Return what chance removes from each group by null models; ``elements`` are the best found."""
         anchor, client = self.problem.anchor.forgetful(), self.problem.client
-        options = replace(self.problem.options, chance=0.0, threshold=0.0)
+        options = replace(self.problem.options, chance=0.0)
         drawn: dict[str, _Chance] = {}
         for batch in without_common_tensors(elements):
             lines = {group: line_of(group, anchor.tensors, client) for group in batch}
@@ -192,8 +187,7 @@ class _Descent:
         return names
 
     def _accepted(self, group: Group, match: Match, chance: float | None, enough: bool) -> Move | None:
-        """Note a match; return its move if it removes enough beyond chance, and by the threshold."""
-        enough = enough and match.gain >= self.problem.floor(group, match.before)
+        """Note a match; return its move if it removes enough beyond chance."""
         element = match.element if enough else None
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after

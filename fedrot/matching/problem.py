@@ -115,7 +115,7 @@ class Match:
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation inside the heads,
             and where activations enter the objective. Where no element gains what is required
-            (``Problem.required``, ``Problem.floor``), it may be an upper bound, beside the identity.
+            (``Problem.required``), it may be an upper bound, beside the identity.
         certified: True if the identity is proved to be optimal without solving an assignment.
     """
 
@@ -184,10 +184,6 @@ class Problem:
             return True  # neither can be 0
         blocks = (torch.stack([torch.linalg.vector_norm(t) for t in pair]) for pair in self.pairs(group))
         return float(torch.stack(list(blocks)).amax(0).min()) >= SMALLEST_NORM
-
-    def floor(self, group: Group, before: float) -> float:
-        """Return the squared distance that a group has to remove by ``AlignmentOptions.threshold``."""
-        return 0.0 if group.within in self.applied else self.options.threshold * before
 
     def moved(self, moves: Sequence[Move]) -> Problem:
         """Return the problem with the moves applied to the client."""

@@ -16,21 +16,17 @@ RESIDUAL = 1e-4
 NEWTON_SCHULZ_STEPS = 24
 
 
-def polar(m: Tensor, ridge: float = 0.0, precise: bool = True) -> Tensor:
-    """Return ``argmax <R, M + ridge * sigma_1 * I>`` over orthogonal ``R``, shape ``[..., d, d]``.
+def polar(m: Tensor, precise: bool = True) -> Tensor:
+    """Return the polar factor ``argmax <R, M>`` over orthogonal ``R``, shape ``[..., d, d]``.
 
     Args:
         m: matrices ``[..., d, d]``; an all-zero matrix gives the identity.
-        ridge: pull towards the identity: 0 gives the plain polar factor.
         precise: True for a float64 SVD. False, for matrices that were computed in float32: Newton-Schulz
             iterations in float32 and one in float64, and an SVD for matrices that do not converge; the
             result is orthogonal to 1e-8.
 
     The result is float64.
     """
-    if ridge > 0:
-        sigma = torch.linalg.matrix_norm(m, ord=2)
-        m = m + ridge * sigma[..., None, None] * identity(m)
     if precise:
         return _polar_by_svd(m)
     r = _newton_schulz(m.float()).double()

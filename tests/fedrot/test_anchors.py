@@ -506,7 +506,7 @@ def test_consensus_starts_with_the_heaviest_and_of_those_with_the_smallest(
         return fedrot.Activations({}, {})
 
     given = list(zip(updates, weights, strict=True))
-    options = fedrot.AlignmentOptions(parts=("residual",), sweeps=1)
+    options = fedrot.AlignmentOptions(parts=("residual",))
     results = _round(given, broadcast, symmetry, "consensus", options, evidence=evidence)[1]
     assert asked[:3] == expected
     assert [distance == 0 for distance in anchors[:3]] == [True, False, False]

@@ -29,8 +29,8 @@ OPTIONS = {
         parts=("heads", "attention", "ffn"), within_heads="permutation", chance=0
     ),
     "heads": fedrot.AlignmentOptions(parts=("heads",), chance=0),
-    "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2, restarts=1),
-    "biases": fedrot.AlignmentOptions(canonical=True, ridge=0.1, chance=0),
+    "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
+    "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
 }
 #: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
 #: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.
@@ -213,7 +213,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> N
     symmetry = symmetry_for(family)
     broadcast, near, far = _models(family)
     clients = [(near, 2.0), (far, 1.0), (broadcast, 3.0)]
-    whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL, sweeps=2)
+    whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 
     def aligned(put: Callable[[State], State]) -> list[Mapping[str, Tensor]]:
         updates = [(put(client), weight) for client, weight in clients]

@@ -62,30 +62,12 @@ def test_distance_never_grows_and_is_reported(chance: float, name: str, pair: st
         _check_distances(name, pair, fedrot.AlignmentOptions(parts=parts, chance=chance))
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("threshold", [1e-3, 0.1, 0.6])
-def test_distance_never_grows_with_a_threshold(pair: str, threshold: float) -> None:
-    for parts in SUBSETS:
-        _check_distances(
-            "bert-classifier", pair, fedrot.AlignmentOptions(parts=parts, threshold=threshold, chance=0)
-        )
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("ridge", [0.01, 1.0, 100.0])
-def test_distance_never_grows_with_a_ridge(pair: str, ridge: float) -> None:
-    for parts in SUBSETS:
-        options = fedrot.AlignmentOptions(parts=parts, ridge=ridge, chance=0)
-        _check_distances("bert-classifier", pair, options)
-
-
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("ridge", [0.0, 0.3, 30.0])
-def test_distance_never_grows_for_unrelated_models(seed: int, ridge: float) -> None:
+def test_distance_never_grows_for_unrelated_models(seed: int) -> None:
     name = "bert-classifier"
     anchor, update, symmetry = state_of(name), state_of(name, 10 + seed), symmetry_for(name)
     for parts in SUBSETS:
-        options = fedrot.AlignmentOptions(parts=parts, ridge=ridge, chance=0)
+        options = fedrot.AlignmentOptions(parts=parts, chance=0)
         aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
         assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (1 + 1e-12)
 

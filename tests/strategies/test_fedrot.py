@@ -492,23 +492,6 @@ def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
     assert metrics["fedrot-distance-after"] == pytest.approx((36 + 1) / 2)
 
 
-def test_a_threshold_skips_and_says_so() -> None:
-    base = model()
-    options = fedrot.AlignmentOptions(threshold=0.99, chance=0)
-    strategy = FedRot(CONFIG, anchor="global", options=options, reporting=ALL_METRICS)
-    messages = broadcast(strategy, base)
-    sent = updates(base)
-    result, metrics = strategy.aggregate_train(
-        1, [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
-    )
-    plain, _ = FedAvg().aggregate_train(
-        1, [reply(m, u, 10) for m, u in zip(messages, sent, strict=True)]
-    )
-    assert metrics is not None
-    assert metrics["fedrot-groups-skipped"] == 3 * 2 * 2
-    assert largest_difference(result, plain) < 5e-7
-
-
 def test_integer_and_boolean_buffers_are_averaged_and_keep_their_dtypes() -> None:
     base = {**model(), "steps": torch.tensor(7), "mask": torch.tensor([True, False])}
     strategy = FedRot(CONFIG)

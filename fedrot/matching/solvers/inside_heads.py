@@ -78,7 +78,7 @@ class HeadSolver(ABC):
 
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
         action = groups[0].kind
-        crosses, weights, before, required, floors = [], [], [], [], []
+        crosses, weights, before, required = [], [], [], []
         for group in groups:
             blocks = problem.pairs(group)
             before.append(problem.distance(group, blocks))
@@ -90,16 +90,15 @@ class HeadSolver(ABC):
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
             chance = problem.near_chance(group, before[-1])
             required.append(problem.least(group, before[-1], chance))
-            floors.append(problem.floor(group, before[-1]))
         cross, weight = torch.stack(crosses), torch.stack(weights)
-        ceiling = self.ceiling(action, cross) if any(required) or any(floors) else None
+        ceiling = self.ceiling(action, cross) if any(required) else None
         most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()
         # Where nothing can be compared, a bound says nothing.
         most = [gain if needed < torch.inf else 0.0 for gain, needed in zip(most, required, strict=True)]
         matches = [Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)]
         # Where chance is drawn later, a group may be evidence for the others until then.
         enough = beyond(most, [max(needed, float_info.min) for needed in required])
-        left = [i for i, gain in enumerate(most) if enough[i] and gain >= floors[i]]
+        left = [i for i in range(len(groups)) if enough[i]]
         if left:
             precise = blocks[0][1].dtype == torch.float64
             cross, weight = cross[left], weight[left]
@@ -153,7 +152,7 @@ class RotationSolver(HeadSolver):
     ) -> Tensor:
         if options.within_heads == "permutation":
             return best_orders(evidence)
-        return polar(evidence, options.ridge, precise=precise)
+        return polar(evidence, precise=precise)
 
     def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
         return (element * evidence).sum((-1, -2))
@@ -162,7 +161,7 @@ class RotationSolver(HeadSolver):
         return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
 
     def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
-        if options.within_heads == "rotation" and options.ridge == 0:
+        if options.within_heads == "rotation":
             return singular_values(evidence).sum(-1)
         return super().worth(action, evidence, options)
 
@@ -182,8 +181,7 @@ class RotarySolver(HeadSolver):
 
     With the two coordinates of a frequency as real and imaginary part, ``s_f = sum a_f conj(c_f)`` over
     queries, keys and their biases. The best phase is the angle of ``s_f``, the best sign that of its
-    real part; a frequency with ``s_f = 0`` does not move. ``ridge`` times a head's largest ``|s_f|`` is
-    added to ``s_f``.
+    real part; a frequency with ``s_f = 0`` does not move.
     """
 
     def similarity(self, action: Rotary, blocks: Sequence[Pair]) -> Tensor:
@@ -210,8 +208,6 @@ class RotarySolver(HeadSolver):
         # Orders of a head's units are no symmetry under rotary positions: nothing moves.
         if options.within_heads == "permutation":
             return torch.zeros_like(evidence.real) if phases else torch.ones_like(evidence.real).long()
-        if options.ridge > 0:
-            evidence = evidence + options.ridge * evidence.abs().amax(-1, keepdim=True)
         return evidence.angle() if phases else torch.where(evidence.real < 0, -1, 1)
 
     def value(self, action: Rotary, element: Tensor, evidence: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
         cross = factor * weights if addition is None else factor * weights + addition
         if kind.centred:
             cross = _keeping_ones(cross)
-        element = polar(cross[None], problem.options.ridge, precise=precise)
+        element = polar(cross[None], precise=precise)
         gain, removed = (2 * float((element * m).sum() - m.trace()) for m in (cross, weights))
         if gain > MINIMUM_GAIN * abs(float(cross.trace())):
             matches.append(Match(element, before, max(before - removed, 0.0), gain))

@@ -24,6 +24,7 @@ from fedrot.aggregation.layerwise import (
     merged_report,
     parts_of,
 )
+from fedrot.matching import descent
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import KINDS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
@@ -37,7 +38,7 @@ OPTIONS = {
     "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
     "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
     "last": fedrot.AlignmentOptions(layers="last:1", chance=0),
-    "whole": fedrot.AlignmentOptions(parts=EVERYTHING, sweeps=2),
+    "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
     "nothing": fedrot.AlignmentOptions(parts=()),
 }
 
@@ -113,7 +114,11 @@ def test_packets_are_no_larger_than_a_layer_unless_a_single_tensor_is() -> None:
 @pytest.mark.parametrize("where", ["cpu", "device"])
 @pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "albert", "clip"])
-def test_the_parts_together_are_the_whole(family: str, which: str, where: str) -> None:
+def test_the_parts_together_are_the_whole(
+    family: str, which: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More passes add up more rounding, which differs between the two ways.
+    monkeypatch.setattr(descent, "SWEEPS", 2)
     symmetry = symmetry_for(family)
     anchor, client = _models(family)
     options = _options(which, symmetry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,38 +133,6 @@ def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
     least = u[:, :half] @ vh[:half] + u[:, half:] @ free @ vh[half:]
     assert np.abs(least @ least.T - np.eye(DIM)).max() <= 1e-12
     assert np.abs(found.double().numpy() - least).max() <= 1e-3
-
-
-def test_ridge_pulls_towards_the_identity() -> None:
-    m = torch.randn(DIM, DIM, generator=seeded(8), dtype=torch.float64)
-    identity = torch.eye(DIM, dtype=torch.float64)
-    distances = []
-    for ridge in (0.0, 0.01, 0.1, 0.5, 1.0, 3.0, 10.0, 1e3, 1e6):
-        sigma = float(np.linalg.svd(m.numpy(), compute_uv=False)[0])
-        expected, _ = scipy.linalg.polar((m + ridge * sigma * identity).numpy())
-        rotation = polar(m, ridge)
-        assert np.abs(rotation.numpy() - expected).max() <= 1e-9
-        distances.append(float((rotation - identity).norm()))
-    assert distances == sorted(distances, reverse=True)
-    assert distances[0] > 1
-    assert distances[-1] < 1e-5
-
-
-def test_ridge_option_shrinks_angles_and_gains() -> None:
-    name = "bert-classifier"
-    anchor = state_of(name)
-    symmetry = symmetry_for(name)
-    update = state_of(name, 3)
-    reports = [
-        fedrot.align(update, anchor, symmetry, replace(ROTATIONS, ridge=ridge)).report
-        for ridge in (0.0, 0.1, 1.0, 10.0, 1e4)
-    ]
-    shares = [report.share() for report in reports]
-    angles = [sum(row["angle"] for row in report.rows()) for report in reports]
-    assert shares == sorted(shares, reverse=True)
-    assert angles == sorted(angles, reverse=True)
-    assert shares[0] > 0.1
-    assert shares[-1] < 1e-3
 
 
 def test_iterated_rotations_are_as_good_as_those_of_the_svd() -> None:

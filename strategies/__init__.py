@@ -10,8 +10,6 @@ from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
-from fedrot.strategies.reporting.json_log import JsonLines
-from fedrot.strategies.reporting.metrics_log import MetricsLog
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
@@ -26,9 +24,7 @@ __all__ = [
     "FedRot",
     "FedRotLoRA",
     "Guard",
-    "JsonLines",
     "Matching",
-    "MetricsLog",
     "OtherBasis",
     "Reporting",
     "Robustness",

@@ -21,7 +21,13 @@ from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.flower_compat import figures_of
 from fedrot.strategies.lazy_grid import LazyGrid, streamed
-from fedrot.strategies.reporting.metrics_log import EVALUATE, TRAIN, MetricsLog, begin_rows
+from fedrot.strategies.reporting.rows import (
+    EVALUATE,
+    TRAIN,
+    begin_rows,
+    report_metrics,
+    reporting_evaluations,
+)
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
@@ -80,9 +86,9 @@ class Aligned(Strategy):
 
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
-            privacy of the strategy behind; the spill folder cannot be written to; TensorBoard is not
-            installed. In the first round: the symmetry does not fit the model, a privacy wrapper is
-            around this strategy, or every reply is dropped for the same reason.
+            privacy of the strategy behind; the spill folder cannot be written to. In the first round:
+            the symmetry does not fit the model, a privacy wrapper is around this strategy, or every
+            reply is dropped for the same reason.
     """
 
     #: True if statistics of replies are used.
@@ -93,7 +99,7 @@ class Aligned(Strategy):
 
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
     not_in_checkpoints: tuple[str, ...] = (
-        *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting", "metrics_log"),
+        *("symmetry", "options", "robustness", "execution", "checkpointing", "reporting"),
         *("other_bases", "comparison", "_checkpoints", "_device", "_broadcast", "_config"),
         *("_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
     )
@@ -133,7 +139,6 @@ class Aligned(Strategy):
         self._device = checked_device(self.execution.device)
         folder = self.checkpointing.folder
         self._checkpoints = Checkpoints(folder, self.checkpointing.keep) if folder is not None else None
-        self.metrics_log = MetricsLog(self.reporting.metrics, self.reporting.tensorboard)
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None
@@ -192,15 +197,14 @@ class Aligned(Strategy):
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         if self.comparison is not None:
             evaluate_fn = self.comparison.evaluating(evaluate_fn, self.aggregator(1) is not None)
-        with self.metrics_log as metrics:
-            evaluating = metrics.evaluating(evaluate_fn)
-            given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
-            if with_loop:
-                further |= {"checkpoints": self._checkpoints, "resume": self.checkpointing.resume}
-                result = run(self, lazy, initial_arrays, *given, **further)
-            else:
-                self.begin(None)
-                result = super().start(lazy, initial_arrays, *given, **further)
+        evaluating = reporting_evaluations(self.reporting, evaluate_fn)
+        given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
+        if with_loop:
+            further |= {"checkpoints": self._checkpoints, "resume": self.checkpointing.resume}
+            result = run(self, lazy, initial_arrays, *given, **further)
+        else:
+            self.begin(None)
+            result = super().start(lazy, initial_arrays, *given, **further)
         # Before 1.43, Flower returned no model if every round had failed.
         result.arrays = result.arrays or initial_arrays
         if empty := empty_rounds(self._verdicts):
@@ -214,9 +218,8 @@ class Aligned(Strategy):
         raise FedrotError(arguments.LEGACY.format(name=type(self).__name__))
 
     def begin(self, after_round: int | None) -> None:
-        """Prepare for a run: files of reports and metrics, see ``begin_rows``, and clients' own ids."""
-        begin_rows((self.reporting.rows_path, self.metrics_log.path), after_round)
-        self.metrics_log.begin(after_round)
+        """Prepare for a run: the file of rows, see ``begin_rows``, and clients' own ids."""
+        begin_rows(self.reporting.rows_path, after_round)
         self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
         self._clients = self._clients if after_round else {}
 
@@ -265,20 +268,20 @@ class Aligned(Strategy):
         ours = this_round.metrics(every) if self.align else this_round.losses()
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, this_round.rows())
-        self._verdicts[server_round] = this_round.log_end(ours, self.align)
+        self._verdicts[server_round] = this_round.log_end(self.align)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
-        self.metrics_log.write(server_round, TRAIN, metrics)
+        report_metrics(self.reporting, server_round, TRAIN, metrics)
         this_round.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the strategy behind aggregate the evaluations that it can read."""
         asked = Asked(sent_by(self._grid, self._sent_to_evaluate))
-        readable = readable_evaluations(replies, asked, server_round, self._weighted_by)
+        readable = readable_evaluations(replies, asked, self._weighted_by)
         if not readable:
             return None
         found = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
-        self.metrics_log.write(server_round, EVALUATE, found)
+        report_metrics(self.reporting, server_round, EVALUATE, found)
         return found
 
     # What a subclass may override
@@ -363,7 +366,7 @@ class Aligned(Strategy):
             raise FedrotError(arguments.UNKNOWN_MODEL.format(name=type(self).__name__, n=server_round))
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
         self._verdicts[server_round] = NOBODY if arrays is None else OFF
-        self.metrics_log.write(server_round, TRAIN, metrics)
+        report_metrics(self.reporting, server_round, TRAIN, metrics)
         return arrays, metrics
 
     @property

@@ -142,26 +142,25 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Reporting:
-    """Files for alignment reports and metrics.
+    """Where a run reports what happened.
 
     Example: ``FedRot(config, reporting=Reporting(rows="alignment.jsonl"))``.
 
     Attributes:
-        rows: a JSON-lines file: one row per round, client and group, and one per reply that was
-            dropped or failed.
-        metrics: a JSON-lines file: one row per round and stage, see ``MetricsLog``.
-        tensorboard: a folder for TensorBoard that receives the same metrics; it needs
-            ``pip install 'fedrot[tensorboard]'``.
+        rows: a JSON-lines file: one row per round, client and group, one per reply that was dropped or
+            failed, and one per round and stage with its metrics.
+        on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
+            (``train``, ``evaluate``, ``server``) with its metrics, for trackers
+            (docs/how-to/deploy.md).
         all_metrics: add every metric of docs/reference/metrics.md to a round's metrics, not only the
             default ones.
 
     Raises:
-        FedrotError: a file is a folder, or both files are one.
+        FedrotError: ``rows`` is a folder, or ``on_round`` no function.
     """
 
     rows: str | Path | None = None
-    metrics: str | Path | None = None
-    tensorboard: str | Path | None = None
+    on_round: Callable[[int, dict[str, float]], object] | None = None
     all_metrics: bool = False
 
     @property
@@ -170,10 +169,8 @@ class Reporting:
         return Path(self.rows) if self.rows is not None else None
 
     def __post_init__(self) -> None:
-        given = {"rows": self.rows, "metrics": self.metrics}
-        paths = {name: Path(path) for name, path in given.items() if path is not None}
-        for name, path in paths.items():
-            if path.is_dir():
-                raise FedrotError(f"{name} is the folder '{path}'; give a file in it, rows.jsonl, say.")
-        if len(paths) == 2 and len({path.resolve() for path in paths.values()}) == 1:
-            raise FedrotError(f"rows and metrics are one file, '{self.rows}'; give two.")
+        if self.rows_path is not None and self.rows_path.is_dir():
+            raise FedrotError(f"rows is the folder '{self.rows}'; give a file in it, rows.jsonl, say.")
+        if not (self.on_round is None or callable(self.on_round)):
+            kind = type(self.on_round).__name__
+            raise FedrotError(f"on_round is a {kind}; give a function of a round's number and metrics.")

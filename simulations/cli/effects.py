@@ -62,7 +62,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: not Path(v["run_or_file"]).is_file(),
         ),
         Effect(
-            ("out", "metrics"),
+            ("out",),
             "for a strategy's file: a run folder has its own",
             lambda v: not Path(v["run_or_file"]).is_dir(),
         ),

@@ -145,12 +145,6 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
     ] = None,
-    metrics: Annotated[
-        Path | None,
-        typer.Option(
-            help="Of a file: that of Reporting(metrics=...); default: metrics.jsonl beside it."
-        ),
-    ] = None,
     markdown: Annotated[
         Path | None,
         typer.Option(help="Of a folder: also write the tables of results to this Markdown file."),
@@ -163,7 +157,7 @@ def report(
     from fedrot.simulations.report.strategy_page import write_strategy_report
 
     if run_or_file.is_file():
-        page = write_strategy_report(run_or_file, out, metrics)
+        page = write_strategy_report(run_or_file, out)
         found = share_table(read_rows(run_or_file.parent, run_or_file.name))
         if found is not None:
             console.print(found.terminal())

@@ -119,6 +119,7 @@ def _run_federated(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -
 def _move_report(report: Path, cell: ArmRun) -> list[str]:
     """Append a cell's alignment report to the run's, and return why replies were dropped."""
     rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    rows = [row for row in rows if "stage" not in row]
     report.unlink(missing_ok=True)
     for row in rows:
         cell.rows.alignment({**cell.labels, **row})

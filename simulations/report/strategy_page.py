@@ -31,28 +31,22 @@ class StrategyResults:
     stages: Sequence[Row]
 
 
-def write_strategy_report(report: Path, out: Path | None = None, metrics: Path | None = None) -> Path:
-    """Write the page of the report rows of ``FedRot`` or ``Aligned``; returns the page's path.
+def write_strategy_report(report: Path, out: Path | None = None) -> Path:
+    """Write the page of the rows of ``FedRot`` or ``Aligned``; returns the page's path.
 
     Args:
-        report: JSON lines that the strategy wrote.
+        report: JSON lines that the strategy wrote, ``Reporting(rows=...)``.
         out: the page; beside the report, with its name and ``.html``, if None.
-        metrics: the strategy's file of metrics; ``metrics.jsonl`` beside the report, if there is one.
 
     Raises:
-        ValueError: a strategy does not write such files.
-        OSError: a file cannot be read or written.
+        ValueError: a strategy does not write such a file.
+        OSError: the file cannot be read, or the page not be written.
     """
-    rows = _checked(report, ("round",))
-    if all("stage" in row for row in rows):
-        raise ValueError(f"'{report}' holds metrics; give the file of Reporting(rows=...).")
-    # An earlier run's files carry the same number: alignment.1.jsonl and metrics.1.jsonl.
-    number = next((s for s in report.suffixes[:-1] if s[1:].isdecimal()), "")
-    beside = report.with_name(f"metrics{number}.jsonl")
-    if metrics is None and beside.is_file() and beside != report:
-        metrics = beside
-    stages = _checked(metrics, ("round", "stage", "metrics")) if metrics is not None else []
-    results = StrategyResults(rows, stages)
+    every = read_rows(report.parent, report.name)
+    if not every or not all("round" in row and ("metrics" in row) == ("stage" in row) for row in every):
+        raise ValueError(f"'{report}' is not what a strategy writes: JSON lines with 'round' in each.")
+    stages = [row for row in every if "stage" in row]
+    results = StrategyResults([row for row in every if "stage" not in row], stages)
     return PAGE.write(out or report.with_suffix(".html"), report.stem, results)
 
 
@@ -183,12 +177,3 @@ def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:
 def _drawn(plot: Callable[[Path, Any], Path], values: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         return data_uri(plot(Path(folder) / "plot.png", values))
-
-
-def _checked(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    rows = read_rows(path.parent, path.name)
-    if not rows or not all(row.keys() >= {*keys} for row in rows):
-        raise ValueError(
-            f"'{path}' is not what a strategy writes: JSON lines with {', '.join(keys)} in each."
-        )
-    return rows

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from fedrot._io import sync
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
 from fedrot.strategies.wire.arrays import TIED
@@ -155,9 +154,7 @@ class Checkpoints:
             try:
                 return _read(self._path(number))
             except _DamagedError as error:
-                path = self._path(number)
-                fields = {"checkpoint": str(path), "damaged": str(error)}
-                log_fields(WARNING, fields, "The checkpoint '%s' cannot be used: %s", path, error)
+                log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
             f"There is no usable checkpoint in '{self.folder}'. Give the folder of a run that wrote "
             "checkpoints, or start anew without 'resume'."

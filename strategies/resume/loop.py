@@ -18,8 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot.errors import FedrotError
 from fedrot.lora.adapters import without_residuals
-from fedrot.strategies.reporting.json_log import log_fields
-from fedrot.strategies.reporting.metrics_log import Evaluate
+from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints
 from fedrot.strategies.resume.state import RunState, restore_random
 from fedrot.strategies.wire.arrays import wire_bytes
@@ -95,9 +94,7 @@ def run(
             if checkpoints is not None:
                 saving = time.time()
                 folder = checkpoints.save(number, this.arrays, this.result, state)
-                seconds = time.time() - saving
-                fields = {"round": number, "checkpoint": str(folder), "seconds": seconds}
-                log_fields(INFO, fields, "Checkpoint written to '%s' in %.2fs", folder, seconds)
+                log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - saving)
             stopped = stops(number, this.result)
     this.log_end(time.time() - started)
     return this.result
@@ -153,8 +150,7 @@ class _Run:
         state.restore(found.state, found.state_arrays)
         self._tell_strategy(found.round)
         restore_random(found.state, found.state_arrays)
-        fields = {"round": found.round, "checkpoint": str(found.folder), "resumed": True}
-        log_fields(INFO, fields, "Resumed after round %d from '%s'.", found.round, found.folder)
+        log(INFO, "Resumed after round %d from '%s'.", found.round, found.folder)
 
     def _tell_strategy(self, after_round: int | None) -> None:
         if hasattr(self.strategy, "begin"):

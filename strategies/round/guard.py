@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from logging import INFO
 
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.common import log
 
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.reporting.json_log import log_fields
-from fedrot.strategies.reporting.metrics_log import Evaluate
+from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.round_report import Round
 
@@ -153,8 +153,7 @@ class Comparison:
     ) -> None:
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
         this_round.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
-        fields = {"round": this_round.number, "guard": self.guard.metric, "kept": best, **values}
-        log_fields(INFO, fields, message, *args)
+        log(INFO, message, *args)
 
     def _evaluated(self, number: int, mean: ArrayRecord) -> MetricRecord:
         if self._evaluate is None:

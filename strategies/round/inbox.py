@@ -17,8 +17,6 @@ from flwr.serverapp import Grid
 from fedrot.collect.statistic_kinds import brings
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.reporting.json_log import log_fields
-from fedrot.strategies.reporting.metrics_log import EVALUATE
 from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Schema, Update
 from fedrot.strategies.wire.records import (
@@ -272,9 +270,7 @@ def _numbers(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
             yield key, number
 
 
-def readable_evaluations(
-    replies: Iterable[Message], asked: Asked, server_round: int, weighted_by: str
-) -> list[Message]:
+def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: str) -> list[Message]:
     """Return the evaluations to average, then one error reply per client; log what is dropped.
 
     The evaluations are left out if they have no examples in all: there is nothing to average. One
@@ -285,9 +281,7 @@ def readable_evaluations(
     failed: list[Message] = []
 
     def drop(message: Message, reason: str) -> None:
-        client = client_id(message)
-        fields = {"round": server_round, "stage": EVALUATE, "client": client, "dropped": reason}
-        log_fields(WARNING, fields, "Evaluation of client %d dropped: %s", client, legible(reason))
+        log(WARNING, "Evaluation of client %d dropped: %s", client_id(message), legible(reason))
 
     for message in replies:
         if message.has_error():

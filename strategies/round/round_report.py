@@ -16,7 +16,6 @@ from flwr.common import log
 from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
 from fedrot.report import AlignmentReport, moved_units
 from fedrot.strategies.reporting import verdict
-from fedrot.strategies.reporting.json_log import log_fields
 from fedrot.strategies.round.update import Update
 from fedrot.tensors import Tensors, check_finite
 
@@ -49,8 +48,7 @@ class Round:
         """Note a reply that is not averaged, and why."""
         reason = legible(reason)
         self.dropped.append((client, reason))
-        fields = {"client": client, "dropped": reason}
-        self._log(WARNING, fields, "Reply of client %d dropped: %s", client, reason)
+        log(WARNING, "Reply of client %d dropped: %s", client, reason)
 
     @contextmanager
     def dropping(self, client: int) -> Iterator[None]:
@@ -71,7 +69,7 @@ class Round:
         """Note a client that answered with an error."""
         reason = legible(reason)
         self.failed.append((client, reason))
-        self._log(INFO, {"client": client, "failed": reason}, f"\t> {who} %d: %s", client, reason)
+        log(INFO, f"\t> {who} %d: %s", client, reason)
 
     def miss(self, client: int, in_front: str = "") -> None:
         """Note a client that did not answer, or whose reply the method ``in_front`` did not pass on."""
@@ -80,25 +78,18 @@ class Round:
 
     def take(self, update: Update) -> None:
         """Log a good reply, on the level of details."""
-        fields = {"client": update.client, "weight": update.weight}
-        self._log(DEBUG, fields, "Reply of client %d: weight %g", update.client, update.weight)
+        log(DEBUG, "Reply of client %d: weight %g", update.client, update.weight)
 
     def report(self, client: int, report: AlignmentReport) -> None:
         """Keep what the alignment of a reply did, and log it on the level of details."""
         self.reports.append((client, report))
-        before, after = report.before, report.after
-        fields = {"client": client, "before": before, "after": after, "seconds": report.seconds}
         message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
-        self._log(DEBUG, fields, message, client, before, after)
+        log(DEBUG, message, client, report.before, report.after)
 
     def lose(self, reason: str) -> None:
         """Note that the round gives no model."""
         self.lost = reason
-        message = "Round %d failed, the model stays as it was: %s"
-        self._log(WARNING, {"lost": reason}, message, self.number, reason)
-
-    def _log(self, level: int, fields: Mapping[str, Any], message: str, *args: object) -> None:
-        log_fields(level, {"round": self.number, **fields}, message, *args)
+        log(WARNING, "Round %d failed, the model stays as it was: %s", self.number, reason)
 
     def note(self, notes: Mapping[str, str]) -> None:
         """Keep what the aggregation found out of the ordinary, by tensor, and log the first."""
@@ -166,20 +157,19 @@ class Round:
                 f"and start again. The reason: {reasons.pop()}"
             )
 
-    def log_end(self, figures: Mapping[str, float | int], aligned: bool) -> str:
+    def log_end(self, aligned: bool) -> str:
         """Log how many replies came and what they cost, and then the verdict, which is returned."""
         counts = (self.accepted, len(self.dropped), len(self.failed), self.waiting, self.aligning)
         message = (
             "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of waiting, "
             "%.2f s of alignment"
         )
-        self._log(INFO, {"metrics": dict(figures)}, message, self.number, *counts)
+        log(INFO, message, self.number, *counts)
         reports = _aligned(self)
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
         said = "" if self.lost else self.said
         found = said or verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
-        fields = {"verdict": found, "moved": verdict.groups_moved(reports)}
-        self._log(INFO, fields, "Round %d: %s", self.number, found)
+        log(INFO, "Round %d: %s", self.number, found)
         return found
 
     @property

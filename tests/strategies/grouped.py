@@ -14,7 +14,7 @@ _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
     "robustness": (Robustness, {"min_replies": "min_replies"}),
     "execution": (Execution, {name: name for name in ("device", "wire", "spill", "deterministic")}),
     "checkpointing": (Checkpointing, {"checkpoints": "folder", "keep": "keep", "resume": "resume"}),
-    "reporting": (Reporting, {"rows": "rows", "metrics": "metrics", "tensorboard": "tensorboard"}),
+    "reporting": (Reporting, {"rows": "rows", "on_round": "on_round"}),
 }
 
 

@@ -15,13 +15,12 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, Krum
 from flwr.supercore.run import RunNotRunningException
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import BertConfig
 
 import fedrot
 from fedrot.strategies import Aligned, FedRot
-from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
+from fedrot.strategies.settings import Checkpointing, OtherBasis
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import FakeGrid, failure, reply
@@ -125,8 +124,7 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
     [
         ({"options": "attention"}, r"options is a str; pass fedrot\.AlignmentOptions"),
         ({"rows": "."}, "rows is the folder"),
-        ({"metrics": Path()}, "metrics is the folder"),
-        ({"rows": "rows.jsonl", "metrics": Path("rows.jsonl")}, "one file, 'rows.jsonl'"),
+        ({"on_round": "wandb"}, "on_round is a str; give a function"),
         ({"spill": True}, "spill is True; give the folder"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
         ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
@@ -320,10 +318,6 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
 # --- a second run ------------------------------------------------------------------------------------
 
 
-def _files(folder: Path) -> dict[str, Any]:
-    return {"rows": folder / "alignment.jsonl", "metrics": folder / "metrics.jsonl"}
-
-
 def _rounds(path: Path) -> list[int]:
     """Return the rounds that a file has rows of, in order, each once."""
     rows = [json.loads(line)["round"] for line in path.read_text().splitlines()]
@@ -331,7 +325,7 @@ def _rounds(path: Path) -> list[int]:
 
 
 def _run(folder: Path, rounds: int, **given: Any) -> None:
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(**_files(folder), **given))
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(rows=folder / "alignment.jsonl", **given))
     _start(strategy, ArrayRecord(state()), _clients(*map(good, range(3))), rounds)
 
 
@@ -339,10 +333,10 @@ def test_a_second_run_begins_files_of_its_own_and_loses_nothing(tmp_path: Path) 
     before: dict[str, bytes] = {}
     for run, rounds in enumerate((3, 1, 2)):
         _run(tmp_path, rounds, checkpoints=tmp_path / "first" if run == 1 else None)
-        for path in _files(tmp_path).values():
-            assert _rounds(path) == list(range(1, rounds + 1))
-            before[f"{path.stem}.{run + 1}.jsonl"] = path.read_bytes()
-    del before["alignment.3.jsonl"], before["metrics.3.jsonl"]
+        path = tmp_path / "alignment.jsonl"
+        assert _rounds(path) == list(range(1, rounds + 1))
+        before[f"alignment.{run + 1}.jsonl"] = path.read_bytes()
+    del before["alignment.3.jsonl"]
     aside = {path.name: path.read_bytes() for path in tmp_path.glob("*.[0-9].jsonl")}
     assert aside == before
 
@@ -354,51 +348,41 @@ def test_what_is_moved_aside_is_said_and_an_empty_file_stays(
     caplog.set_level(logging.INFO)
     (tmp_path / "alignment.jsonl").write_text("earlier\n")
     (tmp_path / "alignment.1.jsonl").write_text("earliest\n")
-    (tmp_path / "metrics.jsonl").touch()
     _run(tmp_path, 1)
     assert "alignment.jsonl' is of an earlier run, and is now '" in caplog.text
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("alignment.1.jsonl", "alignment.2.jsonl", "alignment.jsonl", "metrics.jsonl")
-    ]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "alignment.jsonl").touch()
+    _run(tmp_path / "empty", 1)
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["alignment.jsonl"]
     assert (tmp_path / "alignment.1.jsonl").read_text() == "earliest\n"
     assert (tmp_path / "alignment.2.jsonl").read_text() == "earlier\n"
-
-
-def test_files_of_one_run_get_one_number(tmp_path: Path) -> None:
-    for _ in range(2):
-        _run(tmp_path, 1)
-    (tmp_path / "alignment.1.jsonl").unlink()
-    _run(tmp_path, 1)
-    names = {path.name for path in tmp_path.glob("*.[0-9].jsonl")}
-    assert names == {"metrics.1.jsonl", "metrics.2.jsonl", "alignment.2.jsonl"}
 
 
 def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     for rounds in (1, 3):
         _run(tmp_path, rounds, checkpoints=kept, resume=kept)
-    for path in _files(tmp_path).values():
-        assert _rounds(path) == [1, 2, 3]
-    assert {path.name for path in tmp_path.glob("*.jsonl")} == {"alignment.jsonl", "metrics.jsonl"}
+    (path,) = tmp_path.glob("*.jsonl")
+    assert _rounds(path) == [1, 2, 3]
 
 
 def test_a_run_that_was_refused_leaves_the_files_of_the_other_one(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     _run(tmp_path, 1, checkpoints=kept)
-    before = {path: path.read_bytes() for path in _files(tmp_path).values()}
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
     with pytest.raises(fedrot.FedrotError, match="already has checkpoints"):
         _run(tmp_path, 1, checkpoints=kept)
     assert {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")} == before
 
 
 def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
+    kept, path = tmp_path / "kept", tmp_path / "alignment.jsonl"
 
     def killed(message: Message) -> Message:
         raise KeyboardInterrupt
 
     def play(client: Any) -> None:
-        strategy = FedRot(CONFIG, **grouped(checkpoints=kept, resume=kept, **_files(tmp_path)))
+        strategy = FedRot(CONFIG, **grouped(checkpoints=kept, resume=kept, rows=path))
         strategy.start(
             FakeGrid(_clients(*(client,) * 2)),
             ArrayRecord(state()),
@@ -409,17 +393,9 @@ def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         play(killed)
     play(good(0))
-    rows = [json.loads(line) for line in _files(tmp_path)["metrics"].read_text().splitlines()]
-    stages = [(row["round"], row["stage"]) for row in rows]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    stages = [(row["round"], row["stage"]) for row in rows if "stage" in row]
     assert stages == [(0, "server"), (1, "train"), (1, "evaluate"), (1, "server")]
-
-
-def test_both_runs_stay_in_a_shared_tensorboard_folder(tmp_path: Path) -> None:
-    for rounds in (2, 1):
-        strategy = FedRot(CONFIG, fraction_evaluate=0.0, reporting=Reporting(tensorboard=tmp_path))
-        _start(strategy, ArrayRecord(state()), _clients(*map(good, range(3))), rounds)
-    found = EventAccumulator(str(tmp_path)).Reload().Scalars("train/fedrot-replies-accepted")
-    assert [(event.step, event.value) for event in found] == [(1, 3.0), (2, 3.0), (1, 3.0)]
 
 
 def test_the_symmetry_may_be_given_in_place_of_the_configuration() -> None:

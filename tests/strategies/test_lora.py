@@ -155,7 +155,7 @@ def test_arguments_of_alignment_are_refused() -> None:
 
 
 def test_a_run_has_rows_for_a_page(tmp_path: Any) -> None:
-    rows = Reporting(tmp_path / "rows.jsonl", tmp_path / "metrics.jsonl")
+    rows = Reporting(tmp_path / "rows.jsonl")
     started(FedRotLoRA(CONFIG, AdapterOptions("exact"), reporting=rows, **EVERY), 2)
     page = write_strategy_report(tmp_path / "rows.jsonl").read_text()
     assert "Round 2: 3 adapters: this average is " in page

@@ -270,7 +270,7 @@ def play(
     strategy = FedRot(
         config_of(NAME),
         fraction_evaluate=0.0,
-        **grouped(rows=folder / "report.jsonl", metrics=folder / "metrics.jsonl", **settings),
+        **grouped(rows=folder / "report.jsonl", **settings),
     )
     result = strategy.start(grid, ArrayRecord(state()), rounds, timeout=TIMEOUT, evaluate_fn=check)
     assert largest_difference(tensors_of(result.arrays), grid.expected) < 1e-5
@@ -305,8 +305,13 @@ def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
     assert {tuple(sorted(m.alive.items())) for m in warm} == {tuple(sorted(warm[0].alive.items()))}
     growth = max(m.resident for m in warm) - warm[0].resident
     assert growth < LARGEST_GROWTH, f"{growth} bytes in {ROUNDS - WARM_UP} rounds"
-    metrics = rows_of(tmp_path / "metrics.jsonl")
-    assert [r["round"] for r in metrics if r["stage"] == "train"] == list(range(1, ROUNDS + 1))
+    stages = [
+        (row["round"], row["stage"]) for row in rows_of(tmp_path / "report.jsonl") if "stage" in row
+    ]
+    assert stages == [
+        (0, "server"),
+        *((n, s) for n in range(1, ROUNDS + 1) for s in ("train", "server")),
+    ]
 
 
 def test_what_is_spilled_is_gone_after_every_round(

@@ -19,7 +19,7 @@ from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.averaging import AdapterAverage
-from fedrot.strategies import Aligned, FedRot, OtherBasis, Reporting, Robustness
+from fedrot.strategies import Aligned, FedRot, OtherBasis, Robustness
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
 from fedrot.strategies.resume.state import RunState
@@ -130,12 +130,6 @@ def test_without_alignment_the_marks_of_one_client_count() -> None:
     one, two, *_ = (replace(client, statistics={}) for client in honest())
     result, _ = play_clients(FedRot(CONFIG, align=False), [headless(one, (0,)), two])
     torch.testing.assert_close(tensors_of(result)[HEAD[1]][1:], two.update[HEAD[1]][1:])
-
-
-def test_two_spellings_of_one_file_are_one_file(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    with pytest.raises(FedrotError, match="one file"):
-        Reporting(rows=tmp_path / "a.jsonl", metrics=tmp_path / "x" / ".." / "a.jsonl")
 
 
 def test_a_norm_bit_is_0_or_1() -> None:

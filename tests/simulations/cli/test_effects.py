@@ -40,7 +40,6 @@ IDLE = {
     "check --list --seed 0 --parts ffn": "--parts and --seed have an effect only without --list",
     "report {file} --markdown m": "--markdown has an effect only for a run folder",
     "report . --out o": "--out has an effect only for a strategy's file",
-    "report . --metrics o": "--metrics has an effect only for a strategy's file",
 }
 
 #: The same options where they do something: the complaint is about something else.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def report(tmp_path: Path) -> Path:
 
 
 METRICS = [
-    {"round": r, "stage": stage, "seconds": 1.0, "metrics": metrics}
+    {"round": r, "stage": stage, "metrics": metrics}
     for r in (1, 2, 3)
     for stage, metrics in (
         ("train", {"loss": 1.0 / r if r != 2 else None, "rate": 0.1, "per_class": [0.5, r]}),
@@ -76,43 +77,29 @@ def test_the_page_and_the_terminal_show_share_and_chance(tmp_path: Path) -> None
         assert share in result.output
 
 
-def test_metrics_beside_the_report_or_given_are_drawn(report: Path, tmp_path: Path) -> None:
-    write_lines(report.with_name("metrics.jsonl"), METRICS)
+def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_metrics_among_the_rows_are_drawn(report: Path) -> None:
+    assert len(Outline(write_strategy_report(report).read_text()).links) == 1
+    add_lines(report, METRICS)
     page = write_strategy_report(report).read_text(encoding="utf-8")
     assert len(Outline(page).links) == 2
     assert "The same in all rounds: train/rate = 0.1, train/per_class/0 = 0.5." in page
-    other = report.with_name("other.jsonl")
-    report.with_name("metrics.jsonl").rename(other)
-    out = tmp_path / "page.html"
-    assert len(Outline(write_strategy_report(report, out, other).read_text()).links) == 2
-    assert len(Outline(write_strategy_report(report, out).read_text()).links) == 1
-
-
-def test_the_report_of_an_earlier_run_has_that_run_s_metrics(report: Path) -> None:
-    """They were moved aside together, and what lies beside them is of a later run."""
-    write_lines(report.with_name("metrics.jsonl"), METRICS)
-    earlier = report.rename(report.with_name("alignment.2.jsonl"))
-    assert len(Outline(write_strategy_report(earlier).read_text(encoding="utf-8")).links) == 1
-    write_lines(report.with_name("metrics.2.jsonl"), METRICS)
-    assert len(Outline(write_strategy_report(earlier).read_text(encoding="utf-8")).links) == 2
+    assert "3 rounds reported" in page
 
 
 def test_scores_and_the_guard_stand_in_the_verdict(report: Path) -> None:
     guard = [{"fedrot-guard-aligned": 0.7, "fedrot-guard-plain": 0.65}, {"fedrot-guard-kept-aligned": 0}]
     kept = [{"round": r, "stage": "train", "metrics": m} for r, m in enumerate(guard, start=1)]
-    write_lines(report.with_name("metrics.jsonl"), [*METRICS, *kept])
+    add_lines(report, [*METRICS, *kept])
     page = write_strategy_report(report).read_text(encoding="utf-8")
     assert page.index("What happened") < page.index("What alignment found, by layer")
     assert "accuracy (at the server): 0.100 in round 1 → 0.300 in round 3." in page
     assert "Round 1: the guard measured 0.700 of the aligned mean and 0.650 of the plain one." in page
     assert "fedrot-guard-plain = " not in page  # It is not known of all rounds.
-
-
-def test_the_other_file_is_told_apart(report: Path) -> None:
-    metrics = report.with_name("metrics.jsonl")
-    write_lines(metrics, METRICS)
-    with pytest.raises(ValueError, match=r"give the file of Reporting\(rows"):
-        write_strategy_report(metrics)
 
 
 def test_a_report_without_alignment_or_losses(tmp_path: Path) -> None:
@@ -138,8 +125,7 @@ def test_the_command_takes_a_file(report: Path, tmp_path: Path) -> None:
         ("no json\n", [], "is not what a strategy writes"),
         ('{"client": 1}\n', [], "is not what a strategy writes"),
         ("[1, 2]\n", [], "row is [1, 2] in line 1"),
-        ('{"round": 1}\n', ["--metrics", "report.jsonl"], "round, stage, metrics in each"),
-        ('{"round": 1}\n', ["--metrics", "nowhere.jsonl"], "No such file"),
+        ('{"round": 1, "stage": "train"}\n', [], "is not what a strategy writes"),
         ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown has an effect only for a run folder"),
         (None, ["--out", "x.html"], "--out has an effect only for a strategy's file"),
     ],
@@ -162,7 +148,7 @@ def test_what_cannot_be_shown_is_said(
 
 
 def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
-    """The two files of a real run of two rounds, one client of which sends NaN."""
+    """The rows of a real run of two rounds, one client of which sends NaN."""
     from fedrot.strategies import FedRot
     from fedrot.strategies.settings import Reporting
     from tests.models import near
@@ -177,8 +163,8 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
 
         return train
 
-    files = Reporting(tmp_path / "report.jsonl", tmp_path / "metrics.jsonl")
-    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=files)
+    rows = Reporting(tmp_path / "report.jsonl")
+    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
     strategy.start(FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2)
     page = write_strategy_report(tmp_path / "report.jsonl").read_text()
     assert len(Outline(page).links) == 2

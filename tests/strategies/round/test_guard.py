@@ -164,13 +164,13 @@ def test_ties_keep_the_plain_mean_and_nan_is_worst(plain: float, aligned: float,
 
 
 def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
-    evaluate, file = points("aligned"), tmp_path / "metrics.jsonl"
-    result = run(evaluate=evaluate, guard="accuracy", reporting=Reporting(metrics=file))
+    evaluate, file = points("aligned"), tmp_path / "rows.jsonl"
+    result = run(evaluate=evaluate, guard="accuracy", reporting=Reporting(file))
     assert evaluate.calls == [0, 1, 1, 2, 2]
     found = {number: m["accuracy"] for number, m in result.evaluate_metrics_serverapp.items()}
     assert found == {0: 0.5, 1: 0.75, 2: 0.75}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    server = {row["round"]: row["metrics"]["accuracy"] for row in rows if row["stage"] == "server"}
+    server = {row["round"]: row["metrics"]["accuracy"] for row in rows if row.get("stage") == "server"}
     assert server == found
 
 

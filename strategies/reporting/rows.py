@@ -1,0 +1,96 @@
+"""What a run reports: rows of its rounds in a file, and the metrics of every stage to a function."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.common import log
+
+from fedrot._io import append_rows, replacing
+from fedrot.strategies.settings import Reporting
+
+#: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the server.
+TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
+
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def report_metrics(
+    reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any] | None
+) -> None:
+    """Report the metrics of one stage of a round at once, so that a killed run keeps them.
+
+    The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``; numbers that are not
+    finite are null. ``on_round`` receives the numbers as ``train/NAME``, and those of a list as
+    ``train/NAME/0`` and so on.
+    """
+    if metrics is None:
+        return
+    if reporting.rows_path is not None:
+        append_rows(reporting.rows_path, [{"round": number, "stage": stage, "metrics": dict(metrics)}])
+    if reporting.on_round is not None:
+        reporting.on_round(number, {f"{stage}/{name}": value for name, value in _scalars(metrics)})
+
+
+def reporting_evaluations(reporting: Reporting, evaluate: Evaluate | None) -> Evaluate | None:
+    """Return the server's evaluation function, extended so that its metrics are reported."""
+    if evaluate is None or (reporting.rows_path is None and reporting.on_round is None):
+        return evaluate
+
+    def reported(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        metrics = evaluate(number, arrays)
+        report_metrics(reporting, number, SERVER, metrics)
+        return metrics
+
+    return reported
+
+
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        if isinstance(value, (list, tuple)):
+            yield from ((f"{name}/{index}", float(item)) for index, item in enumerate(value))
+        else:
+            yield name, float(value)
+
+
+def begin_rows(path: Path | None, after_round: int | None) -> None:
+    """Prepare the file of a run's rows, if there is one.
+
+    A resumed run goes on after a round: the rows of later rounds are removed, and all rows for 0. For a
+    new run (None) rows of an earlier one move to ``NAME.1.jsonl``, or to the next number that is free.
+    """
+    if path is None or not path.is_file():
+        return
+    if after_round is not None:
+        cut_rows(path, after_round or -1)
+    elif path.stat().st_size:
+        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
+        earlier = next(name for name in names if not name.exists())
+        path.rename(earlier)
+        log(INFO, "'%s' is of an earlier run, and is now '%s'.", path, earlier)
+
+
+def cut_rows(path: Path, after_round: int) -> None:
+    """Remove rows of rounds after ``after_round``, and unfinished rows."""
+    with (
+        path.open(encoding="utf-8") as file,
+        replacing(path) as temporary,
+        temporary.open("w", encoding="utf-8") as kept,
+    ):
+        for line in file:
+            if line.endswith("\n") and _round_of(line) <= after_round:
+                kept.write(line)
+
+
+def _round_of(line: str) -> float:
+    try:
+        return json.loads(line).get("round", 0)
+    except ValueError:
+        return math.inf

@@ -85,7 +85,7 @@ def test_arguments_are_computed_for_the_aggregations_that_take_them() -> None:
     ("name", "message"),
     [
         ("median", "Unknown aggregation 'median'; choose from mean, fisher, regmean"),
-        ("ot", r"needs the argument 'symmetry': .* fedrot.research.OptimalTransport\(symmetry\)"),
+        ("ot", r"needs the argument 'symmetry': .* fedrot.aggregation.OptimalTransport\(symmetry\)"),
         ("greedy", r"needs the argument 'score': .* fedrot.research.GreedySoup\(score\)"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.research import GreedySoup
+from reproductions.soup import GreedySoup
 from tests.fedrot.oracles import Array
 from tests.models import largest_difference
 

@@ -200,3 +200,11 @@ def test_a_refused_update_leaves_the_soup_as_it_was() -> None:
     soup.add({k: v + 2 for k, v in good.items()}, 1.0)
     assert largest_difference(soup.result(), {"w": torch.full((2,), 2.0), "b": torch.ones(1)}) == 0
     assert soup.chosen == (0, 1)
+
+
+def test_the_soup_is_an_aggregation_by_name() -> None:
+    assert aggregation_named("greedy", score=lambda: lambda tensors: 0.0)().needs == ()
+    assert "greedy" not in [entry.name for entry in aggregations(("symmetry",))]
+    told = r"needs the argument 'score': .* reproductions.soup.GreedySoup\(score\)"
+    with pytest.raises(fedrot.FedrotError, match=told):
+        aggregation_named("greedy")

@@ -23,7 +23,7 @@ class Movement:
     cause: str
 
 
-#: What is said about the parts, by the name of the movement. Plug-ins with parts of their own add theirs.
+#: What is said about the parts, by the name of the movement. Plug-ins add parts of their own.
 MOVEMENTS = {
     "rotation": Movement(("attention",), "clients had turned against each other"),
     "permutation": Movement(("residual", "output", "heads", "ffn"), "units had changed places"),

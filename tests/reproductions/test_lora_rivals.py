@@ -296,5 +296,9 @@ def test_factors_of_any_size_have_an_average_within_a_limit(a: float, b: float, 
 @pytest.mark.parametrize(
     "options", [RivalOptions("rotate"), RivalOptions("stack", residual="fold")], ids=str
 )
-def test_threads_do_not_change_the_average(options: RivalOptions, two_threads: None) -> None:
-    check_threads(options)
+def test_threads_do_not_change_the_average(options: RivalOptions) -> None:
+    threads = torch.get_num_threads()
+    try:
+        check_threads(options)
+    finally:
+        torch.set_num_threads(threads)

@@ -462,11 +462,11 @@ def test_an_update_that_its_client_matched_is_not_the_first_anchor() -> None:
         fedrot.random_equivalent(near(base, 0.1, i), SYMMETRY, i, ("attention", "ffn")) for i in (3, 4)
     ]
     others = OtherBasis(options=WHOLE, at_clients=True)
-    strategy = FedRot(config_of(NAME), options=EAGER, anchor="first", other_basis=others)
+    strategy = FedRot(config_of(NAME), options=EAGER, anchor="global", other_basis=others)
     result, _ = play(strategy, base, [theirs, *ours], [client()] * 3)
     first = read_answer(ask(client(), base, theirs), theirs, base, SYMMETRY).apply(theirs)
     weighted = zip(ours, (11, 12), strict=True)
-    rest = fedrot.align_round(weighted, base, SYMMETRY, EAGER, "first")
+    rest = fedrot.align_round(weighted, base, SYMMETRY, EAGER, "global")
     aligned = [first, *(found.tensors for found in rest)]
     mean = {n: sum(w * t[n] for w, t in zip((10, 11, 12), aligned, strict=True)) / 33 for n in base}
     assert largest_difference(result, ArrayRecord(mean)) <= 1e-5

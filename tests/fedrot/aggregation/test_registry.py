@@ -83,7 +83,7 @@ def test_arguments_are_computed_for_the_aggregations_that_take_them() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("median", "Unknown aggregation 'median'; choose from mean, fisher, regmean"),
+        ("median", "Unknown aggregation 'median'; choose from mean, fisher, ot, regmean"),
         ("ot", r"needs the argument 'symmetry': .* fedrot.aggregation.OptimalTransport\(symmetry\)"),
     ],
 )

@@ -104,7 +104,6 @@ class Counted:
 STREAMING: dict[str, Callable[..., Any]] = {
     "FedRot": FedRot,
     "FedRot, global": lambda *a, **k: FedRot(*a, anchor="global", **k),
-    "FedRot, first": lambda *a, **k: FedRot(*a, anchor="first", **k),
     "FedRot, Mean, not aligned": lambda *a, **k: FedRot(*a, aggregation=Mean, align=False, **k),
     "FedAvg": behind(FedAvg),
     "FedAvgM": behind(FedAvgM),
@@ -117,7 +116,6 @@ HOLDING: dict[str, Callable[..., Any]] = {
     ),
     "norm bound": lambda *a, **k: FedRot(*a, robustness=Robustness(norm_bound=5.0), **k),
     "consensus": lambda *a, **k: FedRot(*a, anchor="consensus", **k),
-    "medoid": lambda *a, **k: FedRot(*a, anchor="medoid", **k),
     "FedMedian": behind(FedMedian),
     "QFedAvg": lambda *a, **k: behind(QFedAvg)(*a, client_learning_rate=0.5, **k),
     "Krum": lambda *a, **k: behind(Krum)(*a, num_malicious_nodes=1, **k),
@@ -984,7 +982,7 @@ def test_of_several_records_the_model_is_the_one_that_the_strategy_names() -> No
     assert common_model(alone, None) is model
 
 
-@pytest.mark.parametrize("anchor", ["global", "running", "first", "consensus"])
+@pytest.mark.parametrize("anchor", ["global", "running", "consensus"])
 def test_the_norm_bound_measures_from_the_broadcast_model_whatever_the_anchor(anchor: str) -> None:
     """Each update on its own: what others sent does not change its distance."""
     base = state()

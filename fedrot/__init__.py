@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedrot import aggregation, research
+    from fedrot import aggregation
     from fedrot.alignment import Alignment, align, random_equivalent
     from fedrot.anchors import align_round
     from fedrot.check import check_function
@@ -51,7 +51,6 @@ __all__ = [
     "diagnose",
     "random_equivalent",
     "random_inputs",
-    "research",
     "supported",
     "symmetry_of",
 ]

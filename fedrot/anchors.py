@@ -20,7 +20,6 @@ from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.chance import Spread
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.precision import full_float32
@@ -106,15 +105,6 @@ class GlobalAnchor:
         """Take note of an update of the mean that was aligned elsewhere, at its client."""
 
 
-class FirstAnchor(GlobalAnchor):
-    """The first update of the round, aligned to the broadcast model."""
-
-    def accept(self, aligned: Tensors, weight: float) -> None:
-        """Keep the first."""
-        if self.current is self.broadcast:
-            self.current = Anchor(aligned, self.broadcast.spread_after(1.0))
-
-
 class RunningAnchor(GlobalAnchor):
     """The weighted mean of the updates accepted so far.
 
@@ -138,48 +128,6 @@ class RunningAnchor(GlobalAnchor):
         if not self._shared:
             self.mean.add(aligned, weight)
         self._weight += weight
-
-
-class MedoidAnchor(GlobalAnchor):
-    """The update with the least weighted squared distance to the others, after alignment to it.
-
-    Distances are over the tensors that alignment moves. Rotations and permutations are isometries, so
-    one direction per pair suffices. ``rescale`` makes the two directions differ a little; then the
-    ranking is approximate.
-    """
-
-    needs_all = True
-
-    def prepare(self, updates: Sequence[Weighted]) -> None:
-        """Align every pair of updates, and take the update nearest to all others.
-
-        An update that cannot be aligned is nobody's anchor: fewest failures count before distances.
-        """
-        anchors = [Anchor(update, Spread(1.0)) for update, _ in updates]
-        failed, spread = [0] * len(updates), [0.0] * len(updates)
-        for i, (_, weight_i) in enumerate(updates):
-            for j, (update_j, weight_j) in enumerate(updates[:i]):
-                try:
-                    after = self.find(update_j, anchors[i]).report.after
-                except UpdateError:
-                    failed[i], failed[j] = failed[i] + 1, failed[j] + 1
-                    continue
-                spread[i] += weight_j * after
-                spread[j] += weight_i * after
-        self._centre, self._of_centre = -1, None
-        for place in sorted(range(len(updates)), key=lambda i: (failed[i], spread[i])):
-            update = updates[place][0]
-            with suppress(UpdateError):
-                self._of_centre = self.find(update, self.broadcast)
-                self._centre = place
-                self.current = Anchor(self._of_centre.apply(update), self.broadcast.spread_after(1.0))
-                return
-
-    def align(self, update: Tensors, place: int = 0) -> Alignment:
-        """Return the alignment of one update; the medoid itself is aligned to the broadcast model."""
-        if place == self._centre and self._of_centre is not None:
-            return self._of_centre
-        return super().align(update)
 
 
 class ConsensusAnchor(GlobalAnchor):
@@ -234,13 +182,11 @@ def _norm(update: Tensors) -> float:
     return float(sum(squares))
 
 
-#: The anchors by name.
+#: The anchors by name. Plug-ins add theirs.
 ANCHORS: dict[str, type[GlobalAnchor]] = {
     "global": GlobalAnchor,
     "running": RunningAnchor,
     "consensus": ConsensusAnchor,
-    "first": FirstAnchor,
-    "medoid": MedoidAnchor,
 }
 
 
@@ -338,10 +284,9 @@ def align_round(
         broadcast: the model that the clients received.
         symmetry: from ``symmetry_of``.
         options: see ``AlignmentOptions``.
-        anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of the updates so far),
-            ``first`` (the first update), ``medoid`` (the update nearest to all others) or
-            ``consensus`` (generalised Procrustes, in any order of the updates). The first three read
-            ``updates`` lazily and hold one at a time; the last two hold all of them.
+        anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of the updates so far)
+            or ``consensus`` (generalised Procrustes, in any order of the updates). The first two read
+            ``updates`` lazily and hold one at a time; the last holds all of them.
         other_basis: options for an update from another basis than its anchor (``base_cosine`` below
             ``SAME_BASIS``, unless both are near the broadcast model); None treats it like the others. If
             one of the two is ``canonical``, both are.

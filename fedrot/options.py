@@ -23,9 +23,8 @@ class AlignmentOptions:
         parts: any of ``residual`` (permutation of the residual stream, or rotation, see ``canonical``),
             ``output`` (permutation of the task heads' hidden units, with signs under odd activations),
             ``heads`` (permutation of the attention heads), ``attention`` (rotation inside each head),
-            ``rescale`` (scale of each head), ``ffn`` (permutation of the neurons), ``adapters``
-            (rotation of LoRA factors, see ``fedrot.lora.adapter_symmetry``). ``fedrot.WHOLE_MODEL`` is
-            all but ``rescale`` and ``adapters``.
+            ``rescale`` (scale of each head), ``ffn`` (permutation of the neurons).
+            ``fedrot.WHOLE_MODEL`` is all but ``rescale``.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.
@@ -51,12 +50,12 @@ class AlignmentOptions:
         parts: object = self.parts
         if isinstance(parts, str):
             named = tuple(parts.split("+"))
-            known = repr(named) if set(named) <= {*PARTS} else f"a tuple of some of {PARTS}"
+            known = repr(named) if set(named) <= {*PARTS} else f"a tuple of some of {tuple(PARTS)}"
             write = "fedrot.WHOLE_MODEL" if parts == "whole" else known
             raise FedrotError(f"parts is the string '{parts}'; write parts={write}.")
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
-            raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {PARTS}.")
+            raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {tuple(PARTS)}.")
         if not isinstance(self.layers, Collection):
             raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
         if isinstance(self.layers, str) and not _LAYERS.fullmatch(self.layers):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from fedrot.lora import AdapterOptions
-from fedrot.lora.adapter_symmetry import ADAPTERS
-from fedrot.lora.methods import METHODS, OF_ANY_RANK
+from fedrot.lora.adapter_options import METHODS
 from fedrot.simulations.arm import OF_ADAPTERS, Arm, pairs
 
 if TYPE_CHECKING:
@@ -100,14 +99,14 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 def default_arms(lora: str) -> tuple[str, ...]:
     """Return the arms of a comparison of adapters: averages of factors and of products."""
     several = len(set(Adapter.parse(lora).ranks)) > 1
-    return ("lora-pad" if several else "plain", "lora-exact")
+    return ("lora-exact", "lora-exact(gauge=previous)") if several else ("plain", "lora-exact")
 
 
 def check_adapter(config: SimulationConfig) -> None:
     """Raise ``ValueError`` if ``lora`` and the other settings of a configuration do not go together."""
     arms = [Arm.parse(arm) for arm in config.arms]
     if not config.lora:
-        of_adapters = [arm.name for arm in arms if arm.adapters or ADAPTERS in arm.parts]
+        of_adapters = [arm.name for arm in arms if arm.of_adapters]
         if of_adapters or config.server != "mean":
             what = f"arm '{of_adapters[0]}'" if of_adapters else f"server '{config.server}'"
             raise ValueError(f"{what} is for adapters; give lora, such as r=8,targets=query+value")
@@ -124,19 +123,17 @@ def check_adapter(config: SimulationConfig) -> None:
         if lacking:
             raise ValueError(f"lora needs {what}")
     for arm in arms:
-        known = arm.adapters or arm.joined or arm.aligns_adapters or arm.name == "plain"
+        known = arm.of_adapters or arm.joined or arm.name == "plain"
         if not known or arm.aggregation != "mean":
             raise ValueError(
-                f"arm '{arm.name}' is not for adapters; write plain, joined, "
-                f"{ADAPTERS}@ANCHOR, or {OF_ADAPTERS}METHOD(OPTIONS) with a method of "
-                f"{', '.join(METHODS)}"
+                f"arm '{arm.name}' is not for adapters; write plain, joined, or "
+                f"{OF_ADAPTERS}METHOD(OPTIONS) with a method of {', '.join(METHODS)}"
             )
         own = arm.adapters or AdapterOptions()
-        if len(set(adapter.ranks)) > 1 and not arm.joined and own.method not in OF_ANY_RANK:
+        if len(set(adapter.ranks)) > 1 and not arm.joined and not own.any_rank:
             raise ValueError(
                 f"arm '{arm.name}': factors of different ranks have no mean; methods for them are "
-                f"{', '.join(OF_ANY_RANK)}"
+                f"{', '.join(name for name, method in METHODS.items() if method.any_rank)}"
             )
-        if config.server != "mean" and (own.folds or arm.aligns_adapters):
-            what = "step for base weights" if own.folds else f"arms of {ADAPTERS}"
-            raise ValueError(f"arm '{arm.name}': server '{config.server}' has no {what}")
+        if config.server != "mean" and not arm.any_server:
+            raise ValueError(f"arm '{arm.name}': server '{config.server}' has no step for what it gives")

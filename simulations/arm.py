@@ -6,18 +6,21 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from fedrot.aggregation import aggregations
+from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import ANCHORS
 from fedrot.lora import AdapterOptions
-from fedrot.lora.adapter_symmetry import ADAPTERS
 from fedrot.options import AlignmentOptions
-from fedrot.research import regmean_plus_plus
 from fedrot.strategies import DEFAULT_ANCHOR, Guard
 from fedrot.symmetry import WHOLE_MODEL
+
+if TYPE_CHECKING:
+    from fedrot.simulations.config import SimulationConfig
 
 #: Evidence for matching replies in another basis: weights, and activations on random tokens where the
 #: residual stream is permuted; weights alone; weights and the token counts that clients report;
@@ -33,26 +36,36 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
 }
 #: Begins the name of an arm that averages LoRA adapters; its options, see ``AdapterOptions``.
 OF_ADAPTERS = "lora-"
-ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {
-    "gauge": str,
-    "strength": float,
-    "by": str,
-    "limit": int,
-    "residual": str,
-    "schedule": str,
-}
+ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str}
 
-#: Arms without a merged model: the clients' models answer together, by the mean of their logits or of
-#: their probabilities.
-ENSEMBLES = ("ensemble", "ensemble-probabilities")
+#: The aggregation of arms that name none.
+MEAN = "mean"
 
-#: RegMean++ needs the clients' data in one place, which a simulation has (``fedrot.research``).
-LAYERWISE = "regmean++"
 
-#: Registered aggregations, by name: those that need at most a symmetry and a score.
-_REGISTERED = {entry.name: entry for entry in aggregations({"symmetry", "score"})}
-#: How an arm merges aligned updates.
-AGGREGATIONS = (*_REGISTERED, *ENSEMBLES, LAYERWISE)
+@dataclass(frozen=True)
+class Together:
+    """A way to evaluate all clients' updates together; clients never get a model of it.
+
+    Attributes:
+        evaluate: returns the metrics from the task, the arm, the seed, a model to load weights into, and
+            the updates.
+        arguments: names of the numbers that an arm may give.
+        reads_data: whether it reads clients' training rows, which ``batches`` limits.
+        refused: returns why it does not go with an arm or its configuration, which is None while the
+            name is read; empty if it does.
+    """
+
+    evaluate: Callable[..., dict[str, float]]
+    arguments: tuple[str, ...] = ()
+    reads_data: bool = False
+    refused: Callable[[Arm, SimulationConfig | None], str] = lambda arm, config: ""
+
+
+#: By the name of an aggregation. Plug-ins add theirs.
+TOGETHER: dict[str, Together] = {}
+
+#: Plug-ins' readers of names that the grammar does not know: each returns an arm, or None.
+READERS: list[Callable[[str], Arm | None]] = []
 
 #: The whole model, whose residual stream is rotated, not permuted.
 STREAM = "stream"
@@ -94,17 +107,20 @@ class Arm(BaseModel):
 
     Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments
     are those of the aggregation, and ``batches`` limits what clients compute statistics from.
-    ``regmean++`` is for one round, because its model stays at the server. ``ensemble`` is short for
-    ``plain/ensemble``. ``joined`` trains one model on all clients' data, ``joined-steps`` for as many
-    steps as one client takes. ``#0+2`` at the end merges the replies of these clients alone; ``#pairs``
-    and ``#subsets`` stand for an arm each.
+    ``ot`` alone is short for ``plain/ot``. ``joined`` trains one model on all clients' data,
+    ``joined-steps`` for as many steps as one client takes. ``#0+2`` at the end merges the replies of
+    these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
 
-    In settings with ``lora`` an arm is ``plain`` (the mean of factors), ``lora-METHOD(OPTIONS)`` of
-    ``AdapterOptions``, ``lora-exact(gauge=previous)``, or ``adapters@ANCHOR*CHANCE``: ``FedRot`` rotates
-    factors, where there is evidence for it.
+    In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
+    ``AdapterOptions``, ``lora-exact(gauge=previous)``.
+
+    Plug-ins add anchors, aggregations, ``TOGETHER`` and ``READERS``.
     """
 
     model_config = ConfigDict(frozen=True)
+
+    #: Of a plug-in's arms, what builds the strategy of a cell; see ``arm_strategies.strategy_of``.
+    strategy: ClassVar[Callable[..., Any] | None] = None
 
     name: str
     align: bool
@@ -114,7 +130,7 @@ class Arm(BaseModel):
     evidence: str = EVIDENCE[0]
     chance: float = AlignmentOptions.chance
     guard: str = ""
-    aggregation: str = AGGREGATIONS[0]
+    aggregation: str = MEAN
     arguments: dict[str, float] = {}
     batches: int = 0
     clients: tuple[int, ...] = ()
@@ -127,7 +143,13 @@ class Arm(BaseModel):
         """Read an arm from its name; raises ``ValueError`` with the known names."""
         if text in (JOINED, JOINED_STEPS):
             return cls(name=text, align=False)
-        merges_alone = re.split("[(#]", text)[0] in AGGREGATIONS
+        found = next(filter(None, (read(text) for read in READERS)), None)
+        return found or cls.of_grammar(text)
+
+    @classmethod
+    def of_grammar(cls, text: str) -> Arm:
+        """Read an arm as the class describes it; raises ``ValueError``."""
+        merges_alone = re.split("[(#]", text)[0] in known_aggregations()
         match = _GRAMMAR.fullmatch(f"plain/{text}" if merges_alone else text)
         if match is None:
             raise ValueError(
@@ -137,9 +159,17 @@ class Arm(BaseModel):
             )
         said = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
-            return cls.model_validate({"name": text, **_meaning(said)})
+            arm = cls.model_validate({"name": text, **_meaning(said)})
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error}") from error
+        arm.check(None)
+        return arm
+
+    def check(self, config: SimulationConfig | None) -> None:
+        """Raise ``ValueError`` if what the arm evaluates together does not go with it or its setting."""
+        reason = TOGETHER[self.aggregation].refused(self, config) if self.needs_updates else ""
+        if reason:
+            raise ValueError(f"arm '{self.name}': {reason}")
 
     @property
     def joined(self) -> bool:
@@ -147,9 +177,14 @@ class Arm(BaseModel):
         return self.name in (JOINED, JOINED_STEPS)
 
     @property
-    def aligns_adapters(self) -> bool:
-        """Whether the arm rotates the factors of adapters where there is evidence for it."""
-        return self.parts == (ADAPTERS,)
+    def of_adapters(self) -> bool:
+        """Whether the arm is for adapters alone."""
+        return self.adapters is not None
+
+    @property
+    def any_server(self) -> bool:
+        """Whether a server's optimiser can take the arm's average of adapters."""
+        return True
 
     @property
     def options(self) -> AlignmentOptions:
@@ -158,25 +193,30 @@ class Arm(BaseModel):
         return AlignmentOptions(**{**of_arm, **self.changes})
 
     @property
-    def ensemble(self) -> bool:
-        """Whether the arm averages the answers of the clients' models."""
-        return self.aggregation in ENSEMBLES
-
-    @property
     def aligns_at_clients(self) -> bool:
         """Whether clients align before they compute statistics, which cannot follow rotations."""
-        entry = _REGISTERED.get(self.aggregation)
+        entry = registered().get(self.aggregation)
         return self.align and entry is not None and not entry.follows_rotations
 
     def takes(self, argument: str) -> bool:
         """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
-        entry = _REGISTERED.get(self.aggregation)
+        entry = registered().get(self.aggregation)
         return entry is not None and argument in entry.inputs
 
     @property
     def needs_updates(self) -> bool:
         """Whether the arm's model is made of all updates when it is evaluated; clients never get it."""
-        return self.aggregation not in _REGISTERED
+        return self.aggregation in TOGETHER
+
+
+def registered() -> dict[str, AggregationEntry]:
+    """Return the aggregations, by name, that need at most a symmetry and a score."""
+    return {entry.name: entry for entry in aggregations({"symmetry", "score"})}
+
+
+def known_aggregations() -> tuple[str, ...]:
+    """Return how an arm may merge aligned updates."""
+    return (*registered(), *TOGETHER)
 
 
 def expanded(arms: Sequence[str], clients: int) -> tuple[str, ...]:
@@ -200,13 +240,13 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of an arm from the pieces of its name; raises ``ValueError``."""
     if said["what"].startswith(OF_ADAPTERS):
         return _of_adapters(said)
-    aggregation = said.get("aggregation", AGGREGATIONS[0])
+    aggregation = said.get("aggregation", MEAN)
     chosen = {
         "anchor": said.get("anchor") or DEFAULT_ANCHOR,
         "evidence": said.get("evidence") or EVIDENCE[0],
         "aggregation": aggregation,
     }
-    known = {"anchor": ANCHORS, "evidence": EVIDENCE, "aggregation": AGGREGATIONS}
+    known = {"anchor": ANCHORS, "evidence": EVIDENCE, "aggregation": known_aggregations()}
     for name, value in chosen.items():
         if value not in known[name]:
             raise ValueError(f"unknown {name} '{value}'; one of {', '.join(known[name])}")
@@ -214,9 +254,7 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
     moves = said.keys() - {"what", "aggregation", "arguments", "clients"}
     if said["what"] == "plain" and not moves:
         return {"align": False, "aggregation": aggregation, **merged}
-    if aggregation in ENSEMBLES:
-        raise ValueError(f"an ensemble needs no alignment; use '{aggregation}'")
-    entry = _REGISTERED.get(aggregation)
+    entry = registered().get(aggregation)
     if moves - {"chance"} and entry is not None and not entry.follows_rotations:
         raise ValueError(
             f"for '{aggregation}' clients align to the broadcast model, because its statistics cannot "
@@ -243,8 +281,8 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
         raise ValueError(f"{error} (or 'plain', 'aligned', 'whole', '{STREAM}')") from error
     if "colon" in said:
         Guard(said["guard"])
-        if said.get("aggregation") == LAYERWISE:
-            raise ValueError(f"a guard compares means, and '{LAYERWISE}' makes none")
+        if said.get("aggregation") in TOGETHER:
+            raise ValueError(f"a guard compares means, and '{said['aggregation']}' makes none")
     return {
         "parts": parts,
         "changes": changes,
@@ -292,10 +330,10 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
     batches = found.pop("batches", None)
     if batches is not None and (batches < 1 or batches % 1):
         raise ValueError(f"batches is {batches:g}; give a whole number, at least 1")
-    entry = _REGISTERED.get(aggregation)
-    build = regmean_plus_plus if aggregation == LAYERWISE else entry and entry.build
-    parameters = inspect.signature(build).parameters.values() if build else ()
+    entry, together = registered().get(aggregation), TOGETHER.get(aggregation)
+    parameters = inspect.signature(entry.build).parameters.values() if entry else ()
     known = [p.name for p in parameters if isinstance(p.default, float)]
+    known += together.arguments if together else ()
     for key in found:
         if key not in known:
             listed = ", ".join(known) or "none"
@@ -304,7 +342,7 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
         raise ValueError(f"arguments of '{aggregation}' are numbers from 0 on")
     if entry and found:
         entry.build(**found)  # raises FedrotError if a value does not fit
-    if batches and not (aggregation == LAYERWISE or (entry and entry.needs)):
+    if batches and not ((together and together.reads_data) or (entry and entry.needs)):
         raise ValueError(f"'{aggregation}' needs no statistics, so batches would change nothing")
     return {"arguments": found, "batches": int(batches or 0)}
 

@@ -148,8 +148,8 @@ class SimulationConfig(BaseModel):
     arms: tuple[str, ...] = Field(
         ("plain", "aligned"),
         description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
-        ":METRIC of a guard such as aligned:loss, or /AGGREGATION such as aligned/regmean; ensemble, "
-        "joined; of adapters lora-METHOD(OPTIONS) such as lora-exact(gauge=mean); separated by commas.",
+        ":METRIC of a guard such as aligned:loss, or /AGGREGATION such as aligned/regmean; "
+        "joined; of adapters lora-METHOD(OPTIONS) such as lora-exact(gauge=none); separated by commas.",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
     rounds: int = Field(3, gt=0, description="Rounds of federated training.")
@@ -216,7 +216,7 @@ class SimulationConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> SimulationConfig:
         from fedrot.simulations.adapter import check_adapter
-        from fedrot.simulations.arm import LAYERWISE, Arm
+        from fedrot.simulations.arm import Arm
 
         self._check_task()
         if self.width % self.heads:
@@ -244,16 +244,11 @@ class SimulationConfig(BaseModel):
                 raise ValueError(
                     f"arm '{arm.name}': learning needs all labels of every row, and domains lack some"
                 )
-            if arm.aggregation == LAYERWISE and self.rounds > 1:
-                raise ValueError(
-                    f"arm '{arm.name}': {LAYERWISE} is for one round, not for {self.rounds}"
-                )
-        if not TASKS[self.task].classifies and any(arm.ensemble for arm in arms):
-            able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
-            raise ValueError(f"ensembles are for task {able}, not for '{self.task}'")
+            arm.check(self)
         if not self.holdout and any(arm.guard or arm.takes("score") for arm in arms):
             raise ValueError(
-                "greedy soups and guards choose models by clients' held-out rows; holdout must not be 0"
+                "guards and aggregations with a score choose by clients' held-out rows; holdout must "
+                "not be 0"
             )
         return self
 

@@ -66,9 +66,9 @@ class Aligned(Strategy):
 
     Replies are aligned and added to the mean one at a time, in the order of arrival. All of a round's
     updates are kept by strategies that look at every update (medians, Krum, privacy wrappers), by the
-    anchors ``consensus`` and ``medoid``, by ``align=False``, and by the settings that say so. A reply is
-    dropped with a warning if it is not a finite update of the broadcast model, has no examples, comes
-    twice, or was not asked for.
+    anchor ``consensus``, by ``align=False``, and by the settings that say so. A reply is dropped with a
+    warning if it is not a finite update of the broadcast model, has no examples, comes twice, or was not
+    asked for.
 
     Args:
         symmetry: the model's transformers configuration (object or dictionary), or a ``Symmetry``.

@@ -8,7 +8,7 @@ model's symmetry before it applies them, so that every answer preserves the upda
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,11 +19,10 @@ from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.collect.activations import collect_activations
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
+from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.options import AlignmentOptions
-from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
-from fedrot.symmetry.actions import HeadLinear, HeadRotation
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import Move
 from fedrot.tensors import Tensors
@@ -43,12 +42,6 @@ CANONICAL, LEARN = "fedrot-canonical", "fedrot-learn"
 #: Updates from another basis differ in every part.
 OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
 
-#: Few and small steps: the other clients learn at the same time.
-COMMON_BASIS = LearningOptions(parts=("residual", "attention"), steps=8, lr=1e-3, points=(0.2, 0.8))
-
-#: Suffix of the names of elements of ``GL(d_h)``, which learned matching may find.
-GENERAL = "/general"
-
 
 @dataclass(frozen=True)
 class Matching:
@@ -67,7 +60,7 @@ class Matching:
     build: Callable[[], nn.Module]
     batches: Callable[[], Iterable[Mapping[str, Tensor]]]
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
-    learning: LearningOptions = COMMON_BASIS
+    learning: LearningOptions = field(default_factory=LearningOptions)
 
 
 def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
@@ -83,7 +76,7 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
         # Building models and drawing batches must not change the random numbers of training.
         with torch.random.fork_rng(devices=[]):
             alignment = _match(message, setup(message, context))
-        elements = {_name(move): move.element for move in alignment.moves}
+        elements = {move.group.name: move.element for move in alignment.moves}
         return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
 
 
@@ -119,10 +112,6 @@ def _learned(
     start = alignment_of((), update, anchor, symmetry)
     given = (loss_of(model), matching.batches(), update, anchor, symmetry, start, options)
     return learn_alignment(*given).alignment
-
-
-def _name(move: Move) -> str:
-    return move.group.name + (GENERAL if isinstance(move.group.kind, HeadLinear) else "")
 
 
 def request(
@@ -174,13 +163,10 @@ def alignment_by(
 
 def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:
     groups = {group.name: group for group in symmetry.groups}
-    for group in symmetry.groups:
-        if type(kind := group.kind) is HeadRotation:
-            groups[group.name + GENERAL] = replace(group, kind=HeadLinear(kind.heads, kind.dim))
     moves: dict[str, Move] = {}
     for name, element in elements.items():
         found = groups.get(name)
-        if found is None or found.name in moves or not found.kind.contains(element):
+        if found is None or not found.kind.contains(element):
             raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
         # The server's own elements are in float64, and compose with those of one dtype only.
         moves[found.name] = Move(found, element.double() if element.is_floating_point() else element)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
@@ -17,10 +17,8 @@ from fedrot.aggregation import Aggregator
 from fedrot.collect.statistic_kinds import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
-from fedrot.lora.adapters import LoraSettings, pairs_of, without_residuals
+from fedrot.lora.adapters import LoraSettings, pairs_of
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
-from fedrot.lora.methods import OF_ANY_RANK
-from fedrot.lora.peft_model import FOLDS, TRAIN
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.round.merge import OF_THE_MEAN, Merge
@@ -46,9 +44,8 @@ class AlignedLoRA(Aligned):
 
     All clients need these settings; their ranks may differ, see below. Each round logs how far the
     average is from the mean of the clients' products, and how far the mean of the factors is. With the
-    methods ``exact``, ``stack`` and ``pad`` a client may have a smaller rank than the adapter that it
-    receives (``fedrot.lora.load_adapter`` reduces it). The training configuration says which factors to
-    train (``fedrot.lora.train_only``).
+    method ``exact`` a client may have a smaller rank than the adapter that it receives
+    (``fedrot.lora.load_adapter`` reduces it).
 
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
@@ -59,9 +56,8 @@ class AlignedLoRA(Aligned):
             ``anchor``, ``options``, ``align``, ``other_basis`` and ``guard``.
 
     Raises:
-        FedrotError: the settings are not those of a LoRA adapter; the base strategy is none of these;
-            ``residual="fold"`` is asked for and it is not FedAvg. In the first round: the clients send
-            no adapter; or ``freeze-a`` is asked for and embeddings are adapted.
+        FedrotError: the settings are not those of a LoRA adapter; the base strategy is none of these.
+            In the first round: the clients send no adapter.
     """
 
     uses_statistics = True
@@ -93,53 +89,24 @@ class AlignedLoRA(Aligned):
                 f"{name} averages adapters itself, and {behind.__name__} looks at every update. Behind "
                 f"it can stand {able}."
             )
-        if self.adapters.folds and behind is not FedAvg:
-            raise FedrotError(
-                f"residual='fold' changes the base weights, for which {behind.__name__} has no step. "
-                "Take FedRotLoRA, or residual='drop'."
-            )
 
     def summary(self) -> None:
         """Log how adapters are averaged, then the summary of the strategy behind."""
-        own = self.adapters
-        gauge = f", gauge '{own.gauge}'" if own.method == "exact" else ""
-        others = {"residual": own.residual != "drop", "schedule": own.schedule != "both"}
-        said = "".join(f", {name} '{getattr(own, name)}'" for name, differs in others.items() if differs)
-        log(INFO, "\t├──> Adapters: %s%s%s", own.method, gauge, said)
+        log(INFO, "\t├──> Adapters: %s", self.adapters)
         super(Aligned, self).summary()  # type: ignore[safe-super]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Tell the clients which factors they train, and whether a residual will come."""
+        """Check the first model before any client trains."""
         check_not_behind(self)
         if server_round == 1:
             _check_initial(arrays)
-        tables = [name for name in arrays if "lora_embedding_A" in name]
-        if tables and self.adapters.schedule == "freeze-a":
-            raise FedrotError(
-                f"'{tables[0]}' is 0 at the start, as PEFT draws adapters of embeddings: with "
-                "schedule='freeze-a' it would stay so. Adapt no embeddings, or take 'alternate'."
-            )
-        config[TRAIN] = {None: "both", "A": "B", "B": "A"}[self.adapters.frozen(server_round)]
-        if self.adapters.folds:
-            config[FOLDS] = True
         return super().configure_train(server_round, arrays, config, grid)
-
-    def check_own_messages(self, messages: Sequence[Message]) -> None:
-        """Refuse messages that do not say which factors to train, where the answer is not: both."""
-        configs = (c for m in messages for c in m.content.config_records.values())
-        must_say = self.adapters.schedule != "both" or self.adapters.folds
-        if must_say and not any(TRAIN in config for config in configs):
-            raise FedrotError(
-                f"The messages of {type(self).__name__} do not say which factors to train, or that a "
-                "residual will come. Let its configure_train call super().configure_train(server_round, "
-                "arrays, config, grid), and change the messages that this returns."
-            )
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""
-        return AdapterSchema(without_residuals(broadcast), self.adapters.method in OF_ANY_RANK)
+        return AdapterSchema(broadcast, self.adapters.any_rank)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""
@@ -151,9 +118,8 @@ class AlignedLoRA(Aligned):
         return super().merge(this_round)
 
     def _average(self) -> AdapterMean:
-        previous = from_arrays(self._broadcast)
-        number = self._this_round.number
-        average = AdapterAverage(self.settings, self.adapters, previous, number)
+        previous, number = from_arrays(self._broadcast), self._this_round.number
+        average = self.adapters.average(self.settings, previous, number)
         return AdapterMean(average, self._this_round)
 
 
@@ -192,13 +158,9 @@ class AdapterSchema(Schema):
 
     smaller: bool = True
 
-    def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
-        """Return a reply's tensors as ``Schema`` does; residuals that it sends back are left out."""
-        return super().read(ArrayRecord(without_residuals(arrays)), copy)
-
     def check(self, given: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, but for ranks, are those of the broadcast."""
-        shapes, given = self.shapes, without_residuals(given)
+        shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
                 wanted, own = shapes[name], tuple(given[name].shape) if name in given else ()

@@ -1,10 +1,8 @@
-"""Aggregators: add one aligned update at a time, then take the result.
-
-The names below are those that published results recommend; ``fedrot.research`` has more.
-"""
+"""Aggregators: add one aligned update at a time, then take the result."""
 
 from fedrot.aggregation.fisher_mean import Fisher
 from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.optimal_transport import OptimalTransport
 from fedrot.aggregation.registry import (
     Aggregator,
     aggregation_named,
@@ -20,6 +18,7 @@ __all__ = [
     "Aggregator",
     "Fisher",
     "Mean",
+    "OptimalTransport",
     "RegMean",
     "Statistics",
     "aggregation_named",

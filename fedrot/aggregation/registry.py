@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -55,8 +56,10 @@ class AggregationEntry:
     @property
     def path(self) -> str:
         """The class as users import it, ``fedrot.aggregation.RegMean``."""
-        package, _, module = self.build.__module__.rpartition(".")
-        return f"{package or module}.{self.build.__name__}"
+        module, name = self.build.__module__, self.build.__name__
+        package = module.rpartition(".")[0]
+        exported = getattr(sys.modules.get(package), name, None) is self.build
+        return f"{package if exported else module}.{name}"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -71,13 +74,10 @@ class AggregationEntry:
 
 
 _ENTRIES: dict[str, AggregationEntry] = {}
-#: The packages whose aggregations are registered before the registry is read.
-_OURS = ("fedrot.aggregation", "fedrot.research")
 
 
 def _entries() -> Mapping[str, AggregationEntry]:
-    for package in _OURS:
-        import_module(package)
+    import_module("fedrot.aggregation")  # registers its own
     return _ENTRIES
 
 

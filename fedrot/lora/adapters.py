@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from fedrot.tensors import Tensors, compute_dtype
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
 #: What PEFT puts in front of the names of a model's modules.
 _WRAPPER = "base_model.model."
-_RESIDUAL = ".residual"
 _WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
 #: Fields of ``LoraConfig`` with which an update is no single product ``B A``.
 _NO_PRODUCT = {
@@ -30,8 +29,6 @@ _NO_PRODUCT = {
 #: Values of ``LoraConfig.init_lora_weights`` that leave the base weights as they are. The others (PiSSA,
 #: OLoRA, CorDA, LoftQ, LoRA-GA) subtract something from them that depends on the rank.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -172,16 +169,6 @@ def check_rank(rank: int) -> None:
     """Raise ``FedrotError`` if no adapter has this rank."""
     if not isinstance(rank, int) or rank < 1:
         raise FedrotError(f"rank is {rank!r}; it is a whole number, 1 at least.")
-
-
-def residual_name(pair: Pair) -> str:
-    """Return the name of what a module's base weights receive: a dense ``[out, in]`` matrix."""
-    return f"{pair.module}{_RESIDUAL}"
-
-
-def without_residuals(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return an adapter without what is for the base weights."""
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_RESIDUAL)}
 
 
 def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,31 +13,32 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistic_kinds import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import AdapterOptions, AdapterReport, checked_adapter_options
+from fedrot.lora.adapter_options import (
+    METHODS,
+    AdapterOptions,
+    AdapterReport,
+    checked_adapter_options,
+)
 from fedrot.lora.adapters import (
     LoraSettings,
     Pair,
     check_rank,
     factors,
     pairs_of,
-    residual_name,
     shaped,
     wide_factors,
 )
-from fedrot.lora.gauges import Factors, Wanted, rotated, transposed
-from fedrot.lora.methods import METHODS
+from fedrot.lora.gauges import GAUGES, Factors, Wanted, transposed
 from fedrot.lora.module_sums import ModuleSums, in_threads, share
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
-#: Without a limit of its own, a sum of products keeps so many times the largest rank so far.
+#: A sum of products with more than twice so many terms is cut to this many times the largest rank so
+#: far, or to the result's rank if that is larger.
 KEPT_RANKS = 4
-#: A factor that differs by this share from the one that was sent has been trained.
-FROZEN = 0.01
-SMALLEST = 2.0**-24
 #: In the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
-#: Norm of a factor, times its scale, above which products of factors, their sums over clients and the
-#: residuals of many rounds could overflow.
+#: Norm of a factor, times its scale, above which products of factors and their sums over clients could
+#: overflow.
 LARGEST_FACTOR = 1e7
 
 
@@ -56,8 +58,8 @@ class AdapterUpdate:
 
 
 @dataclass(frozen=True)
-class _Averaged:
-    """One module's factors and residual, the scale of its product, and the errors of the report."""
+class AveragedModule:
+    """One module's factors, the scale of its product, and the errors of the report."""
 
     tensors: dict[str, Tensor]
     scale: float
@@ -67,17 +69,19 @@ class _Averaged:
 
 
 @dataclass
-class AdapterAverage:
+class AdapterAverage(ABC):
     """A sum of adapters, one at a time; ``average_adapters`` in steps.
+
+    ``AdapterOptions.average`` makes one. A method is a subclass in ``METHODS``.
 
     Attributes:
         settings: of the result.
         options: see ``AdapterOptions``.
-        previous: the adapter that the clients received, with the result's settings, None if unknown. It
-            may have residuals.
-        server_round: decides which factor is frozen, or decides rotations, and what is drawn at random.
+        previous: the adapter that the clients received, with the result's settings, None if unknown.
+        server_round: for methods that differ by round.
         rank: of the result; None: in each module that of ``previous``, else the largest of the clients'.
             A mean of factors has the clients' rank.
+        any_rank: whether clients may have different ranks.
 
     Raises:
         FedrotError: settings or options are something else, or the rank is below 1.
@@ -88,6 +92,7 @@ class AdapterAverage:
     previous: Tensors | None = None
     server_round: int = 1
     rank: int | None = None
+    any_rank: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.settings, self.options = (
@@ -128,9 +133,7 @@ class AdapterAverage:
         read = {pair.module: factors(tensors, pair) for pair in pairs}
         self._check(pairs, read)
         for pair in pairs:  # Their errors have to come before anything is added.
-            self._check_frozen(pair, *read[pair.module])
-            self._check_start(pair, settings, read[pair.module][0])
-            self._padding(pair, read[pair.module][0])
+            self._check_pair(pair, settings, *read[pair.module])
         scales = {pair.module: settings.scale(pair.module, len(read[pair.module][0])) for pair in pairs}
         for pair in pairs:
             _check_size(pair, *read[pair.module], scales[pair.module])
@@ -148,8 +151,7 @@ class AdapterAverage:
         if self._updates == 0:
             self._pairs, self._beside = pairs, set(others)
             self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
-            rotates = self.options.method == "rotate"
-            self._modules = {module: ModuleSums(rotates) for module in read}
+            self._modules = {module: self._new_sums() for module in read}
             self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
         if others:
             self._others.fold(others, update.weight, statistics)
@@ -159,7 +161,7 @@ class AdapterAverage:
             sent = a, b * scales[pair.module]
             module = self._modules[pair.module]
             module.products.limit = self._limit(pair, *sent)
-            module.add(sent, self._rotated(pair, sent), update.weight, self._padding(pair, sent[0]))
+            self._add_to(module, pair, sent, update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
@@ -187,7 +189,7 @@ class AdapterAverage:
             magnitudes=any(_MAGNITUDE in name for name in self._beside),
         )
 
-    def _averaged(self, pair: Pair) -> _Averaged:
+    def _averaged(self, pair: Pair) -> AveragedModule:
         module = self._modules[pair.module]
         own = self.rank or (len(self.previous[pair.a]) if self.previous else max(module.ranks))
         terms = module.products.terms(own)
@@ -199,23 +201,29 @@ class AdapterAverage:
             for name, matrix in zip((pair.a, pair.b), merged, strict=True)
         }
         found = wide_factors(tensors, pair)
-        mean = module.factors(scale, as_sent=True)
+        mean = module.factors(scale)
         compared = [found] if mean is None else [found, mean]
         error, *of_factors = module.errors(terms, scale, *compared)
-        residual, before = residual_name(pair), (self.previous or {}).get(residual_name(pair))
-        if self.options.folds:
-            rest, error = module.rest(found, scale), 0.0
-            tensors[residual] = rest if before is None else rest + before.to(rest)
-        elif before is not None:
-            tensors[residual] = before
         lost = share(module.products.lost, terms.norm)
-        return _Averaged(tensors, scale, of_factors[0] if of_factors else None, error, lost)
+        return AveragedModule(tensors, scale, of_factors[0] if of_factors else None, error, lost)
+
+    # What a method decides
+
+    @abstractmethod
+    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
+        """Return the new factors of a module, None if factors of different ranks have no mean."""
+
+    def _new_sums(self) -> ModuleSums:
+        """Return what a module's factors are added to."""
+        return ModuleSums()
+
+    def _add_to(self, module: ModuleSums, pair: Pair, sent: Factors, weight: float) -> None:
+        """Add a client's factors, which contain the scale, to the sums of their module."""
+        module.add(sent, weight)
 
     def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
         """Return the new factors of a module."""
-        seed = zlib.crc32(f"{pair.module} {self.server_round}".encode())
-        given = wanted.transposed if pair.of_embedding else wanted
-        found = METHODS[self.options.method](given, self.options.gauge, seed)
+        found = self.chosen(pair, wanted.transposed if pair.of_embedding else wanted)
         if found is None:
             ranks = sorted(self._modules[pair.module].ranks)
             of = "factors of different ranks have no mean"
@@ -223,12 +231,7 @@ class AdapterAverage:
             raise UpdateError(
                 f"The clients' ranks of '{pair.module}' are {ranks}: {what}. Take method='exact'."
             )
-        found = transposed(found) if pair.of_embedding else found
-        frozen = self.options.frozen(self.server_round)
-        if frozen is None or wanted.previous is None:
-            return found
-        a, b = wanted.previous
-        return (a, found[1]) if frozen == "A" else (found[0], b)
+        return transposed(found) if pair.of_embedding else found
 
     def _other_tensors(self, tensors: Tensors, pairs: tuple[Pair, ...]) -> dict[str, Tensor]:
         """Return what is no factor: task heads, biases, magnitudes."""
@@ -253,20 +256,7 @@ class AdapterAverage:
                     f"of the first adapter {wanted[0]} to {wanted[1]}. Clients need the same base model."
                 )
 
-    def _check_frozen(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        frozen, received = self.options.frozen(self.server_round), self._received(pair, a)
-        if frozen is None or received is None or received[0].shape != a.shape:
-            return
-        name, own, sent = (pair.a, a, received[0]) if frozen == "A" else (pair.b, b, received[1])
-        # Rounding on the wire is no training, that to float16's smallest numbers neither.
-        allowed = FROZEN * torch.linalg.vector_norm(sent) + SMALLEST * sent.numel() ** 0.5
-        if torch.linalg.vector_norm(own - sent) > allowed:
-            raise UpdateError(
-                f"The factor '{name}' is not the one that the client received, but {frozen} is frozen "
-                "in this round. Call fedrot.lora.train_only(model, config) before the client trains."
-            )
-
-    def _check_start(self, pair: Pair, settings: LoraSettings, a: Tensor) -> None:
+    def _check_pair(self, pair: Pair, settings: LoraSettings, a: Tensor, b: Tensor) -> None:
         """Raise ``UpdateError`` if ranks differ where a start takes from the base by its rank."""
         if not settings.changed_base:
             return
@@ -279,40 +269,11 @@ class AdapterAverage:
                 "different ranks belong to different models. Take one rank, or another start."
             )
 
-    def _rotated(self, pair: Pair, sent: Factors) -> Factors:
-        """Return a client's factors, rotated to what it received or to the mean so far if asked for."""
-        a, b = sent
-        if self.options.method != "rotate":
-            return sent
-        module, received = self._modules[pair.module], self._received(pair, a)
-        scale = self.settings.scale(pair.module, len(a))
-        to = received or (module.factors(scale) if module.weight else None)
-        if to is None or to[0].shape != a.shape:
-            return sent
-        by = self.options.rotates_by(self.server_round)
-        a, b = rotated((a, b / scale), to, self.options.strength, by)
-        return a, scale * b
-
     def _limit(self, pair: Pair, a: Tensor, b: Tensor) -> int:
-        """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
-        if self.options.folds:
-            return min(len(b), a.shape[1])
+        """Return the rank that a module's sum keeps."""
         received, before = self._received(pair, a), self._modules[pair.module].products.limit or 0
         largest = max(len(a), len(received[0]) if received else 0)
-        kept = self.options.limit or KEPT_RANKS * largest
-        return max(kept, before, self.rank or 0)
-
-    def _padding(self, pair: Pair, a: Tensor) -> int:
-        """Return by how much the rank of a client's factors is smaller than the result's."""
-        if self.options.method != "pad":
-            return 0
-        received = self._received(pair, a)
-        if received is None:
-            raise UpdateError(
-                "Method 'pad' pads factors to the rank of the adapter that the clients received. Give "
-                "it as previous."
-            )
-        return max(len(received[0]) - len(a), 0)
+        return max(KEPT_RANKS * largest, before, self.rank or 0)
 
     def _received(self, pair: Pair, like: Tensor) -> Factors | None:
         """Return the factors that clients received, where and as what a tensor is computed with."""
@@ -322,6 +283,27 @@ class AdapterAverage:
             raise UpdateError(f"The adapter that the clients received does not have '{pair.module}'.")
         a, b = factors(self.previous, pair)
         return a.to(like.device, compute_dtype(like)), b.to(like.device, compute_dtype(like))
+
+
+class MeanOfFactors(AdapterAverage):
+    """The means of the factors."""
+
+    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
+        """Return the means."""
+        return wanted.mean
+
+
+class MeanOfProducts(AdapterAverage):
+    """The mean of the products, in a gauge."""
+
+    any_rank = True
+
+    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
+        """Return the factors that the gauge gives the product."""
+        return GAUGES[self.options.gauge](wanted)
+
+
+METHODS |= {"mean": MeanOfFactors, "exact": MeanOfProducts}
 
 
 def _check_size(pair: Pair, a: Tensor, b: Tensor, scale: float) -> None:
@@ -355,7 +337,7 @@ def average_adapters(
     Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...], settings)``.
 
     Args:
-        updates: the clients' adapters. Alphas may differ, and with ``exact``, ``stack``, ``pad`` ranks.
+        updates: the clients' adapters. Alphas may differ, and with ``exact`` ranks.
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
@@ -367,7 +349,7 @@ def average_adapters(
             below 1.
         UpdateError: an update is no adapter, or does not fit the others.
     """
-    average = AdapterAverage(settings, options or AdapterOptions(), previous, server_round, rank)
+    average = checked_adapter_options(options).average(settings, previous, server_round, rank)
     for update in updates:
         average.add(update)
     return average.result()

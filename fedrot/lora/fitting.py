@@ -14,9 +14,7 @@ from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors
 
 
-def fitted(
-    tensors: Tensors, settings: object, rank: int | Tensors, best: bool = True
-) -> dict[str, Tensor]:
+def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
     """Return an adapter of a smaller rank: the best approximation of the products.
 
     A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
@@ -26,7 +24,6 @@ def fitted(
         settings: the ``LoraConfig`` of either: they have one alpha, and the ranks are those of tensors.
         rank: of the result, or an adapter with the same names that has its ranks. Modules of smaller
             ranks stay as they are.
-        best: False keeps the first ``rank`` directions of the factors, as clients of method ``pad`` do.
 
     Raises:
         FedrotError: the rank is below 1.
@@ -43,12 +40,11 @@ def fitted(
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
         b = own * b
         cut = (a[:wanted], b[:, :wanted])
-        if best:
-            first = decomposed(b, a, most=wanted).first(wanted)
-            product = Wanted(first.u, first.s, first.vt, None, cut)
-            # A product of 0 needs no direction of A, and keep_a changes none.
-            near = near_previous if first.s.any() else keep_a
-            cut = transposed(near(product.transposed)) if pair.of_embedding else near(product)
+        first = decomposed(b, a, most=wanted).first(wanted)
+        product = Wanted(first.u, first.s, first.vt, None, cut)
+        # A product of 0 needs no direction of A, and keep_a changes none.
+        near = near_previous if first.s.any() else keep_a
+        cut = transposed(near(product.transposed)) if pair.of_embedding else near(product)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):
             found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
         if pair.bias in tensors:

@@ -6,9 +6,8 @@ differently, and the choice is a part of the aggregation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from fedrot.matching.procrustes import polar
 LARGEST_GROWTH = 2.0
 
 Factors = tuple[Tensor, Tensor]
-#: Name of one of the two.
-Factor = Literal["A", "B"]
 
 
 @dataclass(frozen=True)
@@ -97,28 +94,16 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inside, outside, torch.linalg.eigh(wide @ wide.mT)[1].to(a)
 
 
-def rotated(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Factors:
-    """Return ``R A`` and ``B R^T`` for the rotation that ``rotation`` finds; their product stays."""
-    a, b = factors
-    r = rotation(factors, to, strength, by)
-    return r @ a, b @ r.mT
-
-
-def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Tensor:
-    """Return the ``R`` ``[rank, rank]`` for which ``R A`` and ``B R^T`` are nearest to others.
+def rotated(factors: Factors, to: Factors) -> Factors:
+    """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to others.
 
     ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together. One factor
-    alone, ``by``, may find a rotation that is not there: after a short training ``B`` is nearly 0, and
-    its rotation is noise. A ``strength`` below 1 goes a part of the way:
-    ``polar((1 - strength) I + strength R)``.
+    alone may find a rotation that is not there: after a short training ``B`` is nearly 0, and its
+    rotation is noise.
     """
     a, b = factors
-    near_a, near_b = to[0] @ a.mT, to[1].mT @ b
-    r = polar({"A": near_a, "B": near_b, None: near_a + near_b}[by].double())
-    if strength < 1:
-        identity = torch.eye(len(r), dtype=r.dtype, device=r.device)
-        r = polar((1 - strength) * identity + strength * r)
-    return r.to(a)
+    r = polar((to[0] @ a.mT + to[1].mT @ b).double()).to(a)
+    return r @ a, b @ r.mT
 
 
 def near_mean(of: Wanted) -> Factors:
@@ -162,10 +147,9 @@ def _size(of: Factors) -> float:
     return sum(float(torch.linalg.vector_norm(factor)) ** 2 for factor in of)
 
 
-#: The gauges by name.
-GAUGES: Mapping[str, Callable[[Wanted], Factors]] = {
+#: The gauges by name. Plug-ins add theirs.
+GAUGES: dict[str, Callable[[Wanted], Factors]] = {
     "keep-a": keep_a,
-    "mean": near_mean,
     "previous": near_previous,
     "none": balanced,
 }

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from fedrot.aggregation.mean import Mean
 from fedrot.lora.gauges import Factors, Wanted
@@ -25,36 +23,26 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class ModuleSums:
-    """The sums of one module over the clients, of products and factors that contain the scale.
+    """The sums of one module over the clients, of products and factors that contain the scale."""
 
-    Args:
-        rotates: whether the mean of factors takes others than the clients sent.
-    """
-
-    def __init__(self, rotates: bool = False) -> None:
-        self.products, self.weight, self._rotates = ProductSum(), 0.0, rotates
-        self.mean, self.as_sent = Mean(), Mean()
+    def __init__(self) -> None:
+        self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
         self.ranks: set[int] = set()
 
-    def add(self, sent: Factors, used: Factors, weight: float, padding: int = 0) -> None:
-        """Add the factors of one client as it sent them, and as the mean of factors takes them."""
-        a, b = used
+    def add(self, sent: Factors, weight: float) -> None:
+        """Add the factors of one client."""
+        a, b = sent
         self.products.add(b, a, weight)
-        self.ranks.add(len(a) + padding)
+        self.ranks.add(len(a))
         self.weight += weight
         if len(self.ranks) == 1:
-            if padding:
-                a, b = pad(a, (0, 0, 0, padding)), pad(b, (0, padding))
             self.mean.add({"a": a, "b": b}, weight)
-            if self._rotates:
-                self.as_sent.add({"a": sent[0], "b": sent[1]}, weight)
 
-    def factors(self, scale: float, as_sent: bool = False) -> Factors | None:
+    def factors(self, scale: float) -> Factors | None:
         """Return the means of the factors in units of a scale, None if ranks differ."""
         if len(self.ranks) > 1:
             return None
-        mean = (self.as_sent if as_sent and self._rotates else self.mean).current
-        return mean["a"], mean["b"] / scale
+        return self.mean.current["a"], self.mean.current["b"] / scale
 
     def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
         """Return the mean product in units of a scale, and the factors that a gauge may follow."""
@@ -73,11 +61,6 @@ class ModuleSums:
         whole = math.hypot(terms.norm, left_out)
         distances = self.products.distances(*((self.weight * scale * b, a) for a, b in found))
         return [share(math.hypot(distance, left_out), whole) for distance in distances]
-
-    def rest(self, found: Factors, scale: float) -> Tensor:
-        """Return the dense ``D - s B A``, ``[out, in]``."""
-        a, b = found
-        return self.products.dense() / self.weight - scale * b @ a
 
 
 def share(part: float, whole: float) -> float:

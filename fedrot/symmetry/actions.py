@@ -252,40 +252,6 @@ class HeadRotation(InsideHeads):
 
 
 @dataclass(frozen=True)
-class HeadLinear(HeadRotation):
-    """``GL(dim)`` in each head, the full symmetry of a head; an element is ``[heads, dim, dim]``.
-
-    The contravariant side moves by the inverse transpose. The action is no isometry and changes what
-    weight decay and Adam see: learned matching may use it, alignment in rounds does not.
-
-    Source: Zhang et al. 2025, Theorem 4.1.
-    """
-
-    @property
-    def free(self) -> int:
-        return self.heads * self.dim**2
-
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-        return super().act(torch.linalg.inv(element).mT if contravariant else element, x, axis)
-
-    def inverse(self, element: Tensor) -> Tensor:
-        return torch.linalg.inv(element)
-
-    def random(self, generator: torch.Generator) -> Tensor:
-        shape = (self.heads, self.dim, self.dim)
-        small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
-        return super().random(generator) @ torch.matrix_exp(small)
-
-    def exponential(self, parameter: Tensor) -> Tensor:
-        return torch.matrix_exp(parameter)
-
-    def contains(self, element: Tensor) -> bool:
-        if not is_real(element, (self.heads, self.dim, self.dim)):
-            return False
-        return _is_moderate(torch.linalg.svdvals(element.double()))
-
-
-@dataclass(frozen=True)
 class Rescale(Kind):
     """One non-zero factor per head; an element is ``[heads]``, the contravariant side is divided by it.
 

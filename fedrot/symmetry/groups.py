@@ -14,7 +14,8 @@ from fedrot.symmetry.actions import Kind
 from fedrot.symmetry.stream import Fold, StreamRotation
 
 #: The parts of a model that can be moved, as ``AlignmentOptions`` and ``random_equivalent`` call them.
-PARTS = ("residual", "output", "heads", "attention", "rescale", "ffn", "adapters")
+#: Plug-ins add theirs.
+PARTS = ["residual", "output", "heads", "attention", "rescale", "ffn"]
 
 #: The parts that are moved unless the caller asks otherwise.
 DEFAULT_PARTS = ("attention", "ffn")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from fedrot import interpolation
 from fedrot._io import json_line, write_text
+from fedrot.interpolation import Barrier, loss_barrier
 from fedrot.matching.pairs import squared_distance
-from fedrot.research import interpolation
-from fedrot.research.interpolation import Barrier, loss_barrier
 from fedrot.simulations.barrier.barrier_methods import (
     METHODS,
     Batches,

@@ -9,19 +9,20 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fedrot import interpolation
 from fedrot.alignment import align, alignment_of
 from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs, reads_text
 from fedrot.collect.token_counts import counts_by_order, token_counts
 from fedrot.errors import FedrotError
+from fedrot.learning import loss_of
 from fedrot.options import AlignmentOptions
-from fedrot.research import interpolation
-from fedrot.research.learning import LearningOptions, learn_alignment, loss_of
-from fedrot.research.variance import average_statistics, repair, unit_statistics
 from fedrot.simulations.barrier.invalid_controls import ignore_heads
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.tensors import Tensors
+from reproductions.learning import LearningOptions, learn_alignment
+from reproductions.variance import average_statistics, repair, unit_statistics
 
 State = dict[str, Tensor]
 #: Batches of a training step: the models' inputs, and ``labels``.

@@ -13,19 +13,18 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedYogi
 from torch import nn
 
-from fedrot.lora import AdapterOptions, adapter_symmetry
-from fedrot.simulations.arm import Arm
+from fedrot.lora import AdapterOptions
+from fedrot.simulations.arm import TOGETHER, Arm
 from fedrot.simulations.config import Start
 from fedrot.simulations.federation.arms import (
     aggregation_of,
     evaluate_at_clients,
     evaluate_held_out,
-    evaluate_together,
 )
 from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.federation.run_folder import Rows
 from fedrot.simulations.models.build import build_model, model_config
-from fedrot.simulations.models.federated import load_tensors, number_of_bytes, tensors_of
+from fedrot.simulations.models.federated import load_tensors, number_of_bytes
 from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task
 from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard
@@ -102,6 +101,8 @@ class CellStrategy(Aligned):
     """
 
     trusts_ids = True
+    #: How adapters are loaded, see ``models.federated.LOADERS``.
+    loads = ""
 
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path, *args: Any, **kwargs: Any) -> None:
         config = cell.task.config
@@ -141,9 +142,10 @@ class CellStrategy(Aligned):
         """Evaluate the global model, or what the arm makes of the last round's updates."""
         cell, model = self.cell, self.network
         if server_round > 0 and self.updates:
-            metrics = evaluate_together(cell.task, cell.arm, cell.seed, model, self.updates)
+            evaluate = TOGETHER[cell.arm.aggregation].evaluate
+            metrics = evaluate(cell.task, cell.arm, cell.seed, model, self.updates)
         else:
-            load_tensors(model, arrays.to_torch_state_dict())
+            load_tensors(model, arrays.to_torch_state_dict(), self.loads)
             metrics = cell.evaluate(model, server_round)
         return cell.finish_round(server_round, metrics)
 
@@ -169,8 +171,6 @@ class ArmStrategy(CellStrategy, FedRot):
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
         task, arm = cell.task, cell.arm
         at_server = arm.align and not arm.aligns_at_clients
-        of_model = at_server and not task.config.lora
-        described = model_config(task.config, task.data).to_dict()
         other_basis = OtherBasis(
             model=cell.model if arm.evidence == "probe" else None,
             options=replace(OTHER_BASIS_OPTIONS, **arm.changes) if arm.other_basis else arm.options,
@@ -181,11 +181,11 @@ class ArmStrategy(CellStrategy, FedRot):
             cell,
             model,
             report,
-            adapter_symmetry(tensors_of(model)) if task.config.lora else described,
+            model_config(task.config, task.data).to_dict(),
             anchor=arm.anchor,
             aggregation=aggregation_of(arm, task, cell.seed, model),
             options=arm.options if at_server else None,
-            other_basis=other_basis if of_model else None,
+            other_basis=other_basis if at_server else None,
             align=at_server,
             guard=Guard(arm.guard, evaluate=self.evaluate_mean) if arm.guard else None,
         )
@@ -234,7 +234,9 @@ OF_ADAPTERS = {"mean": AdapterStrategy, "adam": AdamStrategy, "yogi": YogiStrate
 def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
     """Return the strategy of a cell, which writes its alignment report to a file."""
     config = cell.task.config
-    if not config.lora or cell.arm.aligns_adapters:
+    if cell.arm.strategy is not None:
+        return cell.arm.strategy(cell, model, report)
+    if not config.lora:
         return ArmStrategy(cell, model, report)
     network: Any = model
     settings, options = network.peft_config["default"], cell.arm.adapters or AdapterOptions()

@@ -24,7 +24,7 @@ import fedrot
 from fedrot._io import replacing, write_tensors
 from fedrot.collect.statistic_kinds import Statistics, kind_named
 from fedrot.collect.token_counts import token_counts
-from fedrot.lora import TRAIN, train_only
+from fedrot.lora import train_only
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.arms import STATISTICS_BATCH, evaluate_held_out
 from fedrot.simulations.models.build import build_model, model_config
@@ -47,6 +47,8 @@ from fedrot.tensors import Tensors
 ALONE = "alone-"
 #: A cache folder takes results of later rounds up to this size.
 KEPT_BYTES = 2**30
+#: Key of the factors of an adapter that a client trains, if a plug-in's strategy says so.
+FACTORS = "fedrot-train"
 #: Training rows that a client matches on.
 MATCHING_ROWS = 4096
 
@@ -71,7 +73,7 @@ class ClientJob:
     chance: float  # See AlignmentOptions.
     statistics_batches: int  # Batches that statistics come from; 0: the limit of their kind.
     factors: str  # Of an adapter, which the client trains.
-    cut_best: bool  # How an adapter of larger ranks is cut to the client's own.
+    loads: str  # How an adapter is loaded, see LOADERS.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -90,8 +92,8 @@ class ClientJob:
             align=tuple(part for part in str(config["align"]).split("+") if part),
             chance=cast(float, config["chance"]),
             statistics_batches=int(config["batches"]),
-            factors=str(config.get(TRAIN, "both")),
-            cut_best=bool(config["cut-best"]),
+            factors=str(config.get(FACTORS, "both")),
+            loads=str(config["loads"]),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -123,7 +125,7 @@ class ClientJob:
     def model(self) -> nn.Module:
         """Return the client's model, to load weights into."""
         adapter = self.task.config.adapter
-        return _empty_model(self.config_json, adapter and adapter.rank_of(self.client))
+        return _empty_model(self.config_json, adapter and adapter.rank_of(self.client), self.loads)
 
     def batches(self, limit: int, size: int) -> Any:
         """Return batches of at most ``limit`` random training rows."""
@@ -142,8 +144,11 @@ class ClientJob:
 
 
 @lru_cache(maxsize=4)
-def _empty_model(config_json: str, rank: int | None) -> nn.Module:
-    """Return a model to load weights into, which costs less than to build one; of adapters by rank."""
+def _empty_model(config_json: str, rank: int | None, loads: str) -> nn.Module:
+    """Return a model to load weights into, which costs less than to build one.
+
+    Adapters have one by rank and way to load: a plug-in's may change base weights.
+    """
     # Clients share the machine's cores; more threads than cores are slower.
     torch.set_num_threads(1)
     task = task_of(config_json)
@@ -163,7 +168,7 @@ def train(message: Message, context: Context) -> Message:
     (arrays,) = message.content.array_records.values()
     # Everything that decides a training; scrambling comes after the cache.
     how = [job.task.config.training, job.stream, job.last_round, job.own_start]
-    key = _hashed([*how, job.factors, job.cut_best], arrays)
+    key = _hashed([*how, job.factors, job.loads], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
     statistics: Statistics = {}
     if job.known_labels is not None:
@@ -199,7 +204,7 @@ def evaluate(message: Message, context: Context) -> Message:
     (arrays,) = message.content.array_records.values()
     _, held_out = job.task.client_rows(job.seed, job.client)
     model = job.model()
-    load_tensors(model, arrays.to_torch_state_dict(), job.cut_best)
+    load_tensors(model, arrays.to_torch_state_dict(), job.loads)
     metrics = training.evaluate(model, job.task, job.task.train, held_out)
     content = _content(context, {"num-examples": len(held_out), **metrics})
     return Message(content, reply_to=message)
@@ -231,7 +236,7 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
         own = build_model(task.config, task.data, seed=job.stream)
         model.load_state_dict(own.state_dict())
     else:
-        load_tensors(model, arrays.to_torch_state_dict(), job.cut_best)
+        load_tensors(model, arrays.to_torch_state_dict(), job.loads)
     if task.config.lora:
         train_only(model, job.factors)
     if task.config.task_head == "different" and job.round == 1:

@@ -91,7 +91,7 @@ def _run_federated(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -
         "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
         "chance": cell.arm.chance,
         "batches": cell.arm.batches,
-        "cut-best": cell.arm.adapters is None or cell.arm.adapters.method != "pad",
+        "loads": strategy.loads,
     }
     if cell.arm.clients:
         grid = grid.of(cell.arm.clients)

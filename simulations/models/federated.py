@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,10 +53,14 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], best: bool = True) -> None:
-    """Load what ``tensors_of`` gives; adapters may have larger ranks, see ``load_adapter``."""
+#: Ways to load an adapter, by the name that the server sends. Plug-ins add theirs.
+LOADERS: dict[str, Callable[[Any, Mapping[str, Tensor]], None]] = {"": load_adapter}
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], how: str = "") -> None:
+    """Load what ``tensors_of`` gives; adapters may have larger ranks, and are loaded as ``how`` says."""
     if hasattr(model, "peft_config"):
-        load_adapter(model, tensors, best=best)
+        LOADERS[how](model, tensors)
     else:
         model.load_state_dict(dict(tensors))
 

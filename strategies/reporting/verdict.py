@@ -23,9 +23,9 @@ class Movement:
     cause: str
 
 
-#: What is said about the parts, by the name of the movement.
+#: What is said about the parts, by the name of the movement. Plug-ins add parts of their own.
 MOVEMENTS = {
-    "rotation": Movement(("attention", "adapters"), "clients had turned against each other"),
+    "rotation": Movement(("attention",), "clients had turned against each other"),
     "permutation": Movement(("residual", "output", "heads", "ffn"), "units had changed places"),
     "rescaling": Movement(("rescale",), "heads had changed their scale"),
 }

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from logging import INFO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot.errors import FedrotError
-from fedrot.lora.adapters import without_residuals
 from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpoints
 from fedrot.strategies.resume.state import RunState, restore_random
@@ -45,7 +44,8 @@ def run(
     A resumed run goes on after the newest valid checkpoint. It restores the model, the result so far,
     the strategy's state, the changed entries of the configurations, and the random generators. If the
     strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
-    killed in round 1, None for a new run.
+    killed in round 1, None for a new run. If it has a method ``model_of``, this returns the arrays by
+    which a checkpoint of another model is recognised.
 
     Args:
         strategy: built as for the run that is resumed.
@@ -145,7 +145,8 @@ class _Run:
 
     def go_on(self, found: Checkpoint, state: RunState) -> None:
         """Go on from a checkpoint."""
-        _check_same_model(found, self.arrays)
+        model_of = getattr(self.strategy, "model_of", lambda arrays: arrays)
+        _check_same_model(found, model_of(found.arrays), model_of(self.arrays))
         self.arrays, self.result, self.done = found.arrays, found.result, found.round
         state.restore(found.state, found.state_arrays)
         self._tell_strategy(found.round)
@@ -207,11 +208,10 @@ class _Run:
         log(INFO, "")
 
 
-def _check_same_model(found: Checkpoint, initial: ArrayRecord) -> None:
-    saved, ours = (
-        {name: array.shape for name, array in without_residuals(arrays).items()}
-        for arrays in (found.arrays, initial)
-    )
+def _check_same_model(
+    found: Checkpoint, there: Mapping[str, Array], initial: Mapping[str, Array]
+) -> None:
+    saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (there, initial))
     different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if different:
         name = different[0]

@@ -238,8 +238,7 @@ def _mean(name: str) -> Figure:
 
 
 def _removed(movement: str) -> Figure:
-    parts = verdict.MOVEMENTS[movement].parts
-    return Figure(lambda r: verdict.share_removed(_aligned(r), *parts))
+    return Figure(lambda r: verdict.share_removed(_aligned(r), *verdict.MOVEMENTS[movement].parts))
 
 
 def _units(part: str) -> Figure:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
 from fedrot.matching import procrustes
 from fedrot.precision import full_float32
-from fedrot.research import OptimalTransport
 from tests.families import config_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference

@@ -28,8 +28,8 @@ LAYERS = (
     ("collect",),
     ("check", "matching"),
     ("alignment",),
-    ("aggregation",),
-    ("anchors", "lora", "research"),
+    ("aggregation", "interpolation", "learning"),
+    ("anchors", "lora"),
     ("diagnosis",),
 )
 

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, K
 from torch import Tensor
 
 import fedrot
-from fedrot.research.optimal_transport import OptimalTransport
+from fedrot.aggregation.optimal_transport import OptimalTransport
 from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Execution

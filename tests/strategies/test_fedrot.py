@@ -634,7 +634,7 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
     ("given", "alignment", "replies"),
     [
         ({}, "attention + ffn to anchor 'running'", "averaged as they arrive"),
-        ({"anchor": "medoid"}, "attention + ffn to anchor 'medoid'", "kept until all have come"),
+        ({"anchor": "consensus"}, "attention + ffn to anchor 'consensus'", "kept until all have come"),
         ({"align": False}, "off", "kept until all have come"),
         (
             {"execution": Execution(deterministic=True)},
@@ -656,7 +656,7 @@ def test_the_summary_names_the_folder_only_if_something_is_kept_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="flwr"):
-        for anchor in ("global", "medoid"):
+        for anchor in ("global", "consensus"):
             FedRot(CONFIG, anchor=anchor, execution=Execution(spill=tmp_path)).summary()
     lines = [line for r in caplog.records if "Replies" in (line := r.getMessage())]
     assert [line.endswith(f", in {tmp_path}") for line in lines] == [False, True]

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import (
 )
 
 from fedrot.errors import FedrotError
-from fedrot.lora import TRAIN, AdapterOptions, AdapterUpdate, average_adapters, fitted
+from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
@@ -56,7 +56,7 @@ def started(strategy: FedAvg, rounds: int = 1) -> Any:
     return strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
 
 
-@pytest.mark.parametrize("method", ["mean", "rotate", "exact"])
+@pytest.mark.parametrize("method", ["mean", "exact"])
 def test_a_round_is_the_average_of_the_replies(method: str) -> None:
     options = AdapterOptions(method)
     result = started(FedRotLoRA(CONFIG, options, **EVERY))
@@ -169,11 +169,7 @@ def test_settings_are_checked_before_anything_runs() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        AdapterOptions("exact", "previous"),
-        AdapterOptions("mean", residual="fold"),
-        AdapterOptions("stack", residual="fold"),
-    ],
+    [AdapterOptions("exact", "previous"), AdapterOptions("mean")],
     ids=str,
 )
 def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path: Any) -> None:
@@ -186,59 +182,6 @@ def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path
     rest = strategy(checkpointing=Checkpointing(tmp_path, resume=tmp_path))
     resumed = started(rest, 3).arrays.to_torch_state_dict()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
-
-
-def of_the_schedule(index: int, seen: list[str]) -> Callable[[Message], Message]:
-    """Return a client that trains the factors that the configuration names."""
-
-    def train(message: Message) -> Message:
-        (config,) = message.content.config_records.values()
-        seen.append(str(config[TRAIN]))
-        (received,) = message.content.array_records.values()
-        start, step = received.to_torch_state_dict(), floats(adapter(index))
-        own = {n: t for n, t in start.items() if "residual" not in n}
-        for name in own:
-            if "lora_" not in name or seen[-1] in (name[name.index("lora_") + 5], "both"):
-                own[name] = own[name] + 0.3 * step[name]
-        return reply(message, own, 10, index)
-
-    return train
-
-
-@pytest.mark.parametrize(
-    ("schedule", "said"), [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)]
-)
-def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) -> None:
-    seen: list[str] = []
-    options = AdapterOptions("mean", schedule=schedule)
-    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
-    result = FedRotLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(floats(adapter(9))), 3)
-    assert seen[::2] == list(said)
-    errors = [result.train_metrics_clientapp[n][ERROR] for n in (1, 2, 3)]
-    assert max(errors) < 1e-6 if schedule != "both" else min(errors) > 0.01
-
-
-def test_residuals_travel_to_the_clients_and_not_back() -> None:
-    seen: list[str] = []
-    options = AdapterOptions("mean", residual="fold")
-    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
-    start = floats(adapter(9))
-    found = FedRotLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(start), 2)
-    tensors = found.arrays.to_torch_state_dict()
-    assert tensors.keys() - start.keys() == {f"{module}.residual" for module in MODULES}
-    assert found.train_metrics_clientapp[2][ERROR] == 0
-    # Both clients add the same in every round, so that the mean product is known.
-    steps = [floats(adapter(i)) for i in range(2)]
-    rest = {module: torch.zeros(()) for module in MODULES}
-    for _ in range(2):
-        sent = [{n: t + 0.3 * step[n] for n, t in start.items()} for step in steps]
-        mean = {n: (sent[0][n] + sent[1][n]) / 2 for n in start}
-        for module in MODULES:
-            dense = (product(sent[0], module) + product(sent[1], module)) / 2
-            rest[module] = rest[module] + dense - product(mean, module)
-        start = mean
-    for module in MODULES:
-        assert torch.allclose(tensors[f"{module}.residual"], rest[module], atol=1e-4)
 
 
 class AdamLoRA(AlignedLoRA, FedAdam):
@@ -270,65 +213,11 @@ def test_what_cannot_stand_behind_is_refused() -> None:
     median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
     with pytest.raises(FedrotError, match=r"MedianLoRA averages adapters itself, and FedMedian looks"):
         median(CONFIG)
-    with pytest.raises(FedrotError, match=r"changes the base weights, for which FedAdam has no step"):
-        AdamLoRA(CONFIG, AdapterOptions("mean", residual="fold"))
-
-
-def test_a_run_goes_on_from_the_result_of_another() -> None:
-    """A residual stays where the next run adds none."""
-    folded = started(FedRotLoRA(CONFIG, AdapterOptions("mean", residual="fold"), **EVERY)).arrays
-    residuals = {n: t for n, t in folded.to_torch_state_dict().items() if "residual" in n}
-    for strategy in (FedRotLoRA(CONFIG, **EVERY), AdamLoRA(CONFIG, eta=0.01, **EVERY)):
-        grid = FakeGrid({100 + i: client(i) for i in range(3)})
-        found = strategy.start(grid, folded, 1).arrays.to_torch_state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in residuals.items())
-
-
-def test_clients_may_send_the_residual_back() -> None:
-    def trained(keep: Callable[[str], bool]) -> tuple[Adapter, Any]:
-        def train(message: Message) -> Message:
-            (received,) = message.content.array_records.values()
-            index = message.metadata.dst_node_id
-            start, step = received.to_torch_state_dict(), floats(adapter(index))
-            sent = {n: t + 0.3 * step[n] if n in step else t for n, t in start.items() if keep(n)}
-            return reply(message, sent, 10, index)
-
-        strategy = FedRotLoRA(CONFIG, AdapterOptions("mean", residual="fold"), **EVERY)
-        grid = FakeGrid({100 + i: train for i in range(2)})
-        result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 3)
-        return result.arrays.to_torch_state_dict(), result.train_metrics_clientapp
-
-    everything, metrics = trained(lambda name: True)
-    factors, _ = trained(lambda name: "residual" not in name)
-    assert everything.keys() == factors.keys()
-    assert all(torch.allclose(everything[name], factors[name], atol=1e-5) for name in factors)
-    assert set(metrics) == {1, 2, 3}
-    assert not any("fedrot-replies-dropped" in metrics[number] for number in metrics)
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
-    seen: list[str] = []
-    strategy = FedRotLoRA(
-        CONFIG,
-        AdapterOptions("mean", schedule="alternate"),
-        execution=Execution(wire=torch.float16),
-        **EVERY,
-    )
-    start = {n: size * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
-    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
-    result = strategy.start(grid, ArrayRecord(start), 3)
-    assert set(result.train_metrics_clientapp) == {1, 2, 3}
 
 
 def test_more_that_does_not_go_together_is_refused() -> None:
     with pytest.raises(FedrotError, match=r"'exact' is given in place of fedrot\.lora"):
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
-    table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}
-    strategy = FedRotLoRA(CONFIG, AdapterOptions("mean", schedule="freeze-a"), **EVERY)
-    grid = FakeGrid({100 + i: client(i) for i in range(3)})
-    with pytest.raises(FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"):
-        strategy.start(grid, ArrayRecord(table), 1)
 
 
 @pytest.mark.parametrize(
@@ -336,10 +225,6 @@ def test_more_that_does_not_go_together_is_refused() -> None:
     [
         (AdapterOptions("mean"), "Adapters: mean"),
         (AdapterOptions("exact", "previous"), "Adapters: exact, gauge 'previous'"),
-        (
-            AdapterOptions("mean", residual="fold", schedule="alternate"),
-            "Adapters: mean, residual 'fold', schedule 'alternate'",
-        ),
     ],
 )
 def test_the_summary_says_what_is_not_the_default(

@@ -18,7 +18,7 @@ from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions
-from fedrot.lora.averaging import AdapterAverage
+from fedrot.lora.averaging import MeanOfFactors
 from fedrot.strategies import Aligned, FedRot, OtherBasis, Robustness
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
@@ -116,7 +116,7 @@ def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
 def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
     seen: list[Any] = []
 
-    class Average(AdapterAverage):
+    class Average(MeanOfFactors):
         def add(self, update: Any, trained: Any = None) -> None:
             seen.append(trained)
 
@@ -155,7 +155,7 @@ def test_a_reply_that_is_dropped_for_its_metrics_is_not_enough_for_min_replies()
     assert strategy.aggregate_train(1, sent)[0] is None
 
 
-@pytest.mark.parametrize("anchor", ["consensus", "medoid"])
+@pytest.mark.parametrize("anchor", ["consensus"])
 def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment(anchor: str) -> None:
     def identity(message: Message) -> Message:
         return Message(RecordDict({"fedrot-elements": ArrayRecord()}), reply_to=message)

@@ -50,7 +50,6 @@ WORDS = {
     "pretrained": "all clients start from one model that has learned its language",
     "different": "each client has trained from a start of its own before the clients meet",
     "scrambled": "each client answers in random coordinates; its model computes the same function",
-    "ensemble": "the clients' models answer together; there is no merged model",
     "joined": "one model trained on all clients' data, an upper bound",
 }
 #: What alignment did, by the verdicts on its metrics: the first that one of them has.

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, RegMean, check_statistics
+from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean, check_statistics
 from fedrot.collect.statistic_kinds import transport_statistics
-from fedrot.research import OptimalTransport
 from fedrot.symmetry.moves import Move
 from tests.fedrot.oracles import Array, seeded
 from tests.models import (

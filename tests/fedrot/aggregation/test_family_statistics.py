@@ -14,11 +14,11 @@ import fedrot
 from fedrot.aggregation import RegMean
 from fedrot.collect.statistic_kinds import INPUT_AXIS
 from fedrot.precision import Float64
-from fedrot.research import unit_statistics
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move
 from fedrot.symmetry.rotary_actions import RotaryPhases
+from reproductions.variance import unit_statistics
 from tests.families import KINDS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import scrambled

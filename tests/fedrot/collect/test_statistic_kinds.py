@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedrot
-from fedrot.symmetry.actions import HeadLinear, HeadRotation
+from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.moves import Move
+from reproductions.learning import HeadLinear
 from tests.fedrot.oracles import along, dense_on, random_moves, seeded
 from tests.models import (
     CASES,

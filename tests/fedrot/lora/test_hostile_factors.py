@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedrot.errors import UpdateError
-from fedrot.lora import AdapterOptions, AdapterUpdate
-from fedrot.lora.averaging import LARGEST_FACTOR, AdapterAverage
+from fedrot.lora import AdapterOptions, AdapterUpdate, averaging
+from fedrot.lora.averaging import LARGEST_FACTOR
 from fedrot.lora.products import ProductSum
 from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, Adapter, adapter, product
 
@@ -16,8 +16,8 @@ def sized(a: float, b: float, seed: int = 3) -> Adapter:
     return {n: t.float() * (a if "lora_A" in n else b) for n, t in adapter(seed).items()}
 
 
-def average(*adapters: Adapter, weight: float = 1.0, limit: int | None = None) -> Adapter:
-    found = AdapterAverage(SETTINGS, AdapterOptions("exact", limit=limit), sized(1, 1, 9))
+def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
+    found = AdapterOptions("exact").average(SETTINGS, sized(1, 1, 9))
     for tensors in adapters:
         found.add(AdapterUpdate(tensors, weight, SETTINGS))
     return found.result()[0]
@@ -29,7 +29,7 @@ def test_huge_factors_are_refused(a: float, b: float) -> None:
         average(sized(a, b))
 
 
-@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("kept", [averaging.KEPT_RANKS, 1])
 @pytest.mark.parametrize("weight", [1e-9, 1e12])
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize(
@@ -37,11 +37,12 @@ def test_huge_factors_are_refused(a: float, b: float) -> None:
     [(0, 0), (1e-42, 1.0), (1e-40, 1e-6), (1.0, 1e-42), (1e-42, 1e-42), (1e-20, 1e5), (1e5, 1e5)],
 )
 def test_other_factors_of_any_size_have_an_average(
-    a: float, b: float, place: int, weight: float, limit: int | None
+    a: float, b: float, place: int, weight: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(averaging, "KEPT_RANKS", kept)
     honest = [sized(1, 1, seed) for seed in (1, 2)]
     honest.insert(place, sized(a, b))
-    assert all(bool(t.isfinite().all()) for t in average(*honest, weight=weight, limit=limit).values())
+    assert all(bool(t.isfinite().all()) for t in average(*honest, weight=weight).values())
 
 
 @pytest.mark.parametrize("limit", [None, 2])

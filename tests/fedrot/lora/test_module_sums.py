@@ -55,9 +55,13 @@ def test_the_first_error_is_raised_and_the_threads_are_given_back(two_threads: N
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("method", ["exact", "mean", "rotate", "stack"])
-def test_threads_do_not_change_the_average(method: str, two_threads: None) -> None:
-    options = AdapterOptions(method, residual="fold" if method == "stack" else "drop")
+@pytest.mark.parametrize("options", [AdapterOptions("exact"), AdapterOptions("mean")], ids=str)
+def test_threads_do_not_change_the_average(options: AdapterOptions, two_threads: None) -> None:
+    check_threads(options)
+
+
+def check_threads(options: AdapterOptions) -> None:
+    """Compare averages on one thread and on two."""
     start = adapter(0)
     clients = [{name: start[name] + 0.3 * t for name, t in adapter(n).items()} for n in range(1, 13)]
     found = []

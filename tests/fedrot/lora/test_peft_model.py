@@ -1,4 +1,4 @@
-"""What clients do with PEFT models: loading, cutting, residuals in base weights, frozen factors."""
+"""What clients do with PEFT models: loading, cutting, frozen factors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import TRAIN, adapter_tensors, load_adapter, train_only
-from fedrot.lora.adapters import LoraSettings, factors, pairs_of, residual_name
-from fedrot.lora.peft_model import FOLDS
-from tests.fedrot.lora.test_peft import bert, outputs
+from fedrot.lora import adapter_tensors, load_adapter, train_only
+from fedrot.lora.adapters import LoraSettings, factors, pairs_of
+from tests.fedrot.lora.test_peft import bert
 
 
 class Layers(nn.Module):
@@ -46,39 +45,6 @@ def adapted(net: nn.Module, rank: int = 4, seed: int = 0, **options: Any) -> Any
 def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
     torch.manual_seed(9)
     return adapted(Layers(), rank, seed, target_modules=[target], fan_in_fan_out=target == "conv1d")
-
-
-@pytest.mark.parametrize("target", ["wte", "conv1d", "linear", "conv"])
-def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
-    """The product goes into the base weights, and factors of product 0 take its place."""
-    model = layers(target=target)
-    before, own = outputs(model), adapter_tensors(model)
-    settings = LoraSettings.of(model.peft_config["default"])
-    (pair,) = pairs_of(own)
-    a, b = factors(own, pair)
-    residual = settings.scale(pair.module, len(a)) * b @ a
-    empty = {**own, pair.b: torch.zeros_like(own[pair.b])}
-    load_adapter(model, {**empty, residual_name(pair): residual})
-    assert torch.allclose(outputs(model), before, atol=1e-10)
-    # Residuals are sums over the rounds: they do not add up at the client.
-    load_adapter(model, {**empty, residual_name(pair): residual})
-    assert torch.allclose(outputs(model), before, atol=1e-10)
-    load_adapter(model, own)
-    assert torch.allclose(outputs(model), before, atol=1e-12)
-    load_adapter(model, empty)
-    assert not torch.allclose(outputs(model), before, atol=1e-3)
-
-
-def test_quantised_weights_take_no_residual() -> None:
-    model = layers()
-    own = adapter_tensors(model)
-    (pair,) = pairs_of(own)
-    layer = model.get_submodule(pair.module).get_base_layer()
-    layer.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.int8), requires_grad=False)
-    changed = {name: tensor + 1 for name, tensor in own.items()}
-    with pytest.raises(FedrotError, match=r"'base_model.model.linear' are quantised.*residual='drop'"):
-        load_adapter(model, {**changed, residual_name(pair): torch.ones(6, 6)})
-    assert all(torch.equal(tensor, own[name]) for name, tensor in adapter_tensors(model).items())
 
 
 def test_larger_ranks_are_cut_to_the_models_own() -> None:
@@ -119,16 +85,13 @@ def test_only_the_named_factors_train(said: str, trained: str) -> None:
     options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
     model = adapted(bert(), **options)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    for chosen in ({TRAIN: said}, said):
-        train_only(model, chosen)
-        for name, parameter in model.named_parameters():
-            for factor in ("A", "B"):
-                if f"lora_{factor}" in name:
-                    assert parameter.requires_grad == (factor in trained)
-            if "lora_" not in name:
-                assert parameter.requires_grad == (name not in frozen)
-    train_only(model, {})
-    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
+    train_only(model, said)
+    for name, parameter in model.named_parameters():
+        for factor in ("A", "B"):
+            if f"lora_{factor}" in name:
+                assert parameter.requires_grad == (factor in trained)
+        if "lora_" not in name:
+            assert parameter.requires_grad == (name not in frozen)
     with pytest.raises(FedrotError, match="Factors to train are 'C'"):
         train_only(model, "C")
 
@@ -140,7 +103,7 @@ def test_models_without_this_adapter_are_refused() -> None:
         load_adapter(layers(), {}, "other")
 
 
-def test_merged_adapters_and_shared_weights_are_refused() -> None:
+def test_merged_adapters_are_refused() -> None:
     model = layers()
     own = adapter_tensors(model)
     model.merge_adapter()
@@ -148,23 +111,6 @@ def test_merged_adapters_and_shared_weights_are_refused() -> None:
         load_adapter(model, own)
     model.unmerge_adapter()
     load_adapter(model, own)
-    tied: Any = Layers()
-    tied.head = nn.Linear(6, 30, bias=False)
-    tied.head.weight = tied.wte.weight
-    shared = adapted(tied, target_modules=["wte"])
-    own = adapter_tensors(shared)
-    (pair,) = pairs_of(own)
-    with pytest.raises(FedrotError, match="are those of another module, too"):
-        load_adapter(shared, {**own, residual_name(pair): torch.ones(6, 30)})
-    load_adapter(shared, own)
-
-
-def test_half_precision_is_told_that_it_loses_a_residual() -> None:
-    model = layers().bfloat16()
-    own = adapter_tensors(model)
-    (pair,) = pairs_of(own)
-    with pytest.warns(UserWarning, match=r"torch.bfloat16, which rounds most of a residual away"):
-        load_adapter(model, {**own, residual_name(pair): torch.ones(6, 6)})
 
 
 def test_one_adapter_of_several_is_trained_and_sent() -> None:
@@ -208,23 +154,6 @@ def test_names_of_a_state_dict_are_told_from_those_of_an_adapter() -> None:
     assert next(iter(sent)).endswith("linear.lora_A.default.weight")
     with pytest.raises(UpdateError, match=r"has the adapter's name in it.*adapter_tensors"):
         load_adapter(model, sent)
-
-
-def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None:
-    tied: Any = Layers()
-    tied.head = nn.Linear(6, 30, bias=False)
-    tied.head.weight = tied.wte.weight
-    shared = adapted(tied, target_modules=["wte"])
-    train_only(shared, {TRAIN: "both"})
-    with pytest.raises(FedrotError, match="are those of another module, too"):
-        train_only(shared, {TRAIN: "both", FOLDS: True})
-    conditional = adapted(Layers(), target_modules=["linear"])
-    train_only(conditional, {FOLDS: True})
-    conditional.peft_config["default"].alora_invocation_tokens = [3]
-    with pytest.raises(FedrotError, match="this adapter waits for its invocation tokens"):
-        train_only(conditional, {FOLDS: True})
-    with pytest.raises(FedrotError, match="Factors to train are 'None'"):
-        train_only(shared, None)  # type: ignore[arg-type]
 
 
 def test_biases_of_factors_travel_like_other_tensors() -> None:

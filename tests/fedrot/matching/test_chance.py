@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
-from fedrot.anchors import ANCHORS, align_round
+from fedrot.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.chance import Spread, line_of, null_models
 from fedrot.matching.pairs import count_once
@@ -152,13 +152,11 @@ def test_unrelated_models_share_what_random_matrices_share() -> None:
         assert not row.moved
 
 
-@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("anchor", ["global", "running", "consensus"])
 @pytest.mark.parametrize("factor", [0.0, 1e6])
 def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> None:
     """The first client, the mean of k others, an anchor that contains the client: all as sampled."""
     state, symmetry = bert(heads=4)
-    if factor and anchor == "medoid":
-        factor = 1e5
     options = fedrot.AlignmentOptions(parts=("attention",), chance=factor)
     found, expected = torch.zeros(5), torch.zeros(5)
     for seed in range(12):

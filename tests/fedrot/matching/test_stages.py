@@ -13,7 +13,7 @@ from torch import Tensor
 import fedrot
 from fedrot.matching import stages
 from fedrot.matching.problem import Match, Problem
-from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
@@ -26,6 +26,10 @@ class Reversal(Permutation):
     """Either all units in reverse order, or none: a group that fedrot does not know."""
 
     stage: ClassVar[str] = "heads"
+
+
+class HeadLinear(HeadRotation):
+    """``GL(dim)`` in each head, which contains the rotations."""
 
 
 def _with_reversals(symmetry: fedrot.Symmetry) -> fedrot.Symmetry:

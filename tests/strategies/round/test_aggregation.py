@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,12 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
 from fedrot.collect.statistic_kinds import TRAINED
-from fedrot.research import GreedySoup, OptimalTransport
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
-from tests.models import DIM, EAGER, HEADS, WIDTH, State, config_of, near
+from tests.models import DIM, EAGER, HEADS, WIDTH, config_of, near
 from tests.strategies.aggregating import (
     ANCHOR,
     DOWN,
@@ -288,7 +287,7 @@ def test_the_clients_read_what_is_asked_round_by_round() -> None:
 
 
 def test_without_needs_nothing_is_asked_for() -> None:
-    for aggregation in (None, Mean, lambda: GreedySoup(lambda tensors: 0.0)):
+    for aggregation in (None, Mean):
         strategy = FedRot(config_of(NAME), aggregation=aggregation)
         (config,) = ask(strategy, state(), 3)[0].content.config_records.values()
         assert STATISTICS not in config
@@ -665,34 +664,6 @@ def test_permutations_carry_fisher_information(anchor: str) -> None:
 
 
 # --- soups and transport -----------------------------------------------------------------------------
-
-
-def closeness(target: State) -> Callable[[Mapping[str, Tensor]], float]:
-    return lambda tensors: -sum(float((tensors[n] - target[n]).square().sum()) for n in target)
-
-
-def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
-    clients, report = honest(), tmp_path / "report.jsonl"
-    stranger = Client(near(state(), 0.8, 9), 4.0, {})
-    clients = [*clients, stranger]
-    target = mean(clients[:3])
-    direct = GreedySoup(closeness(target))
-    expected = merged(direct, [replace(client, statistics={}) for client in clients])
-    assert sorted(direct.chosen) == [0, 1, 2]
-    soup = partial(GreedySoup, closeness(target))
-    bare = [replace(client, statistics={}) for client in clients]
-    result, _ = play(
-        FedRot(config_of(NAME), align=False, aggregation=soup, reporting=Reporting(rows=report)), bare
-    )
-    assert apart(result, expected) == 0
-    (note,) = [json.loads(line) for line in report.read_text().splitlines()]
-    assert (note["tensor"], note["note"][:14]) == ("soup", "3 of 4 updates")
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=soup, options=EAGER)
-    moved = [
-        Client(fedrot.random_equivalent(c.update, SYMMETRY, i), c.weight, {}) for i, c in enumerate(bare)
-    ]
-    aligned, _ = play(strategy, bare)
-    assert largest_difference(play(strategy, moved)[0], aligned) <= 1e-4
 
 
 @pytest.mark.parametrize("align", [True, False])

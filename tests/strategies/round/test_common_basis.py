@@ -11,9 +11,9 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 import fedrot
-from fedrot.research import LearningOptions
+from fedrot.learning import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
-from fedrot.strategies.client_matching import ANCHOR, COMMON_BASIS, ELEMENTS, UPDATE
+from fedrot.strategies.client_matching import ANCHOR, ELEMENTS, UPDATE
 from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import largest_difference as difference
@@ -23,8 +23,10 @@ from tests.trained import CONFIG, build, loss, rows, trained
 
 PASSES = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2)
 
+DEFAULT = LearningOptions()
 
-def node(seed: int, asked: list[Message] | None = None, learning: Any = COMMON_BASIS) -> Client:
+
+def node(seed: int, asked: list[Message] | None = None, learning: Any = DEFAULT) -> Client:
     """Return a client that learns on its own rows, and notes what it is asked."""
     app = ClientApp()
     match_at_client(app, lambda *_: Matching(build, lambda: rows(seed, 20), learning=learning))
@@ -40,7 +42,7 @@ def node(seed: int, asked: list[Message] | None = None, learning: Any = COMMON_B
 
 def test_learning_together_lowers_the_loss_of_the_mean() -> None:
     sent = [trained(seed) for seed in (1, 2, 3)]
-    learning = LearningOptions(parts=("residual", "attention"), steps=20, lr=3e-3, points=(0.2, 0.8))
+    learning = LearningOptions(steps=60)
     nodes = [node(seed, learning=learning) for seed in (1, 2, 3)]
     losses = {}
     for passes in (0, 3):

@@ -53,8 +53,6 @@ STREAMED: dict[str, Callable[..., FedAvg]] = {
 #: What goes there as a whole.
 OTHERS: dict[str, Callable[..., FedAvg]] = {
     "consensus": lambda **given: FedRot(SYMMETRY, anchor="consensus", **given),
-    "medoid": lambda **given: FedRot(SYMMETRY, anchor="medoid", **given),
-    "first": lambda **given: FedRot(SYMMETRY, anchor="first", **given),
     "other_basis": lambda **given: FedRot(SYMMETRY, other_basis=OtherBasis(build), **given),
     "median": lambda **given: AlignedMedian(SYMMETRY, **given),
 }

@@ -256,7 +256,6 @@ def test_an_optimiser_sees_the_kept_mean_only(
     "given",
     [
         {"anchor": "consensus"},
-        {"anchor": "medoid"},
         {"anchor": "global", "execution": Execution(deterministic=True, spill="spill")},
         {"execution": Execution()},
     ],
@@ -307,7 +306,7 @@ def test_both_means_are_of_the_same_clients() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("anchor", ["running", "first"])
+@pytest.mark.parametrize("anchor", ["running", "consensus"])
 def test_a_round_on_a_device(anchor: str, better: str) -> None:
     """Layer by layer, and whole updates at a time."""
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]

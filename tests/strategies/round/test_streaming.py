@@ -102,7 +102,6 @@ class Counted:
 STREAMING: dict[str, Callable[..., Any]] = {
     "FedRot": FedRot,
     "FedRot, global": lambda *a, **k: FedRot(*a, anchor="global", **k),
-    "FedRot, first": lambda *a, **k: FedRot(*a, anchor="first", **k),
     "FedRot, Mean, not aligned": lambda *a, **k: FedRot(*a, aggregation=Mean, align=False, **k),
     "FedAvg": behind(FedAvg),
     "FedAvgM": behind(FedAvgM),
@@ -114,7 +113,6 @@ WAITING: dict[str, Callable[..., Any]] = {
         *a, execution=replace(execution or Execution(), deterministic=True), **k
     ),
     "consensus": lambda *a, **k: FedRot(*a, anchor="consensus", **k),
-    "medoid": lambda *a, **k: FedRot(*a, anchor="medoid", **k),
 }
 HOLDING: dict[str, Callable[..., Any]] = {
     **WAITING,

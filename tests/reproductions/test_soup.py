@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Mean
-from fedrot.research import GreedySoup
+from fedrot.aggregation import Mean, aggregation_named, aggregations
+from fedrot.strategies import FedRot, Reporting
+from reproductions.soup import GreedySoup
 from tests.fedrot.oracles import Array
-from tests.models import largest_difference
+from tests.models import EAGER, State, config_of, largest_difference, near
+from tests.strategies.aggregating import Client, apart, honest, mean, merged, play
+from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.fakes import largest_difference as records_apart
 
 Score = Callable[[Mapping[str, Tensor]], float]
 
@@ -200,3 +208,39 @@ def test_a_refused_update_leaves_the_soup_as_it_was() -> None:
     soup.add({k: v + 2 for k, v in good.items()}, 1.0)
     assert largest_difference(soup.result(), {"w": torch.full((2,), 2.0), "b": torch.ones(1)}) == 0
     assert soup.chosen == (0, 1)
+
+
+def test_the_soup_is_an_aggregation_by_name() -> None:
+    assert aggregation_named("greedy", score=lambda: lambda tensors: 0.0)().needs == ()
+    assert "greedy" not in [entry.name for entry in aggregations(("symmetry",))]
+    told = r"needs the argument 'score': .* reproductions.soup.GreedySoup\(score\)"
+    with pytest.raises(fedrot.FedrotError, match=told):
+        aggregation_named("greedy")
+
+
+def closeness(target: State) -> Callable[[Mapping[str, Tensor]], float]:
+    return lambda tensors: -sum(float((tensors[n] - target[n]).square().sum()) for n in target)
+
+
+def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
+    clients, report = honest(), tmp_path / "report.jsonl"
+    stranger = Client(near(state(), 0.8, 9), 4.0, {})
+    clients = [*clients, stranger]
+    target = mean(clients[:3])
+    direct = GreedySoup(closeness(target))
+    expected = merged(direct, [replace(client, statistics={}) for client in clients])
+    assert sorted(direct.chosen) == [0, 1, 2]
+    soup = partial(GreedySoup, closeness(target))
+    bare = [replace(client, statistics={}) for client in clients]
+    result, _ = play(
+        FedRot(config_of(NAME), align=False, aggregation=soup, reporting=Reporting(rows=report)), bare
+    )
+    assert apart(result, expected) == 0
+    (note,) = [json.loads(line) for line in report.read_text().splitlines()]
+    assert (note["tensor"], note["note"][:14]) == ("soup", "3 of 4 updates")
+    strategy = FedRot(config_of(NAME), anchor="global", aggregation=soup, options=EAGER)
+    moved = [
+        Client(fedrot.random_equivalent(c.update, SYMMETRY, i), c.weight, {}) for i, c in enumerate(bare)
+    ]
+    aligned, _ = play(strategy, bare)
+    assert records_apart(play(strategy, moved)[0], aligned) <= 1e-4

@@ -1,4 +1,4 @@
-"""Learned matching: gradient descent over group elements on the loss between the models.
+"""Learned matching beyond rotations: ``GL(d_h)`` in heads, soft permutations, several models at once.
 
 Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and
 so does a residual stream that is rotated. Every permutation gets a matrix of scores: the best assignment
@@ -9,31 +9,64 @@ is applied, and the gradient is that of Sinkhorn iterations (a straight-through 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
+from fedrot.learning import Learned, Loss, between, descend, is_continuous, multiplied, turned
+from fedrot.learning import initial as initial_of
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import HeadLinear, HeadRotation, Kind, SignedPermutation
+from fedrot.symmetry.actions import LARGEST_SCALE, HeadRotation, Kind, SignedPermutation, is_real
 from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.groups import Group, Slot, Symmetry
 from fedrot.symmetry.moves import Move
-from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.rotary_actions import RotarySigns
 from fedrot.tensors import Tensors
-
-#: Differentiable loss of a model's tensors on one batch.
-Loss = Callable[[Tensors, Tensors], Tensor]
 
 LEARNED_PARTS = ("attention", "ffn", "residual")
 
 _SINKHORN_STEPS = 10
+
+
+@dataclass(frozen=True)
+class HeadLinear(HeadRotation):
+    """``GL(dim)`` in each head, the full symmetry of a head; an element is ``[heads, dim, dim]``.
+
+    The contravariant side moves by the inverse transpose. The action is no isometry and changes what
+    weight decay and Adam see: learned matching may use it, alignment in rounds does not.
+
+    Source: Zhang et al. 2025, Theorem 4.1.
+    """
+
+    @property
+    def free(self) -> int:
+        return self.heads * self.dim**2
+
+    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+        return super().act(torch.linalg.inv(element).mT if contravariant else element, x, axis)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return torch.linalg.inv(element)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        shape = (self.heads, self.dim, self.dim)
+        small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
+        return super().random(generator) @ torch.matrix_exp(small)
+
+    def exponential(self, parameter: Tensor) -> Tensor:
+        return torch.matrix_exp(parameter)
+
+    def contains(self, element: Tensor) -> bool:
+        if not is_real(element, (self.heads, self.dim, self.dim)):
+            return False
+        scales = torch.linalg.svdvals(element.double())
+        return bool(((scales <= LARGEST_SCALE) & (scales >= 1 / LARGEST_SCALE)).all())
 
 
 @dataclass(frozen=True)
@@ -72,33 +105,6 @@ class LearningOptions:
             raise FedrotError(f"points are {self.points}; they must ascend, from 0 to 1 at most.")
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A learned alignment, the loss at every step's point before the step, and the wall time."""
-
-    alignment: Alignment
-    losses: tuple[float, ...]
-    seconds: float
-
-
-def loss_of(model: nn.Module) -> Loss:
-    """Return the loss of a ``transformers`` model as a function of its parameters and a batch.
-
-    Batches are keyword arguments of its forward, labels included. The model is not changed; put it into
-    evaluation mode for a loss without dropout.
-    """
-    names = {name for name, _ in model.named_parameters()}
-
-    def loss(tensors: Tensors, batch: Tensors) -> Tensor:
-        parameters = {name: tensors[name] for name in names}
-        value = torch.func.functional_call(model, parameters, (), dict(batch)).loss
-        if value is None:
-            raise FedrotError("The model returns no loss; put 'labels' into the batches.")
-        return value
-
-    return loss
-
-
 def learn_alignment(
     loss: Loss,
     batches: Iterable[Tensors],
@@ -130,35 +136,25 @@ def learn_alignment(
     # Signs have no gradient, and the neurons of experts no matrix: they stay as they were found.
     kept = (RotarySigns, ExpertNeurons)
     groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, kept)]
-    learned = [(group, _initial(group.kind)) for group in groups]
-    heads = [parameter for group, parameter in learned if _is_continuous(group)]
-    orders = [parameter for group, parameter in learned if not _is_continuous(group)]
+    learned = [(group, initial(group.kind)) for group in groups]
+    heads = [parameter for group, parameter in learned if is_continuous(group.kind)]
+    orders = [parameter for group, parameter in learned if not is_continuous(group.kind)]
     optimizer = torch.optim.Adam(
         [{"params": heads, "lr": options.lr}, {"params": orders, "lr": options.permutation_lr}]
     )
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
-    losses: list[float] = []
     low, high = options.points
     drawn = torch.Generator().manual_seed(0)
-    for batch in islice(cycle(batches), options.steps if groups else 0):
+
+    def value(batch: Tensors) -> Tensor:
         point = low + (high - low) * float(torch.rand((), generator=drawn))
-        value = loss(_between(fixed, moved, learned, options, point), batch)
-        losses.append(float(value.detach()))
-        if not torch.isfinite(value):
-            raise FedrotError(
-                f"The loss of the average is {losses[-1]} at step {len(losses)}; lower lr."
-            )
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
-        optimizer.step()
-        decay.step()
-    if groups and not losses:
-        raise FedrotError("No batches were given; pass at least one labelled batch.")
+        return loss(between(fixed, _moved_by(moved, learned, options), point), batch)
+
+    losses = descend(value, batches, optimizer, options.steps if groups else 0)
     with torch.no_grad():
         found = [Move(group, _element(group, parameter)) for group, parameter in learned]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *found])
-    return Learned(alignment_of(moves, update, anchor, symmetry, seconds), tuple(losses), seconds)
+    return Learned(alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds)
 
 
 @dataclass(frozen=True)
@@ -207,25 +203,17 @@ def learn_together(
             "needed at least, and a positive concentration."
         )
     fixed = [{name: tensor.detach() for name, tensor in model.items()} for model in models]
-    groups = [group for group in symmetry.select(options.parts) if _is_continuous(group)]
-    learned = [[(group, _initial(group.kind)) for group in groups] for _ in models]
+    groups = [group for group in symmetry.select(options.parts) if is_continuous(group.kind)]
+    learned = [[(group, initial(group.kind)) for group in groups] for _ in models]
     optimizer = torch.optim.Adam([p for own in learned for _, p in own], lr=options.lr)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(options.steps, 1))
     drawn = np.random.default_rng(0)
-    losses: list[float] = []
-    for batch in islice(cycle(batches), options.steps):
+
+    def value(batch: Tensors) -> Tensor:
         weights = drawn.dirichlet([concentration] * len(models)).tolist()
         moved = [_moved_by(model, own, options) for model, own in zip(fixed, learned, strict=True)]
-        value = loss(_combined(moved, weights), batch)
-        losses.append(float(value.detach()))
-        if not torch.isfinite(value):
-            raise FedrotError(f"The loss is {losses[-1]} at step {len(losses)}; lower lr.")
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
-        optimizer.step()
-        decay.step()
-    if options.steps and not losses:
-        raise FedrotError("No batches were given; pass at least one labelled batch.")
+        return loss(_combined(moved, weights), batch)
+
+    losses = descend(value, batches, optimizer, options.steps)
     seconds = time.perf_counter() - begin
     with torch.no_grad():
         found = [[Move(group, _element(group, p)) for group, p in own] for own in learned]
@@ -233,7 +221,7 @@ def learn_together(
         alignment_of(moves, model, fixed[0], symmetry, seconds)
         for moves, model in zip(found, fixed, strict=True)
     )
-    return CommonBasis(tuple(alignments), tuple(losses), seconds)
+    return CommonBasis(tuple(alignments), losses, seconds)
 
 
 def _combined(models: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -244,20 +232,6 @@ def _combined(models: Sequence[Tensors], weights: Sequence[float]) -> dict[str, 
             stacked = [weight * model[name] for weight, model in zip(weights, models, strict=True)]
             found[name] = torch.stack(stacked).sum(0)
     return found
-
-
-def _between(
-    fixed: Tensors,
-    moved: Tensors,
-    learned: Iterable[tuple[Group, Tensor]],
-    options: LearningOptions,
-    point: float,
-) -> dict[str, Tensor]:
-    """Return a point of the line from the anchor to the update, moved by the elements so far."""
-    return {
-        name: torch.lerp(fixed[name], tensor, point) if tensor.is_floating_point() else tensor
-        for name, tensor in _moved_by(moved, learned, options).items()
-    }
 
 
 def _moved_by(
@@ -272,35 +246,23 @@ def _moved_by(
     return moved
 
 
-def _is_continuous(group: Group) -> bool:
-    return isinstance(group.kind, HeadRotation | RotaryPhases)
-
-
 def _learnable(group: Group, options: LearningOptions) -> Group:
     if options.general and type(group.kind) is HeadRotation:
         return replace(group, kind=HeadLinear(group.kind.heads, group.kind.dim))
     return group
 
 
-def _initial(kind: Kind) -> Tensor:
-    if isinstance(kind, HeadRotation):
-        return torch.zeros(kind.heads, kind.dim, kind.dim, requires_grad=True)
-    if isinstance(kind, RotaryPhases):
-        return torch.zeros(kind.heads, kind.dim // 2, requires_grad=True)
+def initial(kind: Kind) -> Tensor:
+    """Return the parameter of the identity, of a permutation its scores."""
+    if is_continuous(kind):
+        return initial_of(kind)
     return torch.eye(kind.units, requires_grad=True)
-
-
-def _turned(group: Group, parameter: Tensor) -> Tensor:
-    if isinstance(group.kind, RotaryPhases):
-        return parameter
-    assert isinstance(group.kind, HeadRotation)
-    return group.kind.exponential(parameter)
 
 
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
     """Return the element in a form that has a gradient: a permutation as a matrix."""
-    if _is_continuous(group):
-        return _turned(group, parameter)
+    if is_continuous(group.kind):
+        return turned(group.kind, parameter)
     # A straight-through estimator: the value is the best assignment, the gradient is Sinkhorn's.
     soft = parameter / options.temperature
     for _ in range(_SINKHORN_STEPS):
@@ -313,18 +275,17 @@ def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor
 
 def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Tensor:
     """Return the tensor with one slot moved by an element from ``_matrix``, differentiably."""
+    if is_continuous(group.kind):
+        return multiplied(tensor, slot, group, matrix)
     units = slot.of(tensor)
-    if _is_continuous(group):
-        moved = group.kind.act(matrix, units, slot.axis, slot.contravariant)
-    else:
-        moved = torch.tensordot(matrix.to(units), units, ([1], [slot.axis])).movedim(0, slot.axis)
     out = tensor.clone()
+    moved = torch.tensordot(matrix.to(units), units, ([1], [slot.axis])).movedim(0, slot.axis)
     slot.slice.write(out, slot.axis, moved)
     return out
 
 
 def _element(group: Group, parameter: Tensor) -> Tensor:
-    if _is_continuous(group):
-        return _turned(group, parameter.detach().double())
+    if is_continuous(group.kind):
+        return turned(group.kind, parameter.detach().double())
     order = best_columns(parameter.detach())
     return order + 1 if isinstance(group.kind, SignedPermutation) else order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.research.interpolation import Barrier, interpolate, loss_barrier
+from fedrot.interpolation import Barrier, interpolate, loss_barrier
 
 ONE, OTHER = {"x": torch.tensor([-1.0])}, {"x": torch.tensor([2.0])}
 

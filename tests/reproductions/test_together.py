@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.research import LearningOptions, learn_together, loss_of
+from fedrot.learning import loss_of
+from reproductions.learning import LearningOptions, learn_together
 from tests.models import State
 from tests.trained import CONFIG, build, loss, rows, trained
 

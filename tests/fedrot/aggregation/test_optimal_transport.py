@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.aggregation import Mean
-from fedrot.research import OptimalTransport
+from fedrot.aggregation import Mean, OptimalTransport
 from tests import families
 from tests.models import (
     CASES,
@@ -85,7 +84,7 @@ def test_plans_in_logarithms_are_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     for regularisation in (0.01, 0.1):
         own = OptimalTransport(symmetry, regularisation, anchor=anchor).transported(update)
         with monkeypatch.context() as patch:
-            patch.setattr("fedrot.research.optimal_transport._SAFE", 1.0)
+            patch.setattr("fedrot.aggregation.optimal_transport._SAFE", 1.0)
             logarithms = OptimalTransport(symmetry, regularisation, anchor=anchor).transported(update)
         assert all((own[name] - tensor).abs().max() < 1e-5 for name, tensor in logarithms.items())
 

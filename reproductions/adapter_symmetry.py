@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.lora.adapters import pairs_of, without_residuals
+from fedrot.lora.adapters import pairs_of
+from fedrot.strategies.reporting.verdict import MOVEMENTS
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import NO_LAYER, PARTS, Group, Slice, Slot, Symmetry
+from reproductions.lora_rivals import without_residuals
 
 #: The part of ``AlignmentOptions`` that these groups belong to.
 ADAPTERS = "adapters"
 _LAYER = re.compile(r"\.(\d+)\.")
-_REFUSED = {
-    part: f"these are LoRA adapters. Write AlignmentOptions(parts=('{ADAPTERS}',))."
-    for part in PARTS
-    if part != ADAPTERS
-}
+_REFUSED = dict.fromkeys(
+    PARTS, f"these are LoRA adapters. Write AlignmentOptions(parts=('{ADAPTERS}',))."
+)
+PARTS.append(ADAPTERS)
+_ROTATION = MOVEMENTS["rotation"]
+MOVEMENTS["rotation"] = replace(_ROTATION, parts=(*_ROTATION.parts, ADAPTERS))
 
 
 def adapter_symmetry(tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]]) -> Symmetry:

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.research import Learned, learn_alignment, loss_of
-from fedrot.research.learning import LearningOptions, _initial, _matrix, _multiplied, _turned
-from fedrot.symmetry.actions import HeadLinear, HeadRotation, Permutation
+from fedrot.learning import Learned, loss_of, turned
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from fedrot.symmetry.moves import Move
+from reproductions.learning import (
+    HeadLinear,
+    LearningOptions,
+    _matrix,
+    _multiplied,
+    initial,
+    learn_alignment,
+)
 from tests import families
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
@@ -393,16 +400,16 @@ def test_gradients_of_a_moved_slot_are_finite_differences(case: str) -> None:
 @pytest.mark.parametrize("kind", [HeadRotation(2, 3), HeadLinear(2, 3)], ids=["rotation", "linear"])
 def test_the_heads_matrix_is_in_its_group_and_its_gradient_true(kind: HeadRotation) -> None:
     group = Group("g", 0, "attention", kind, ())
-    assert (_turned(group, _initial(group.kind)) - torch.eye(3)).abs().max() == 0
+    assert (turned(group.kind, initial(group.kind)) - torch.eye(3)).abs().max() == 0
     parameter = torch.randn(2, 3, 3, generator=seeded(1), dtype=torch.float64, requires_grad=True)
-    assert kind.contains(_turned(group, parameter).detach())
-    assert torch.autograd.gradcheck(lambda p: _turned(group, p), parameter)
+    assert kind.contains(turned(group.kind, parameter).detach())
+    assert torch.autograd.gradcheck(lambda p: turned(group.kind, p), parameter)
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:
     group = Group("g", 0, "ffn", Permutation(6), ())
     options = LearningOptions()
-    parameter = _initial(group.kind)
+    parameter = initial(group.kind)
     assert (_matrix(group, parameter, options) - torch.eye(6)).abs().max() <= 1e-6
     scores = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64).requires_grad_()
     hard = _matrix(group, scores, options)

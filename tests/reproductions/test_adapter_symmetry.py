@@ -15,11 +15,13 @@ from flwr.serverapp.strategy import FedAdam
 import fedrot
 from fedrot import AlignmentOptions
 from fedrot.errors import SymmetryError, UpdateError
-from fedrot.lora import AdapterOptions, adapter_symmetry, adapter_tensors, load_adapter
+from fedrot.lora import adapter_tensors, load_adapter
 from fedrot.strategies import Aligned, FedRot, align_mod
+from reproductions.adapter_symmetry import adapter_symmetry
+from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import IN, MODULES, Adapter, adapter
-from tests.fedrot.lora.test_methods import averaged
 from tests.fedrot.lora.test_peft import SETTINGS, outputs
+from tests.reproductions.test_lora_rivals import averaged
 from tests.strategies.fakes import Client, FakeGrid, reply
 
 #: The adapters of these tests are too small for a test against chance.
@@ -50,7 +52,7 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
 def test_alignment_is_the_rotation_by_both_factors() -> None:
     start, given = adapter(0), adapter(1)
     found = fedrot.align(given, start, adapter_symmetry(start), EVERYTHING).apply(given)
-    expected = averaged([given], AdapterOptions("rotate"), start)
+    expected = averaged([given], RivalOptions("rotate"), start)
     for name, tensor in expected.items():
         assert torch.allclose(found[name], tensor, atol=1e-9)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.research import (
+from fedrot.interpolation import interpolate
+from reproductions.variance import (
     UnitStatistics,
     average_statistics,
-    interpolate,
     repair,
     unit_statistics,
     variance_ratio,

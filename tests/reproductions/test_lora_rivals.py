@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import AdapterOptions, adapter_tensors, average_adapters, fitted
-from fedrot.lora.averaging import AdapterAverage
+from fedrot.lora import AdapterOptions, AdapterUpdate, adapter_tensors, average_adapters
+from fedrot.lora.gauges import GAUGES
 from fedrot.matching.procrustes import polar
+from reproductions.lora_clients import first_directions
+from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -23,21 +25,23 @@ from tests.fedrot.lora.test_averaging import (
     product,
     updates,
 )
+from tests.fedrot.lora.test_hostile_factors import sized
+from tests.fedrot.lora.test_module_sums import check_threads
 
 A, B = "lora_A.weight", "lora_B.weight"
 FOLDED = [
-    AdapterOptions("mean", residual="fold"),
-    AdapterOptions("rotate", strength=0.4, residual="fold"),
-    AdapterOptions("exact", "keep-a", residual="fold"),
-    AdapterOptions("exact", "none", residual="fold"),
-    AdapterOptions("stack", residual="fold"),
+    RivalOptions("mean", residual="fold"),
+    RivalOptions("rotate", strength=0.4, residual="fold"),
+    RivalOptions("exact", "keep-a", residual="fold"),
+    RivalOptions("exact", "none", residual="fold"),
+    RivalOptions("stack", residual="fold"),
 ]
 
 
 def averaged(
-    adapters: list[Adapter], options: AdapterOptions, previous: Adapter, server_round: int = 1
+    adapters: list[Adapter], options: RivalOptions, previous: Adapter, server_round: int = 1
 ) -> Adapter:
-    average = AdapterAverage(SETTINGS, options, previous, server_round)
+    average = options.average(SETTINGS, previous, server_round)
     for update in updates(adapters):
         average.add(update)
     return average.result()[0]
@@ -46,7 +50,7 @@ def averaged(
 @pytest.mark.parametrize("options", FOLDED, ids=str)
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000))
-def test_factors_and_residual_are_the_mean_product(options: AdapterOptions, seed: int) -> None:
+def test_factors_and_residual_are_the_mean_product(options: RivalOptions, seed: int) -> None:
     """FedEx-LoRA, FLoRA: nothing of the mean product is lost, over two rounds."""
     start = adapter(seed)
     total = {module: product(start, module) for module in MODULES}
@@ -67,7 +71,7 @@ def test_factors_and_residual_are_the_mean_product(options: AdapterOptions, seed
 def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
     """Far more terms than a bounded sum would keep."""
     start, sent = adapter(0), [adapter(i) for i in range(1, 20)]
-    average = AdapterAverage(SETTINGS, AdapterOptions(method, residual="fold"), start)
+    average = RivalOptions(method, residual="fold").average(SETTINGS, start)
     given = updates(sent, [1.0] * 19)
     for update in given:
         average.add(update)
@@ -78,54 +82,8 @@ def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
         assert report.lost[module] == 0
 
 
-def test_a_bounded_sum_keeps_four_times_the_largest_rank() -> None:
-    """Whatever the order of the clients; what it loses is said."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(rank: int) -> Adapter:
-        a, b = (
-            torch.randn(*shape, generator=generator, dtype=torch.float64)
-            for shape in ((rank, 60), (50, rank))
-        )
-        return {"m.lora_A.weight": a, "m.lora_B.weight": b}
-
-    clients = [drawn(rank) for rank in (1, 4, 4, 4, 4)]
-    for order in (clients, clients[::-1]):
-        found, report = average_adapters(
-            updates(order, [1.0] * 5), SETTINGS, AdapterOptions("exact"), rank=17
-        )
-        assert report.lost == {"m": 0.0}
-        dense = torch.stack([product(c, "m") for c in clients]).mean(0)
-        assert torch.allclose(product(found, "m"), dense, atol=1e-10)
-    many = [drawn(2) for _ in range(20)]
-    _, report = average_adapters(updates(many, [1.0] * 20), SETTINGS, AdapterOptions("exact"))
-    assert report.lost["m"] > 0.1
-    assert "; estimates, as the sum of bounded rank leaves out" in str(report)
-
-
-@pytest.mark.parametrize("method", ["mean", "exact"])
-@pytest.mark.parametrize("apart", [0.3, 1.0])
-def test_errors_of_many_adapters_are_near_the_true_ones(method: str, apart: float) -> None:
-    """A bounded sum leaves out a part of the mean product, which the errors have to contain."""
-    generator = torch.Generator().manual_seed(3)
-    start = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 60), (50, 3))
-    ]
-    clients = []
-    for _ in range(40):
-        a, b = (
-            t + apart * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in start
-        )
-        clients.append({"m.lora_A.weight": a, "m.lora_B.weight": b})
-    found, report = average_adapters(updates(clients, [1.0] * 40), SETTINGS, AdapterOptions(method))
-    dense = torch.stack([product(client, "m") for client in clients]).mean(0)
-    true = float(torch.linalg.norm(product(found, "m") - dense) / torch.linalg.norm(dense))
-    assert report.lost["m"] > true / 2
-    assert report.error["m"] == pytest.approx(true, rel=0.05)
-
-
 def test_a_stack_begins_anew() -> None:
-    options = AdapterOptions("stack", residual="fold")
+    options = RivalOptions("stack", residual="fold")
     start, sent = adapter(0), [adapter(i) for i in range(3)]
     first, again, later = (averaged(sent, options, start, n) for n in (1, 1, 2))
     for module, (width, _) in MODULES.items():
@@ -142,7 +100,7 @@ def test_a_stack_begins_anew_as_peft_starts_embeddings() -> None:
         torch.nn.Sequential(torch.nn.Embedding(400, 64)), peft.LoraConfig(r=8, target_modules=["0"])
     )
     start = adapter_tensors(table)
-    found = averaged([start], AdapterOptions("stack", residual="fold"), start)
+    found = averaged([start], RivalOptions("stack", residual="fold"), start)
     a, b = (f"base_model.model.0.lora_embedding_{factor}" for factor in "AB")
     assert not found[a].any()
     assert float(found[b].std()) == pytest.approx(float(start[b].std()), rel=0.2)
@@ -157,7 +115,7 @@ def test_a_frozen_factor_stays_and_the_mean_is_exact(
 ) -> None:
     start = adapter(0)
     sent = [{n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()} for i in (1, 2)]
-    options = AdapterOptions("mean", schedule=schedule)
+    options = RivalOptions("mean", schedule=schedule)
     found = averaged(sent, options, start, server_round)
     for module in MODULES:
         assert torch.equal(found[f"{module}.{frozen}"], start[f"{module}.{frozen}"])
@@ -170,7 +128,7 @@ def test_a_frozen_factor_stays_and_the_mean_is_exact(
 def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
     """FedRot-LoRA: odd rounds rotate by A, even rounds by B, softly."""
     start, given = adapter(0), adapter(1)
-    options = AdapterOptions("rotate", strength=0.4, by="alternate")
+    options = RivalOptions("rotate", strength=0.4, by="alternate")
     found = averaged([given], options, start, server_round)
     for module in MODULES:
         to, own = start[f"{module}.{kept}"], given[f"{module}.{kept}"]
@@ -182,7 +140,7 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
 
 def test_ranks_may_differ_in_stacks() -> None:
     asked = updates([adapter(i, r) for i, r in enumerate((2, 4, 1))])
-    options = AdapterOptions("stack", residual="fold")
+    options = RivalOptions("stack", residual="fold")
     found, report = average_adapters(asked, SETTINGS, options)
     for module, (width, _) in MODULES.items():
         assert found[f"{module}.{A}"].shape == (4, width)
@@ -195,7 +153,7 @@ def test_ranks_may_differ_in_stacks() -> None:
     [
         (
             {"method": "median"},
-            "Unknown method 'median' of adapters; one of mean, pad, rotate, exact, stack",
+            "Unknown method 'median' of adapters; one of mean, exact, pad, rotate, stack",
         ),
         ({"gauge": "best"}, "Unknown gauge 'best'"),
         ({"residual": "keep"}, "Unknown residual 'keep' of adapters; one of drop, fold"),
@@ -216,14 +174,14 @@ def test_ranks_may_differ_in_stacks() -> None:
 )
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(FedrotError, match=said):
-        AdapterOptions(**options)
+        RivalOptions(**options)
 
 
 def test_smaller_factors_are_padded_with_zeros() -> None:
     """HetLoRA: the mean of padded factors, and clients that keep the first directions."""
     start, ranks = adapter(0, 4), (2, 4, 1)
     sent = [adapter(i, rank) for i, rank in enumerate(ranks)]
-    found = averaged(sent, AdapterOptions("pad"), start)
+    found = averaged(sent, RivalOptions("pad"), start)
     for module, (width, outputs) in MODULES.items():
         a = torch.zeros(4, width, dtype=torch.float64)
         b = torch.zeros(outputs, 4, dtype=torch.float64)
@@ -233,9 +191,114 @@ def test_smaller_factors_are_padded_with_zeros() -> None:
             b[:, :rank] += weight / 8 * tensors[f"{module}.{B}"] * 4 / rank
         assert torch.allclose(found[f"{module}.{A}"], a, atol=1e-12)
         assert torch.allclose(found[f"{module}.{B}"], b, atol=1e-12)
-        cut = fitted(found, SETTINGS, 2, best=False)
+        cut = first_directions(found, SETTINGS, adapter(0, 2))
         assert torch.equal(cut[f"{module}.{A}"], found[f"{module}.{A}"][:2])
         first = SETTINGS.scale(module, 4) * found[f"{module}.{B}"][:, :2] @ found[f"{module}.{A}"][:2]
         assert torch.allclose(product(cut, module), first, atol=1e-12)
     with pytest.raises(UpdateError, match="Give it as previous"):
-        average_adapters(updates(sent), SETTINGS, AdapterOptions("pad"))
+        average_adapters(updates(sent), SETTINGS, RivalOptions("pad"))
+
+
+def test_rotation_undoes_rotations() -> None:
+    """Clients with one adapter in rotated coordinates average to it; the mean of factors does not."""
+    start = adapter(1)
+    clients = []
+    for seed in range(3):
+        turned = dict(start)
+        for module in MODULES:
+            a, b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+            generator = torch.Generator().manual_seed(seed)
+            r, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
+            turned[a], turned[b] = r @ start[a], start[b] @ r.mT
+        clients.append(turned)
+    found, report = average_adapters(updates(clients), SETTINGS, RivalOptions("rotate"), previous=start)
+    for name in start:
+        assert torch.allclose(found[name], start[name], atol=1e-10)
+    assert max(report.error.values()) < 1e-6
+    _, plain = average_adapters(updates(clients), SETTINGS, AdapterOptions("mean"))
+    assert min(plain.error.values()) > 0.05
+    # The report tells what rotating has spared.
+    assert report.error_of_factors == pytest.approx(plain.error_of_factors)
+    _, still = average_adapters(
+        updates(clients), SETTINGS, RivalOptions("rotate", strength=0.0), previous=start
+    )
+    assert still.error == pytest.approx(plain.error)
+
+
+def test_the_rotated_mean_reports_the_mean_of_what_was_sent() -> None:
+    asked = updates([adapter(i) for i in range(3)])
+    _, rotated_report = average_adapters(asked, SETTINGS, RivalOptions("rotate"))
+    _, plain = average_adapters(asked, SETTINGS)
+    assert rotated_report.error_of_factors == pytest.approx(plain.error_of_factors)
+
+
+def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
+    start = adapter(0)
+    clients = [{n: (i + 1) * t if "_B" in n else t for n, t in start.items()} for i in range(40)]
+    asked = [AdapterUpdate(client, 1.0, SETTINGS) for client in clients]
+    found, report = average_adapters(asked, SETTINGS, RivalOptions("exact", limit=3))
+    for module in MODULES:
+        assert torch.allclose(product(found, module), dense_mean(asked, module), atol=1e-8)
+    assert max(report.lost.values()) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["pad", "rotate"])
+def test_registered_methods_are_those_of_the_options(method: str) -> None:
+    start, asked = adapter(0), updates([adapter(i) for i in range(3)])
+    by_name, by_options = (
+        average_adapters(asked, SETTINGS, options, start)[0]
+        for options in (AdapterOptions(method), RivalOptions(method))
+    )
+    assert all(torch.equal(by_name[name], tensor) for name, tensor in by_options.items())
+    assert AdapterOptions(method).any_rank == RivalOptions(method).any_rank == (method == "pad")
+
+
+@pytest.mark.parametrize("options", [("mean",), *(("exact", gauge) for gauge in GAUGES)], ids=str)
+def test_options_of_the_product_give_the_same_bits(options: tuple[str, ...]) -> None:
+    start, asked = adapter(0), updates([adapter(i) for i in range(1, 9)], [1.0] * 8)
+    (ours, said), (theirs, told) = (
+        average_adapters(asked, SETTINGS, kind(*options), start)
+        for kind in (AdapterOptions, RivalOptions)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert str(said) == str(told)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_equal_clients_come_back_as_they_are(count: int) -> None:
+    given = adapter(4)
+    found, report = average_adapters(updates([given] * count), SETTINGS, RivalOptions("rotate"))
+    for name, tensor in given.items():
+        assert torch.allclose(found[name], tensor, atol=1e-9), name
+    assert max(report.error.values()) < 1e-6
+
+
+def test_dtypes_are_those_of_the_adapters() -> None:
+    halves = [{n: t.bfloat16() for n, t in adapter(i).items()} for i in range(3)]
+    found, _ = average_adapters(updates(halves), SETTINGS, RivalOptions("rotate"))
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    mixed = {n: t.float() if "_A" in n else t for n, t in adapter(0, start=adapter(9)).items()}
+    asked = [AdapterUpdate(mixed, 1.0, SETTINGS)]
+    found, _ = average_adapters(asked, SETTINGS, RivalOptions("rotate"), adapter(9))
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in mixed.items()}
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (1e-42, 1.0), (1.0, 1e-42), (1e-20, 1e5), (1e5, 1e5)])
+def test_factors_of_any_size_have_an_average_within_a_limit(a: float, b: float, limit: int) -> None:
+    average = RivalOptions("exact", limit=limit).average(SETTINGS, sized(1, 1, 9))
+    for tensors in (sized(a, b), sized(1, 1, 1), sized(1, 1, 2)):
+        average.add(AdapterUpdate(tensors, 1.0, SETTINGS))
+    assert all(bool(t.isfinite().all()) for t in average.result()[0].values())
+
+
+@pytest.mark.parametrize(
+    "options", [RivalOptions("rotate"), RivalOptions("stack", residual="fold")], ids=str
+)
+def test_threads_do_not_change_the_average(options: RivalOptions) -> None:
+    threads = torch.get_num_threads()
+    try:
+        check_threads(options)
+    finally:
+        torch.set_num_threads(threads)

@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, GPT2Con
 from fedrot.aggregation import RegMean
 from fedrot.collect.gram import collect_gram
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.research import Candidate, regmean_plus_plus
-from fedrot.research.regmean_plus_plus import merge_order
+from reproductions.regmean_plus_plus import Candidate, merge_order, regmean_plus_plus
 
 CONFIGS: dict[str, Any] = {
     "bert": BertConfig(

@@ -1,0 +1,99 @@
+"""What clients of rival averages do with PEFT models: residuals in base weights, frozen factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedrot.errors import FedrotError
+from fedrot.lora import adapter_tensors
+from fedrot.lora.adapters import LoraSettings, factors, pairs_of
+from reproductions.lora_clients import FOLDS, TRAIN, load_folded, train_only
+from reproductions.lora_rivals import residual_name
+from tests.fedrot.lora.test_peft import bert, outputs
+from tests.fedrot.lora.test_peft_model import Layers, adapted, layers
+
+
+@pytest.mark.parametrize("target", ["wte", "conv1d", "linear", "conv"])
+def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
+    """The product goes into the base weights, and factors of product 0 take its place."""
+    model = layers(target=target)
+    before, own = outputs(model), adapter_tensors(model)
+    settings = LoraSettings.of(model.peft_config["default"])
+    (pair,) = pairs_of(own)
+    a, b = factors(own, pair)
+    residual = settings.scale(pair.module, len(a)) * b @ a
+    empty = {**own, pair.b: torch.zeros_like(own[pair.b])}
+    load_folded(model, {**empty, residual_name(pair): residual})
+    assert torch.allclose(outputs(model), before, atol=1e-10)
+    # Residuals are sums over the rounds: they do not add up at the client.
+    load_folded(model, {**empty, residual_name(pair): residual})
+    assert torch.allclose(outputs(model), before, atol=1e-10)
+    load_folded(model, own)
+    assert torch.allclose(outputs(model), before, atol=1e-12)
+    load_folded(model, empty)
+    assert not torch.allclose(outputs(model), before, atol=1e-3)
+
+
+def test_quantised_weights_take_no_residual() -> None:
+    model = layers()
+    own = adapter_tensors(model)
+    (pair,) = pairs_of(own)
+    layer = model.get_submodule(pair.module).get_base_layer()
+    layer.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.int8), requires_grad=False)
+    changed = {name: tensor + 1 for name, tensor in own.items()}
+    with pytest.raises(FedrotError, match=r"'base_model.model.linear' are quantised.*residual='drop'"):
+        load_folded(model, {**changed, residual_name(pair): torch.ones(6, 6)})
+    assert all(torch.equal(tensor, own[name]) for name, tensor in adapter_tensors(model).items())
+
+
+def test_half_precision_is_told_that_it_loses_a_residual() -> None:
+    model = layers().bfloat16()
+    own = adapter_tensors(model)
+    (pair,) = pairs_of(own)
+    with pytest.warns(UserWarning, match=r"torch.bfloat16, which rounds most of a residual away"):
+        load_folded(model, {**own, residual_name(pair): torch.ones(6, 6)})
+
+
+def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None:
+    tied: Any = Layers()
+    tied.head = nn.Linear(6, 30, bias=False)
+    tied.head.weight = tied.wte.weight
+    shared = adapted(tied, target_modules=["wte"])
+    train_only(shared, {TRAIN: "both"})
+    with pytest.raises(FedrotError, match="are those of another module, too"):
+        train_only(shared, {TRAIN: "both", FOLDS: True})
+    conditional = adapted(Layers(), target_modules=["linear"])
+    train_only(conditional, {FOLDS: True})
+    conditional.peft_config["default"].alora_invocation_tokens = [3]
+    with pytest.raises(FedrotError, match="this adapter waits for its invocation tokens"):
+        train_only(conditional, {FOLDS: True})
+    with pytest.raises(FedrotError, match="Factors to train are 'None'"):
+        train_only(shared, {TRAIN: "None"})
+
+
+def test_shared_weights_take_no_residual() -> None:
+    tied: Any = Layers()
+    tied.head = nn.Linear(6, 30, bias=False)
+    tied.head.weight = tied.wte.weight
+    shared = adapted(tied, target_modules=["wte"])
+    own = adapter_tensors(shared)
+    (pair,) = pairs_of(own)
+    with pytest.raises(FedrotError, match="are those of another module, too"):
+        load_folded(shared, {**own, residual_name(pair): torch.ones(6, 30)})
+    load_folded(shared, own)
+
+
+@pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
+def test_the_configuration_says_what_trains(said: str, trained: str) -> None:
+    model = adapted(bert(), task_type="SEQ_CLS", target_modules=["query"])
+    train_only(model, {TRAIN: said})
+    for name, parameter in model.named_parameters():
+        for factor in ("A", "B"):
+            if f"lora_{factor}" in name:
+                assert parameter.requires_grad == (factor in trained)
+    train_only(model, {})
+    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all flower docs pages fuzz lint types wheel clean
+.PHONY: help demo test lab test-all flower docs pages fuzz lint types wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,11 @@ PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 test: lint types pages ## lint, types, links of the documentation, tests
 	$(PYTEST)
 
+lab: .venv/installed ## tests of reproductions/, which are no part of the package
+	FEDROT_PLUGINS=reproductions.plugins $(PYTEST) tests/reproductions
+
 # Before a release, and for whoever changes a family or a notebook.
-test-all: lint types docs flower ## every family in every test, notebooks, newer versions of Flower
+test-all: lint types docs flower lab ## every family in every test, notebooks, newer versions of Flower
 	FEDROT_TEST_ALL=1 $(PYTEST)
 
 # The environment has the oldest Flower that pyproject.toml allows (constraints.txt). Beside it lie its

@@ -26,11 +26,11 @@ from fedrot.collect.token_counts import counts_by_order
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models.build import build_model
-from fedrot.simulations.port.porting import MATCHES, ported
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors
+from reproductions.port.porting import MATCHES, ported
 
 ARCHITECTURES = ("gpt2", "llama")
 TEXTS = ("dair_emotion", "sst2")

@@ -16,6 +16,7 @@ from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import ANCHORS
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.plugins import load_plugins
 from fedrot.strategies import DEFAULT_ANCHOR, Guard
 from fedrot.symmetry import WHOLE_MODEL
 
@@ -141,6 +142,7 @@ class Arm(BaseModel):
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Read an arm from its name; raises ``ValueError`` with the known names."""
+        load_plugins()
         if text in (JOINED, JOINED_STEPS):
             return cls(name=text, align=False)
         found = next(filter(None, (read(text) for read in READERS)), None)

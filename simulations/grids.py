@@ -6,6 +6,7 @@ import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from fedrot.errors import FedrotError
 TABLES = ("base", "matrix", "quick")
 
 
+#: Folders of bundled grids. Plug-ins add theirs.
+FOLDERS: list[Traversable] = [resources.files("fedrot.simulations") / "experiments"]
+
+
 def bundled_grids(entries: str) -> dict[str, str]:
     """Return the text of each bundled grid of ``[[entries]]`` tables, by name."""
-    folder = resources.files("fedrot.simulations") / "experiments"
-    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    files = sorted((file for folder in FOLDERS for file in folder.iterdir()), key=lambda file: file.name)
     texts = {Path(file.name).stem: file.read_text("utf-8") for file in files}
     return {name: text for name, text in texts.items() if f"\n[[{entries}]]" in text}
 
@@ -33,7 +37,7 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.
-        entries: ``setting`` for ``fedrot compare``, ``task`` for ``fedrot barriers``.
+        entries: the name of the tables, ``setting`` for ``fedrot compare``.
         quick: whether the small variant is wanted.
 
     Raises:

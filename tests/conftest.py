@@ -13,6 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "1000"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+#: The laboratory changes registries that other tests read: its tests run in processes of their own,
+#: ``make lab``.
+collect_ignore = [] if "reproductions" in os.environ.get("FEDROT_PLUGINS", "") else ["reproductions"]
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave tests marked ``long`` to ``make test-all``."""

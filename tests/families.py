@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.precision import Float64
-from fedrot.simulations.port.rewriting import with_separate_tables
+from reproductions.port.rewriting import with_separate_tables
 from tests.models import State, randomise
 
 VOCABULARY = 40

@@ -10,19 +10,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fedrot import interpolation
-from fedrot.alignment import align, alignment_of
+from fedrot.alignment import align
 from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs, reads_text
 from fedrot.collect.token_counts import counts_by_order, token_counts
 from fedrot.errors import FedrotError
-from fedrot.learning import loss_of
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.barrier.invalid_controls import ignore_heads
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
-from fedrot.tensors import Tensors
-from reproductions.learning import LearningOptions, learn_alignment
-from reproductions.variance import average_statistics, repair, unit_statistics
 
 State = dict[str, Tensor]
 #: Batches of a training step: the models' inputs, and ``labels``.
@@ -47,7 +42,6 @@ class MatchingMethod:
             by the tokenizer's order (``ordered``).
         limit: the first so many of the rows are read; 0 for all.
         refine, repair: a change of the aligned client, and of the models on the line.
-        by_default: whether ``fedrot barrier`` measures it unless methods are named.
     """
 
     options: AlignmentOptions | None = None
@@ -58,7 +52,6 @@ class MatchingMethod:
     limit: int = 0
     refine: Refine | None = None
     repair: Repair | None = None
-    by_default: bool = True
 
     @property
     def looks_at_data(self) -> bool:
@@ -78,128 +71,30 @@ class MatchingMethod:
         return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in values)
 
 
-def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
-    """Learn matrices of the heads by gradient descent, starting from the aligned client."""
-    return _refined(anchor, client, symmetry, batches, LearningOptions(general=True))
-
-
-def _stream_learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
-    """Learn the rotation of the residual stream, starting from the aligned client."""
-    options = LearningOptions(parts=("residual",), steps=150, lr=3e-3, points=(0.2, 0.8))
-    return _refined(anchor, client, symmetry, batches, options)
-
-
-def _refined(
-    anchor: nn.Module,
-    client: nn.Module,
-    symmetry: Symmetry,
-    batches: Batches,
-    options: LearningOptions,
-) -> State:
-    if any(batch["labels"].isnan().any() for batch in batches):
-        raise FedrotError(
-            "Methods that learn need all labels of every row, and some are missing here, as in a task "
-            "of several domains; choose other methods."
-        )
-    theirs, ours = client.state_dict(), anchor.state_dict()
-    start = alignment_of((), theirs, ours, symmetry)
-    small = [
-        {name: value[i : i + 32] for name, value in batch.items()}
-        for batch in batches
-        for i in range(0, len(batch["labels"]), 32)
-    ]
-    loss = loss_of(copy.deepcopy(anchor).eval())
-    learned = learn_alignment(loss, small, theirs, ours, symmetry, start, options)
-    return learned.alignment.apply(theirs)
-
-
-def _repaired(
-    anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
-) -> interpolation.Path:
-    """Rescale the units of every model on the line: to the means and deviations between the ends'."""
-    few = batches[:4]
-    ends = [unit_statistics(model, few, symmetry) for model in (anchor, client)]
-    shell = copy.deepcopy(anchor)
-
-    def path(a: Tensors, b: Tensors, t: float) -> State:
-        merged = interpolation.interpolate(a, b, t)
-        if t in (0.0, 1.0):
-            return merged
-        shell.load_state_dict(merged)
-        return repair(shell, average_statistics(ends, [1 - t, t]), few, symmetry)
-
-    return path
-
-
 VANILLA = "vanilla"
 
 
-def _verma(*parts: str, residual: str = "first", **changes: Any) -> MatchingMethod:
-    """Return a variant of Verma & Elbayad (2024): permutations found from correlations on data."""
-    options = replace(_EAGER, parts=parts, within_heads="permutation", activation_weight=1.0)
-    how: dict[str, Any] = {"residual": residual, "heads": "correlation", "by_default": False}
-    return MatchingMethod(options, "data", **{**how, **changes})
-
-
 # Published methods move whatever removes anything: no method asks what chance removes.
-_EAGER = AlignmentOptions(chance=0, canonical=False)
-_WHOLE = replace(_EAGER, parts=WHOLE_MODEL)
-_STREAM = replace(_WHOLE, canonical=True)
+EAGER = AlignmentOptions(chance=0, canonical=False)
+WHOLE = replace(EAGER, parts=WHOLE_MODEL)
+STREAM = replace(WHOLE, canonical=True)
 
+#: The methods by name. Plug-ins add theirs.
 METHODS: dict[str, MatchingMethod] = {
     VANILLA: MatchingMethod(),
     # Zhang et al. (2025)
-    "rotation": MatchingMethod(_EAGER),
-    "rotation+heads": MatchingMethod(replace(_EAGER, parts=("heads", "attention", "ffn"))),
-    # Ainsworth et al. (2023): permutations found from weights
-    "git-rebasin": MatchingMethod(replace(_WHOLE, within_heads="permutation")),
-    # Verma & Elbayad (2024): all of it as for GLUE (Table 3), by component (Figure 3, Table 1), the
-    # residual stream alone (Table 2), and with less data (Figure 6)
-    "verma": _verma("residual", "heads", "attention", "ffn", by_default=True),
-    "verma-ffn": _verma("ffn"),
-    "verma-attention": _verma("heads", "attention"),
-    "verma-monotonic": _verma("attention", "ffn"),
-    "verma-ignore-heads": _verma("ffn", refine=ignore_heads),
-    "verma-heads": _verma("heads", "attention", "ffn"),
-    "verma-stream-first": _verma("residual"),
-    "verma-stream-last": _verma("residual", residual="last"),
-    "verma-stream-all": _verma("residual", residual="all"),
-    "verma-heads@64": _verma("heads", "attention", "ffn", limit=64),
-    "verma-heads@256": _verma("heads", "attention", "ffn", limit=256),
-    "verma-heads@1024": _verma("heads", "attention", "ffn", limit=1024),
-    "whole": MatchingMethod(_WHOLE),
-    "whole+probe": MatchingMethod(_WHOLE, "probe"),
-    "whole+data": MatchingMethod(_WHOLE, "data"),
-    # Alternatives to the defaults: other places of the residual stream's activations, and other
-    # weights of activations.
-    "whole+data@first": MatchingMethod(_WHOLE, "data", residual="first"),
-    "whole+data@last": MatchingMethod(_WHOLE, "data", residual="last"),
-    "whole+data@identity": MatchingMethod(replace(_WHOLE, parts=WHOLE_MODEL[1:]), "data"),
-    "whole+data@0.2": MatchingMethod(replace(_WHOLE, activation_weight=0.2), "data"),
-    "whole+data@0.8": MatchingMethod(replace(_WHOLE, activation_weight=0.8), "data"),
-    "whole+data@1": MatchingMethod(replace(_WHOLE, activation_weight=1.0), "data"),
-    "whole+data@whitened": MatchingMethod(_WHOLE, "data", heads="whitened"),
-    "whole+data+repair": MatchingMethod(_WHOLE, "data", repair=_repaired),
-    "learned": MatchingMethod(_WHOLE, "data", refine=_learned),
-    "whole+tokens": MatchingMethod(_WHOLE, frequencies="counted"),
-    # Rotations of the residual stream, for pre-norm models
-    "stream": MatchingMethod(_STREAM),
-    "stream+tokens": MatchingMethod(_STREAM, frequencies="counted"),
-    "stream+order": MatchingMethod(_STREAM, frequencies="ordered"),
-    "stream+probe": MatchingMethod(_STREAM, "probe"),
-    "stream+data": MatchingMethod(_STREAM, "data"),
-    "stream+data@0.8": MatchingMethod(replace(_STREAM, activation_weight=0.8), "data"),
-    "stream+data@1": MatchingMethod(replace(_STREAM, activation_weight=1.0), "data"),
-    "stream+data+repair": MatchingMethod(_STREAM, "data", repair=_repaired),
-    "stream+learned": MatchingMethod(_STREAM, "data", refine=_stream_learned),
+    "rotation": MatchingMethod(EAGER),
+    "whole": MatchingMethod(WHOLE),
+    "whole+data": MatchingMethod(WHOLE, "data"),
+    # A rotation of the residual stream, for pre-norm models
+    "stream": MatchingMethod(STREAM),
 }
 
 
 def methods_for(symmetry: Symmetry) -> tuple[str, ...]:
-    """Return the default methods that suit a model: not all have a stream that rotates."""
+    """Return the methods that suit a model: not all have a stream that rotates."""
     rotates = symmetry.can_rotate
-    default = {name: method for name, method in METHODS.items() if method.by_default}
-    return tuple(name for name, method in default.items() if rotates or not method.canonical)
+    return tuple(name for name, method in METHODS.items() if rotates or not method.canonical)
 
 
 def check_methods(names: Iterable[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import signal
 from fedrot.simulations.cli import experiment_commands, model_commands
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.federation import runner
+from fedrot.simulations.plugins import load_plugins
 
 #: The modules that register commands with ``app``, in the order of ``fedrot --help``.
 COMMANDS = (experiment_commands, model_commands)
@@ -16,4 +17,5 @@ def main() -> None:
     """Entry point of the command line; SIGTERM interrupts as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner.prepare_environment()
+    load_plugins()
     app()

@@ -24,6 +24,9 @@ from typer.core import TyperCommand
 #: Prints without markup: brackets and colons in names, paths and extras are text.
 console = Console(markup=False, emoji=False)
 
+#: How the program is started.
+PROGRAM = ["fedrot"]
+
 #: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -205,7 +208,7 @@ def complain_in_json(message: str) -> None:
 
 def command_line() -> str:
     """Return the command as the user typed it."""
-    return shlex.join(["fedrot", *sys.argv[1:]])
+    return shlex.join([*PROGRAM, *sys.argv[1:]])
 
 
 def names(text: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands about experiments: simulate, compare, flower-app, report, barrier, barriers."""
+"""The commands about experiments: simulate, compare, flower-app, report, barrier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fedrot.simulations.cli.commands import (
     command_line,
     console,
     given,
-    names,
     say,
 )
 from fedrot.simulations.cli.root import app
@@ -26,7 +25,7 @@ from fedrot.simulations.grids import bundled_grids, read_grid
 from fedrot.simulations.jobs import Machine
 
 
-def _grid(entries: str) -> Any:
+def grid_argument(entries: str) -> Any:
     """Return the argument of a grid: a file, or the name of a bundled one, which the shell completes."""
     bundled = bundled_grids(entries)
     help_text = f"TOML file: [base] and one [[{entries}]] each; or a bundled one: {', '.join(bundled)}."
@@ -86,7 +85,7 @@ def simulate(
     "fedrot compare one-shot --data-dir data --out runs/small --quick",
 )
 def compare(
-    grid: Annotated[Path, _grid("setting")],
+    grid: Annotated[Path, grid_argument("setting")],
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
     data_dir: GridData = None,
     model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
@@ -103,6 +102,22 @@ def compare(
     Cells (setting, seed, start and arm) run side by side, one per core, each with all of its clients in
     one process. A cell that fails does not stop the others.
     """
+    run_settings(grid, out, data_dir, model, workers, ray, gpus, quick=quick, dry_run=dry_run)
+
+
+def run_settings(
+    grid: Path,
+    out: Path,
+    data_dir: Path | None,
+    model: str | None,
+    workers: int | None,
+    ray: str,
+    gpus: float,
+    *,
+    quick: bool,
+    dry_run: bool,
+) -> None:
+    """Run the settings of a grid; arguments as of ``compare``."""
     from fedrot.simulations.federation.grid_run import compare as run_grid
 
     options = {"data_dir": data_dir, "model": model}
@@ -185,37 +200,3 @@ def barrier(
     from fedrot.simulations.barrier.barrier_run import compare_saved_models
 
     compare_saved_models(a, b, out, BarrierSettings(**settings), command_line(), console)
-
-
-@command(app, "fedrot barriers barriers --data-dir data --out runs/pairs")
-def barriers(
-    grid: Annotated[Path, _grid("task")],
-    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
-    data_dir: GridData = None,
-    only: Annotated[
-        str | None, typer.Option(help="Cells or settings of the grid, separated by commas.")
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(help="Instead of the grid's methods, separated by commas; see barrier --help."),
-    ] = None,
-    workers: Workers = None,
-    quick: Quick = False,
-) -> None:
-    """Train pairs of small models and measure their barriers under every method of a grid."""
-    from fedrot.simulations.barrier.barrier_grid import Grid, run_grid
-    from fedrot.simulations.barrier.barrier_report import summarise, tables
-
-    described = Grid.read(grid, data_dir, quick=quick)
-    if only:
-        described = described.only(names(only))
-    if methods:
-        described = described.measuring(names(methods))
-    try:
-        lines = run_grid(described, out, command_line(), say, workers)
-    except KeyboardInterrupt:
-        say(f"Interrupted; the finished cells are in {out}. Repeat the command to continue.")
-        raise
-    for table in tables(summarise(lines)):
-        console.print(table)
-    console.print(f"Summary: {out / 'summary.md'}")

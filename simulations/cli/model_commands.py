@@ -14,7 +14,6 @@ from rich.markup import escape
 from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, say
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.merge.merge_settings import AdapterMergeSettings, MergeSettings
-from fedrot.simulations.port.port_settings import PortSettings
 
 
 @command(
@@ -75,51 +74,6 @@ def merge_adapters(
     report = adapter_merging.merge_adapters(adapters, None if dry_run else out, asked)
     say(f"{report}.")
     say("Dry run: nothing was written." if dry_run else f"Written: {out}")
-
-
-@command(app, "fedrot canonical models/a models/a-canonical")
-def canonical(
-    model: Annotated[str, typer.Argument(help="Folder of a saved model, or a hub name.")],
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
-) -> None:
-    """Write a pre-norm model whose norms are folded: the same function, a stream that can be rotated."""
-    from fedrot.simulations.port.canonical_model import write_canonical
-
-    with console.status(escape(f"Folding {model}")):
-        found = write_canonical(model, out)
-    say(f"Folded: {len(found.folded)} norms. The outputs change by {found.change:.1e} of their size.")
-    if found.untied:
-        say(f"Note: {' and '.join(found.untied)} were one table, and are two now.")
-    say(f"Written: {out}")
-
-
-@command(
-    app,
-    "fedrot port models/base models/tuned models/other-base --out models/ported",
-    fields=PortSettings,
-)
-def port(
-    base: Annotated[str, typer.Argument(help="The model that was fine-tuned: a folder or hub name.")],
-    tuned: Annotated[str, typer.Argument(help="The fine-tuned model.")],
-    new_base: Annotated[str, typer.Argument(help="Another base of the same architecture.")],
-    *,
-    out: Annotated[Path, typer.Option(help="A new folder.")],
-    settings: dict[str, Any],
-) -> None:
-    """Carry a fine-tuning from its base over to another base of the same architecture."""
-    from fedrot.simulations.port.porting import port as carry
-
-    with console.status(escape(f"Porting {tuned}")):
-        found = carry(base, tuned, new_base, out, PortSettings(**settings))
-    if found.matched is not None:
-        how = "rotated" if found.rotated else "permuted"
-        left = found.matched.after / max(found.matched.before, 1e-30)
-        say(f"The residual stream was {how}. Of the bases' squared distance {left:.0%} is left.")
-    for part, reason in found.still.items():
-        say(f"Note: part '{part}' was not moved: {reason}")
-    if found.taken:
-        say(f"Note: the bases lack {', '.join(found.taken)}; they were moved as a whole.")
-    say(f"Written: {out}")
 
 
 @command(app, "fedrot check models/a", "fedrot check --list")

@@ -26,6 +26,8 @@ class HtmlPage(Generic[Source]):
 
     def __init__(self) -> None:
         self.sections: dict[str, Callable[[Source], Values | None]] = {}
+        #: The packages with a folder ``templates``. Plug-ins that register sections add theirs.
+        self.packages = ["fedrot.simulations.report"]
 
     def section(self, function: Callable[[Source], Values | None]) -> Callable[[Source], Values | None]:
         """Register a section."""
@@ -38,7 +40,7 @@ class HtmlPage(Generic[Source]):
         from markupsafe import Markup
 
         environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("fedrot.simulations.report"),
+            loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in self.packages]),
             autoescape=True,
             trim_blocks=True,
             lstrip_blocks=True,

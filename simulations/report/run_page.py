@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from fedrot._io import read_json, refuse_links
 from fedrot.errors import FedrotError
 from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_results, rows_file
 from fedrot.simulations.report import heat_map, plots
-from fedrot.simulations.report.findings import regimes, sentences
+from fedrot.simulations.report.findings import sentences
 from fedrot.simulations.report.findings.shares import share_table
-from fedrot.simulations.report.findings.subsets import HEADER, TEXTS, subset_table
 from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
 from fedrot.simulations.report.summaries import (
     LOWER_IS_BETTER,
@@ -103,17 +102,23 @@ def write_report(run_dir: Path) -> Path:
     return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
 
 
+#: Returns a table for ``markdown_report`` from the rows and the settings of a run, empty for none.
+MarkdownTable = Callable[[Sequence[Row], Sequence[Mapping[str, Any]]], str]
+
+#: Tables of plug-ins, between the results and what alignment found.
+MARKDOWN_TABLES: list[MarkdownTable] = []
+
+
 def markdown_report(run_dir: Path) -> str:
-    """Return the tables of a run folder as Markdown: results, map, subsets, and what alignment found."""
+    """Return the tables of a run folder as Markdown: results, those of plug-ins, shares found."""
     rows, settings = read_results(run_dir), _object(run_dir / "config.json").get("settings", [])
-    found = regimes.regimes(rows, settings)
-    others = (subset_table(rows, settings), share_table(read_alignment(run_dir)))
+    shares = share_table(read_alignment(run_dir))
     tables = [
         markdown_table(rows),
-        *([f"{regimes.summary(found)}\n\n{regimes.markdown(found)}"] if found else []),
-        *(table.markdown() for table in others if table is not None),
+        *(table(rows, settings) for table in MARKDOWN_TABLES),
+        shares.markdown() if shares is not None else "",
     ]
-    return "\n".join(tables)
+    return "\n".join(filter(None, tables))
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -188,37 +193,6 @@ def differences(run: RunResults) -> Values | None:
     lower = [metric for metric in run.metrics if metric in LOWER_IS_BETTER]
     shown = {"lines": run.lines, "metrics": run.metrics, "lower": lower, "baseline": BASELINE}
     return {**shown, **_columns(run.lines)} if run.compared else None
-
-
-@PAGE.section
-def regime_map(run: RunResults) -> Values | None:
-    """Where alignment pays, after the first and the last round; left out if the grid has no matrix."""
-    settings = run.objects["config.json"].get("settings", [])
-    last = regimes.regimes(run.rows, settings)
-    if not last:
-        return None
-    (run.folder / "plots").mkdir(exist_ok=True)
-    maps = {"after round 1": regimes.regimes(run.rows, settings, server_round=1), "at the end": last}
-    if maps["after round 1"] == last:
-        maps.pop("after round 1")
-    shown = [
-        {
-            "when": when,
-            "summary": regimes.summary(found),
-            "picture": data_uri(
-                regimes.regime_plot(run.folder / "plots" / f"map-{when.replace(' ', '-')}.png", found)
-            ),
-        }
-        for when, found in maps.items()
-    ]
-    return {"maps": shown, "baseline": BASELINE}
-
-
-@PAGE.section
-def subsets(run: RunResults) -> Values | None:
-    """Merged subsets of clients with domains of their own."""
-    table = subset_table(run.rows, run.objects["config.json"].get("settings", []))
-    return {"header": HEADER, "texts": TEXTS, "lines": table.lines} if table else None
 
 
 @PAGE.section

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from fedrot.simulations import config as configuration
 from fedrot.simulations.arm import Arm
-from fedrot.simulations.barrier.barrier_grid import Grid
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import grid_run, runner, server_app
+from reproductions.barriers.grid import Grid
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
 ROOT = Path(__file__).parents[2]

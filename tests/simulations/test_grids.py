@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_grid import Grid
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import bundled_grids, read_grid
+from reproductions.barriers.grid import Grid
 
 GRID = """
 [base]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_grid import Grid, _file_of, _record
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.grid_folder import GridFolder
 from fedrot.simulations.federation.run_folder import RunFolder, read_rows
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import markdown_table
+from reproductions.barriers.grid import Grid, _file_of, _record
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 

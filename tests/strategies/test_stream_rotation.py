@@ -11,7 +11,6 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.simulations.port.rewriting import with_separate_tables
 from fedrot.strategies import (
     Execution,
     FedRot,
@@ -20,6 +19,7 @@ from fedrot.strategies import (
     match_at_client,
     token_counts_record,
 )
+from reproductions.port.rewriting import with_separate_tables
 from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.models import State, near
 from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of

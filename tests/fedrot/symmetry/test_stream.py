@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.simulations.port.rewriting import with_separate_tables
 from fedrot.symmetry import FAMILIES
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.describe.family import ROTATED
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.stream import StreamRotation, centred_basis
+from reproductions.port.rewriting import with_separate_tables
 from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State, largest_difference

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fedrot
-from fedrot.simulations.report.compact import compact
+from reproductions.report.compact import compact
 from tests.models import LAYERS, State, fresh_model, near, state_of, symmetry_for
 from tests.simulations.commands import invoke
 from tests.simulations.in_process import simulated

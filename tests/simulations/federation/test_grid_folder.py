@@ -12,7 +12,7 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.grid_folder import CellRows, GridFolder, cells_of
 from fedrot.simulations.federation.run_folder import RunFolder, read_rows
-from fedrot.simulations.report.compact import compact
+from reproductions.report.compact import compact
 
 
 def config(**changes: Any) -> SimulationConfig:

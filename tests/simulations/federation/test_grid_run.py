@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord
 
 from fedrot.simulations.federation import client_app, experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
-from fedrot.simulations.report.compact import compact, write_parquet
+from reproductions.report.compact import compact, write_parquet
 from tests.simulations import commands
 from tests.simulations.in_process import simulated
 

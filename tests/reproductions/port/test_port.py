@@ -1,4 +1,4 @@
-"""``fedrot canonical`` and ``fedrot port``: what they write loads, and computes what it should."""
+"""``canonical`` and ``port``: what they write loads, and computes what it should."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from typer.testing import CliRunner
 
 import fedrot
 from fedrot.collect.token_counts import counts_by_order
-from fedrot.simulations.cli.app import app
-from fedrot.simulations.port.porting import MATCHES, ported
-from fedrot.simulations.port.rewriting import Separate
+from reproductions.port.porting import MATCHES, ported
+from reproductions.port.rewriting import Separate
 from tests import families
 from tests.models import State
+from tests.reproductions.commands import invoke
 
 CANONICAL = ["llama", "gpt2", "t5-gated", "mt5", "vit", "opt", "qwen3", "falcon-rw"]
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, " ".join(result.output.split())
 
 
 def saved(name: str, folder: Path, tensors: State | None = None, seed: int = 0) -> Any:

@@ -1,6 +1,6 @@
 """Compact copies of run folders: the form in which ``docs/results`` keeps published runs.
 
-``python -m fedrot.simulations.report.compact runs/one-shot docs/results/one-shot`` writes one. Rows
+``python -m reproductions.report.compact runs/one-shot docs/results/one-shot`` writes one. Rows
 become Parquet files, and ``partition.json`` loses its spaces. Plots and page are left out: ``fedrot
 report`` draws them again.
 """

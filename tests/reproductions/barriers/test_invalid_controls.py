@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_methods import METHODS, match
-from fedrot.simulations.barrier.invalid_controls import ignore_heads
 from fedrot.symmetry import symmetry_of
+from reproductions.barriers.invalid_controls import ignore_heads
 
 CONFIG = BertConfig(
     vocab_size=50,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.report.findings.subsets import HEADER, subset_table
+from reproductions.report.subsets import HEADER, subset_table
 
 SETTING = {
     "setting": "s",

@@ -8,8 +8,8 @@ from pathlib import Path
 from fedrot.check import function_change
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import refuse_filled
-from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry.canonical import canonical
+from reproductions.port.rewriting import Separate, write
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fedrot.simulations.federation.run_folder import read_rows, refuse_used
-from fedrot.simulations.report.compact import compact, write_parquet
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import markdown_table
+from reproductions.report.compact import compact, write_parquet
 
 DOCS = Path(__file__).parents[3] / "docs"
 ROW = {"setting": "s", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}

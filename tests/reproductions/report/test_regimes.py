@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from fedrot.simulations.report.findings.regimes import markdown, regime_plot, regimes, summary
 from fedrot.simulations.report.summaries import holm
+from reproductions.report.regimes import markdown, regime_plot, regimes, summary
 
 #: Loss of aligned minus plain, by seed.
 DIFFERENCES = {

@@ -17,12 +17,12 @@ from fedrot.report import AlignmentReport
 from fedrot.simulations.models.alike import check_alike
 from fedrot.simulations.models.model_files import refuse_filled
 from fedrot.simulations.models.saved_model import tokens_by_order
-from fedrot.simulations.port.port_settings import PortSettings
-from fedrot.simulations.port.rewriting import Separate, write
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.tensors import Tensors, widened
+from reproductions.port.port_settings import PortSettings
+from reproductions.port.rewriting import Separate, write
 
 #: How the two bases are matched, by name; None is not at all.
 MATCHES: Mapping[str, AlignmentOptions | None] = {

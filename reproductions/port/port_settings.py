@@ -1,4 +1,4 @@
-"""``PortSettings``: the options of ``fedrot port``."""
+"""``PortSettings``: the options of ``python -m reproductions port``."""
 
 from __future__ import annotations
 

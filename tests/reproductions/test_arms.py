@@ -45,10 +45,9 @@ def shell(task: Task) -> nn.Module:
 
 @pytest.mark.parametrize("page", sorted(path.parent.name for path in RESULTS.glob("*/config.json")))
 def test_arms_of_published_rows_are_still_read(page: str) -> None:
-    described = json.loads((RESULTS / page / "config.json").read_text())
-    found = described if isinstance(described, list) else described.get("settings", [])
-    arms = {arm for setting in found for arm in setting.get("arms", ())}
-    for arm in arms:
+    settings = json.loads((RESULTS / page / "config.json").read_text()).get("settings", [])
+    found = settings if isinstance(settings, list) else [settings]
+    for arm in {arm for setting in found for arm in setting.get("arms", ())}:
         assert Arm.parse(arm).name == arm
 
 

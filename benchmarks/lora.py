@@ -27,7 +27,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
-from fedrot.lora.averaging import KEPT_RANKS, AdapterAverage, average_adapters
+from fedrot.lora.averaging import KEPT_RANKS, average_adapters
+from reproductions.lora_rivals import RivalOptions
 
 #: Inputs and outputs of the linear layers of one block.
 SHAPES = {
@@ -43,11 +44,11 @@ SETTINGS = LoraSettings(alpha=32)
 #: Methods that are timed on one layer.
 METHODS = {
     "mean": AdapterOptions("mean"),
-    "rotate": AdapterOptions("rotate"),
+    "rotate": RivalOptions("rotate"),
     "exact, none": AdapterOptions("exact", gauge="none"),
     "exact, keep-a": AdapterOptions("exact", gauge="keep-a"),
-    "mean, fold": AdapterOptions("mean", residual="fold"),
-    "stack, fold": AdapterOptions("stack", residual="fold"),
+    "mean, fold": RivalOptions("mean", residual="fold"),
+    "stack, fold": RivalOptions("stack", residual="fold"),
 }
 #: Limits: seconds, adapters beside the sums, and how many times faster than PEFT.
 BARS = {"seconds": 10.0, "adapters": 2.0, "speed-up": 10.0}
@@ -76,7 +77,7 @@ def ours(
     clients: int, rank: int, layers: int, options: AdapterOptions = METHODS["exact, keep-a"]
 ) -> tuple[float, float, float]:
     """Return seconds, memory in adapters beside the sums, and the share that was lost."""
-    seconds, average = 0.0, AdapterAverage(SETTINGS, options)
+    seconds, average = 0.0, options.average(SETTINGS)
     size = sum(t.nbytes for t in adapter(0, rank, layers).values())
     warm_up(rank)
     reset_peak()

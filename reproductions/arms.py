@@ -58,7 +58,7 @@ RIVAL_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "schedule": str,
 }
 
-_OF_ADAPTERS = re.compile(rf"{OF_ADAPTERS}(?P<method>[^(]*)(\((?P<options>[^)]*)\))?")
+_OF_ADAPTERS = re.compile(rf"{OF_ADAPTERS}(?P<method>[a-z-]*)(\((?P<options>[^)]*)\))?")
 
 
 # Updates that are evaluated together

@@ -14,7 +14,6 @@ from fedrot._io import read_json, replacing, write_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
-from fedrot.lora.averaging import AdapterAverage
 from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import (
@@ -112,7 +111,7 @@ def merge_adapters(
     rank = settings.rank or (largest if differ else None)
     if settings.method == "mean" and not differ and rank not in (None, largest):
         raise FedrotError(f"A mean of factors keeps their rank {largest}. Leave --rank out.")
-    average = AdapterAverage(loras[0], AdapterOptions(settings.method), rank=rank)
+    average = AdapterOptions(settings.method).average(loras[0], rank=rank)
     for folder, weight, lora in zip(folders, weights, loras, strict=True):
         with about(folder):
             average.add(AdapterUpdate(_tensors(folder), weight, lora))

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 #: The names of ``merge_inputs.METHODS``, which imports torch; and ``AlignmentOptions.chance``.
-METHOD_NAMES, CHANCE = ("mean", "fisher", "regmean", "ot"), 1.1
+METHOD_NAMES, CHANCE = ("mean", "fisher", "ot", "regmean"), 1.1
 
 
 class MergeSettings(BaseModel):

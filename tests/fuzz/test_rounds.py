@@ -28,6 +28,8 @@ from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRotLoRA
 from fedrot.strategies.round.inbox import Asked, readable_evaluations
 from fedrot.tensors import LARGEST_NORM, check_finite
+from reproductions.lora_rivals import RivalOptions
+from reproductions.lora_strategies import FedAvgRivalLoRA
 from tests.fuzz.cases import fuzzed
 from tests.models import near
 from tests.strategies.classifier import state
@@ -60,13 +62,12 @@ def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
 INPUTS, OUTPUTS, RANK = 5, 4, 3
 MODULES = ("layer.0.query", "layer.0.value")
 LORA = {"peft_type": "LORA", "lora_alpha": 6}
-FOLD: dict[str, Any] = {"residual": "fold"}
 ADAPTERS = (
     *(AdapterOptions(method) for method in ("mean", "pad", "rotate")),
     *(AdapterOptions("exact", gauge=gauge) for gauge in ("keep-a", "none", "previous", "mean")),
-    *(AdapterOptions(method, **FOLD) for method in ("mean", "exact", "stack")),
-    AdapterOptions("exact", limit=1),
-    AdapterOptions("rotate", strength=0.5),
+    *(RivalOptions(method, residual="fold") for method in ("mean", "exact", "stack")),
+    RivalOptions("exact", limit=1),
+    RivalOptions("rotate", strength=0.5),
 )
 
 
@@ -100,7 +101,8 @@ def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
 def test_adapters_are_averaged_or_dropped(
     options: AdapterOptions, hostile: dict[str, Tensor], examples: float, place: int
 ) -> bool:
-    strategy = FedRotLoRA(LORA, options, fraction_evaluate=0.0)
+    kind = FedAvgRivalLoRA if isinstance(options, RivalOptions) else FedRotLoRA
+    strategy = kind(LORA, options, fraction_evaluate=0.0)
     honest = [(adapter(seed), 10.0) for seed in (1, 2)]
     honest.insert(place, (hostile, examples))
     accepted, arrays = played(strategy, adapter(0), honest)

@@ -18,6 +18,7 @@ from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA, RivalLoRA
 from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, Adapter, adapter, product
 from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
+from tests.strategies.templates import own_messages
 from tests.strategies.test_lora import CONFIG, EVERY, client, floats, started
 
 
@@ -131,7 +132,7 @@ def test_a_round_is_the_average_of_the_replies() -> None:
     sent = [{n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)]
     given = [AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)]
     expected, _ = average_adapters(given, SETTINGS, options, start)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -170,3 +171,9 @@ def test_the_summary_says_what_is_not_the_default(caplog: pytest.LogCaptureFixtu
     lines = [record.getMessage() for record in caplog.records]
     said = "Adapters: mean, residual 'fold', schedule 'alternate'"
     assert [line.strip("\t├─> ") for line in lines if "Adapters" in line] == [said]
+
+
+def test_messages_that_do_not_say_what_to_train_are_refused() -> None:
+    strategy = own_messages(FedAvgRivalLoRA)(CONFIG, RivalOptions(schedule="alternate"))
+    with pytest.raises(FedrotError, match=r"super\(\)\.configure_train"):
+        started(strategy)

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
-from fedrot.simulations.arm import AGGREGATIONS, EVIDENCE, JOINED, Arm
+from fedrot.simulations.arm import EVIDENCE, JOINED, Arm, registered
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
@@ -35,10 +35,7 @@ BAD_OPTIONS = {
     "unknown arm": (["--arms", "plain,rotated"], "rotated"),
     "unknown anchor": (["--arms", "attention@median"], "median"),
     "unknown aggregation": (["--arms", "aligned/median"], "regmean"),
-    "ensemble of language models": (["--task", "mlm", "--arms", "ensemble"], "ensembles are for task"),
-    "aligned ensemble": (["--arms", "aligned/ensemble"], "needs no alignment"),
     "texts for no pretraining": (["--pretrain-data", "sst2"], "goes with --start pretrained"),
-    "soup without held-out rows": (["--arms", "greedy", "--holdout", "0"], "holdout must not be 0"),
     "unknown task": (["--task", "translation"], "mlm"),
     "unknown architecture": (["--architecture", "rnn"], "'bert', 'gpt2', 'llama' or 'vit'"),
     "architecture of another task": (["--task", "mlm", "--architecture", "gpt2"], "choose bert"),
@@ -251,8 +248,8 @@ def test_arms_are_read_from_their_names() -> None:
     assert Arm.parse("plain").align is False
     aligned = Arm.parse("aligned")
     assert (aligned.parts, aligned.anchor) == (("attention", "ffn"), DEFAULT_ANCHOR)
-    arm = Arm.parse("attention+heads@medoid")
-    assert (arm.parts, arm.anchor) == (("attention", "heads"), "medoid")
+    arm = Arm.parse("attention+heads@global")
+    assert (arm.parts, arm.anchor) == (("attention", "heads"), "global")
 
 
 #: Arms by their names: parts, anchor, evidence, and whether replies in another basis are matched as a
@@ -263,13 +260,13 @@ ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
     "aligned~weights": (DEFAULT_PARTS, DEFAULT_ANCHOR, "weights", True),
     "aligned~clients": (DEFAULT_PARTS, DEFAULT_ANCHOR, "clients", True),
     "aligned~learned": (DEFAULT_PARTS, DEFAULT_ANCHOR, "learned", True),
-    "aligned@medoid~clients": (DEFAULT_PARTS, "medoid", "clients", True),
+    "aligned@global~clients": (DEFAULT_PARTS, "global", "clients", True),
     "whole": (WHOLE_MODEL, DEFAULT_ANCHOR, "probe", False),
     "whole@consensus": (WHOLE_MODEL, "consensus", "probe", False),
     "whole@consensus~weights": (WHOLE_MODEL, "consensus", "weights", False),
     "attention": (("attention",), DEFAULT_ANCHOR, "probe", False),
     "attention+ffn": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", False),
-    "rescale+residual@first~weights": (("rescale", "residual"), "first", "weights", False),
+    "rescale+residual@global~weights": (("rescale", "residual"), "global", "weights", False),
 }
 
 
@@ -312,22 +309,12 @@ MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
     "mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
     "regmean": (False, (), DEFAULT_ANCHOR, "probe", "regmean", False),
     "plain/fisher": (False, (), DEFAULT_ANCHOR, "probe", "fisher", False),
-    "greedy": (False, (), DEFAULT_ANCHOR, "probe", "greedy", False),
-    "ensemble": (False, (), DEFAULT_ANCHOR, "probe", "ensemble", False),
-    "plain/ensemble-probabilities": (
-        False,
-        (),
-        DEFAULT_ANCHOR,
-        "probe",
-        "ensemble-probabilities",
-        False,
-    ),
     "joined": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
     "aligned/mean": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", "mean", True),
     "aligned/ot": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", "ot", True),
-    "aligned@medoid/greedy": (True, DEFAULT_PARTS, "medoid", "probe", "greedy", True),
+    "aligned@global/ot": (True, DEFAULT_PARTS, "global", "probe", "ot", True),
     "aligned~clients/regmean": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "clients", "regmean", True),
-    "aligned@first~learned/regmean": (True, DEFAULT_PARTS, "first", "learned", "regmean", True),
+    "aligned@consensus~learned/regmean": (True, DEFAULT_PARTS, "consensus", "learned", "regmean", True),
     "whole@consensus~weights/regmean": (True, WHOLE_MODEL, "consensus", "weights", "regmean", False),
     "ffn+heads/fisher": (True, ("ffn", "heads"), DEFAULT_ANCHOR, "probe", "fisher", False),
 }
@@ -339,30 +326,17 @@ def test_the_grammar_of_arms_that_merge(name: str) -> None:
     found = (arm.align, arm.parts, arm.anchor, arm.evidence, arm.aggregation, arm.other_basis)
     assert found == MERGING[name]
     assert arm.name == name
-    assert arm.ensemble == ("ensemble" in name)
     config = SimulationConfig.from_flat({"arms": f"plain, {name}"})
     assert config.cells()[1][2] == arm
     assert SimulationConfig.model_validate_json(config.to_json()) == config
 
 
 def test_every_aggregation_has_a_short_name() -> None:
-    for aggregation in AGGREGATIONS:
+    for aggregation in registered():
         short, full = Arm.parse(aggregation), Arm.parse(f"plain/{aggregation}")
         assert short.model_copy(update={"name": full.name}) == full
-        if not short.ensemble:
-            assert Arm.parse(f"aligned/{aggregation}").aggregation == aggregation
-    assert JOINED not in AGGREGATIONS
-
-
-def test_ensembles_soups_and_joined_training_have_their_conditions() -> None:
-    for arm in ("ensemble", "plain/ensemble-probabilities"):
-        with pytest.raises(ValueError, match="for task 'classification' or 'image', not for 'mlm'"):
-            SimulationConfig(task="mlm", arms=("plain", arm))
-    for arm in ("greedy", "aligned/greedy"):
-        with pytest.raises(ValueError, match="holdout must not be 0"):
-            SimulationConfig(holdout=0, arms=("plain", arm))
-    SimulationConfig(task="mlm", arms=("joined", "greedy", "aligned/regmean"))
-    SimulationConfig(holdout=0, arms=("joined", "ensemble", "aligned/fisher"))
+        assert Arm.parse(f"aligned/{aggregation}").aggregation == aggregation
+    assert JOINED not in registered()
 
 
 def test_heads_start_from_the_same_or_from_different_ones() -> None:
@@ -374,22 +348,19 @@ def test_heads_start_from_the_same_or_from_different_ones() -> None:
 
 BAD_ARMS = {
     "aligned/median": "unknown aggregation 'median'",
-    "aligned/regmean@first": "unknown aggregation 'regmean@first'",
-    "aligned/regmean/greedy": "unknown aggregation 'regmean/greedy'",
+    "aligned/regmean@global": "unknown aggregation 'regmean@global'",
+    "aligned/regmean/ot": "unknown aggregation 'regmean/ot'",
     "aligned/regmean~weights": "unknown aggregation 'regmean~weights'",
     "aligned/joined": "unknown aggregation 'joined'",
     "aligned/": "unknown aggregation ''",
     "plain/": "unknown aggregation ''",
     "/regmean": "unknown part ''",
     "Joined": "'Joined'",
-    "joined@first": "'joined'",
+    "joined@global": "'joined'",
     "joined/regmean": "'joined'",
-    "regmean@first": "'regmean'",
-    "ensemble@first": "'ensemble'",
-    "plain@first/regmean": "'plain'",
+    "regmean@global": "'regmean'",
+    "plain@global/regmean": "'plain'",
     "plain~weights/regmean": "'plain'",
-    "aligned/ensemble": "an ensemble needs no alignment; use 'ensemble'",
-    "whole/ensemble-probabilities": "use 'ensemble-probabilities'",
     "whole~clients/regmean": "'clients' goes with 'aligned'",
     "": "unknown part ''",
     "rotated": "'rotated'",
@@ -401,9 +372,9 @@ BAD_ARMS = {
     "+ffn": "''",
     "Aligned": "'Aligned'",
     "aligned@median": "unknown anchor 'median'",
-    "aligned@consensus@first": "unknown anchor 'consensus@first'",
+    "aligned@consensus@global": "unknown anchor 'consensus@global'",
     "aligned~oracle": "unknown evidence 'oracle'",
-    "aligned~clients@first": "unknown evidence 'clients@first'",
+    "aligned~clients@global": "unknown evidence 'clients@global'",
     "aligned~clients~learned": "unknown evidence 'clients~learned'",
     "aligned@median~oracle": "unknown anchor 'median'",
     "whole~clients": "'clients' goes with 'aligned'",
@@ -420,9 +391,6 @@ BAD_ARMS = {
     "aligned/regmean(beta)": "'beta' is not of the form KEY=VALUE",
     "aligned/regmean(gamma=1)": "'regmean' has no argument 'gamma'; it has alpha, beta",
     "plain/mean(batches=4)": "'mean' needs no statistics",
-    "ensemble(alpha=1)": "'ensemble' has no argument 'alpha'; it has none",
-    "plain/ensemble(batches=2)": "'ensemble' needs no statistics",
-    "plain/regmean++(beta=1)": "'regmean++' has no argument 'beta'; it has alpha",
     "plain#": "'#' names no clients",
     "plain#0+0": "'#0+0' names no clients",
     "plain#triples": "'#triples' names no clients; write #0+2, in this order, or #pairs or #subsets",
@@ -435,7 +403,6 @@ BAD_ARMS = {
     "aligned/regmean(alpha=nan)": "are numbers from 0 on",
     "aligned/regmean(batches=-3)": "batches is -3; give a whole number, at least 1",
     "aligned(layers=0)~clients": "clients match themselves; leave out the options",
-    "aligned:loss/regmean++": "a guard compares means, and 'regmean++' makes none",
     "joined#0+1": "'joined'",
     "aligned)": "'aligned)'",
     "output~learned": "'learned' goes with 'aligned'",
@@ -452,20 +419,15 @@ def test_arms_that_are_none_are_refused_with_their_name(name: str) -> None:
 
 
 def test_arms_have_options_arguments_and_clients() -> None:
-    arm = Arm.parse("attention+ffn(layers=last:2)@first*0/regmean(alpha=0.5;batches=4)#0+2")
+    arm = Arm.parse("attention+ffn(layers=last:2)@global*0/regmean(alpha=0.5;batches=4)#0+2")
     assert (arm.options.layers, arm.options.chance) == ("last:2", 0)
-    assert (arm.anchor, arm.aggregation, arm.arguments) == ("first", "regmean", {"alpha": 0.5})
+    assert (arm.anchor, arm.aggregation, arm.arguments) == ("global", "regmean", {"alpha": 0.5})
     assert (arm.batches, arm.clients) == (4, (0, 2))
     assert Arm.parse("attention(layers=1)").options.layers == (1,)
     assert Arm.parse("whole(within_heads=permutation)").options.within_heads == "permutation"
     alone = Arm.parse("regmean(alpha=0)#1+2")
     assert (alone.align, alone.aggregation, alone.clients) == (False, "regmean", (1, 2))
-    assert Arm.parse("ensemble#0+1").ensemble
     assert Arm.parse("attention*0/fisher").chance == 0
-    layerwise = Arm.parse("aligned/regmean++(alpha=0.5;batches=3)")
-    assert (layerwise.align, layerwise.needs_updates, layerwise.batches) == (True, True, 3)
-    with pytest.raises(ValueError, match=r"regmean\+\+ is for one round, not for 2"):
-        SimulationConfig(arms=("plain/regmean++",), rounds=2)
 
 
 def test_subsets_of_clients_are_written_out() -> None:
@@ -506,11 +468,11 @@ def test_the_task_decides_what_is_not_said() -> None:
     llama = SimulationConfig.from_flat({"task": "clm", "architecture": "llama"})
     assert llama.setting == "goemotions_ekman, iid, clm, llama"
     assert SimulationConfig(model="some/model").architecture == ""
-    SimulationConfig(task="image", arms=("plain", "ensemble"))
+    SimulationConfig(task="image", arms=("plain", "joined"))
 
 
 def test_only_runs_that_move_weights_need_a_supported_family() -> None:
-    for arms in (("plain",), ("plain/regmean", "joined"), ("ensemble",)):
+    for arms in (("plain",), ("plain/regmean", "joined")):
         assert not SimulationConfig(arms=arms).moves
         assert SimulationConfig(arms=arms, starts=("same", "scrambled")).moves
     for arm in ("aligned", "ot", "heads/fisher"):

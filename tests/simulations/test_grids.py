@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import reproductions.plugins  # noqa: F401
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import bundled_grids, read_grid

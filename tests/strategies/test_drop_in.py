@@ -21,7 +21,6 @@ from flwr.serverapp.strategy import (
 
 import fedrot
 from fedrot.errors import FedrotError
-from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, Checkpointing, Execution, FedRot, FedRotLoRA
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.lora import AlignedLoRA
@@ -297,7 +296,6 @@ class Personal(FedRot):
         lambda: Personal(CONFIG),
         lambda: Personal(align=False, aggregation=fedrot.aggregation.Mean),
         lambda: own_start(own_messages(FedRot))(CONFIG),
-        lambda: own_messages(FedRotLoRA)(LORA, AdapterOptions(schedule="alternate")),
     ],
 )
 def test_what_cannot_work_says_what_to_call(strategy: Callable[[], Any]) -> None:

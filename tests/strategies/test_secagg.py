@@ -31,8 +31,8 @@ from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp import Grid
 
 import fedrot
-from fedrot.lora import adapter_symmetry
 from fedrot.strategies import align_mod
+from reproductions.adapter_symmetry import adapter_symmetry
 from tests.fedrot.lora.test_averaging import adapter
 from tests.models import State
 from tests.models import largest_difference as difference

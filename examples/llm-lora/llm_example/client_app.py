@@ -8,7 +8,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedrot.lora import adapter_tensors, load_adapter, train_only
+from fedrot.lora import adapter_tensors, load_adapter
 from llm_example.dataset import load_data
 from llm_example.models import DEVICE, get_model, learning_rate
 
@@ -21,7 +21,6 @@ def train(message: Message, context: Context) -> Message:
     config, asked = context.run_config, message.content["config"]
     model = get_model(config)
     load_adapter(model, message.content["arrays"].to_torch_state_dict())
-    train_only(model, asked)
     model.to(DEVICE).train()
     server_round = int(asked["server-round"])
     rows = load_data(config, context.node_config, server_round)

@@ -17,10 +17,9 @@ def main(grid: Grid, context: Context) -> None:
     """Run the rounds; the log says how inexact each average was."""
     config = context.run_config
     model = get_model(config)
-    options = AdapterOptions(str(config["strategy.method"]), schedule=str(config["strategy.schedule"]))
     strategy = FedRotLoRA(
         model.peft_config["default"],
-        options,
+        AdapterOptions(str(config["strategy.method"])),
         fraction_train=float(config["strategy.fraction-train"]),
         fraction_evaluate=0.0,
     )

@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 from peft import PeftModel
 
 from classifier_example import task
-from fedrot.lora import adapter_tensors, load_adapter, train_only
+from fedrot.lora import adapter_tensors, load_adapter
 
 app = ClientApp()
 
@@ -17,7 +17,6 @@ def train(message: Message, context: Context) -> Message:
     """Train the received adapter on the client's rows."""
     config = context.run_config
     model = received(message, context)
-    train_only(model, message.content["config"])
     rows, _ = task.load_data(config, context.node_config)
     loss = task.train(model, rows, int(config["local-epochs"]), float(config["learning-rate"]))
     adapter = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
@@ -40,6 +39,5 @@ def received(message: Message, context: Context) -> PeftModel:
     """Return the model with the received adapter, reduced to this client's rank."""
     ranks, client = task.ranks(context.run_config), int(context.node_config["partition-id"])
     model = task.build_model(context.run_config, ranks[client % len(ranks)])
-    best = context.run_config["method"] != "pad"  # Else the first rows, to which the server adds zeros.
-    load_adapter(model, message.content["arrays"].to_torch_state_dict(), best=best)
+    load_adapter(model, message.content["arrays"].to_torch_state_dict())
     return model

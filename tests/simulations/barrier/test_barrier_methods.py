@@ -20,8 +20,7 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.research import Barrier, interpolate, unit_statistics
-from fedrot.research.learning import LearningOptions
+from fedrot.interpolation import Barrier, interpolate
 from fedrot.simulations.barrier import barrier_methods, barrier_report
 from fedrot.simulations.barrier.barrier_lines import (
     BarrierLine,
@@ -39,6 +38,8 @@ from fedrot.simulations.report.plots import save_figure
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
+from reproductions.learning import LearningOptions
+from reproductions.variance import unit_statistics
 from tests.simulations.commands import SMALL
 
 

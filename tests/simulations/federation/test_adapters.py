@@ -37,10 +37,6 @@ SMALL: dict[str, Any] = {
 ARMS = (
     "plain",
     "lora-exact(gauge=previous)",
-    "lora-mean(residual=fold)",
-    "lora-mean(schedule=freeze-a)",
-    "lora-stack(residual=fold)",
-    "adapters@global*0",
     "joined",
 )
 
@@ -113,23 +109,11 @@ def test_plain_is_the_mean_of_the_factors(all_arms: Path, pretrained: Path) -> N
 
 def test_errors_of_the_averages_are_recorded(all_arms: Path) -> None:
     error = values(all_arms, "fedrot-adapter-error", "alignment")
-    assert {arm for arm, _ in error} == {*ARMS[:5]}
+    assert {arm for arm, _ in error} == {*ARMS[:2]}
     for server_round in (1, 2):
         assert error["plain", server_round] > 0.001
-        for arm in (ARMS[2], ARMS[4]):
-            assert error[arm, server_round] == 0
-        assert error["lora-mean(schedule=freeze-a)", server_round] < 1e-5
     # Of the same updates no factors have a smaller one; later rounds start from different adapters.
     assert error["lora-exact(gauge=previous)", 1] < error["plain", 1]
-
-
-def test_factors_are_rotated_as_fedrot_does(all_arms: Path) -> None:
-    moved = values(all_arms, "fedrot-groups-moved", "alignment")
-    # Two clients, two modules; without a test against chance.
-    assert moved["adapters@global*0", 1] == 4
-    loss = values(all_arms, "loss", "central")
-    assert loss["adapters@global*0", 2] != loss["plain", 2]
-    assert abs(loss["adapters@global*0", 2] - loss["plain", 2]) < 0.1
 
 
 def test_bytes_are_those_of_what_travels(all_arms: Path, pretrained: Path) -> None:
@@ -137,10 +121,8 @@ def test_bytes_are_those_of_what_travels(all_arms: Path, pretrained: Path) -> No
     tensors = adapter_tensors(build_model(config, task_of(config.to_json()).data, 0))
     size = 4 * sum(tensor.numel() for tensor in tensors.values())
     sent, received = values(all_arms, "broadcast", "bytes"), values(all_arms, "bytes", "client:1")
-    for arm in ARMS[:5]:
-        assert received[arm, 2] == size == sent[arm, 1]
-        # Residuals of two modules of 16 x 16.
-        assert sent[arm, 2] == size + (2 * 16 * 16 * 4 if "fold" in arm else 0)
+    for arm in ARMS[:2]:
+        assert received[arm, 2] == size == sent[arm, 1] == sent[arm, 2]
 
 
 def test_the_same_run_twice_has_the_same_rows(run: Callable[..., Path], all_arms: Path) -> None:
@@ -151,13 +133,14 @@ def test_the_same_run_twice_has_the_same_rows(run: Callable[..., Path], all_arms
 
 
 def test_clients_of_several_ranks(run: Callable[..., Path]) -> None:
-    path = run("lora-exact", "lora-pad", lora="r=2+4,targets=query,alpha=6", holdout=0.2)
+    names = ("lora-exact", "lora-exact(gauge=none)")
+    path = run(*names, lora="r=2+4,targets=query,alpha=6", holdout=0.2)
     sizes = [values(path, "bytes", f"client:{client}") for client in range(2)]
-    for arm in ("lora-exact", "lora-pad"):
+    for arm in names:
         # Two factors of 16 x rank in float32.
         assert sizes[1][arm, 1] - sizes[0][arm, 1] == 2 * 16 * 2 * 4
     loss = values(path, "loss", "central")
-    assert loss["lora-exact", 2] != loss["lora-pad", 2]
+    assert loss[names[0], 2] != loss[names[1], 2]
     assert max(loss.values()) < 3
 
 
@@ -203,10 +186,6 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
             {"lora": "r=2+4,targets=q", "arms": "plain"},
             "arm 'plain': factors of different ranks have no mean",
         ),
-        ({"arms": "lora-mean(residual=fold)", "server": "adam"}, "has no step for base weights"),
-        ({"arms": "adapters/greedy"}, "arm 'adapters/greedy' is not for adapters"),
-        ({"arms": "adapters", "server": "adam"}, "has no arms of adapters"),
-        ({"lora": "", "arms": "adapters"}, "arm 'adapters' is for adapters; give lora"),
         ({"lora": "", "arms": "lora-exact"}, "arm 'lora-exact' is for adapters; give lora"),
         ({"lora": "", "server": "adam"}, "server 'adam' is for adapters; give lora"),
     ],
@@ -224,9 +203,7 @@ def test_arms_of_adapters_unless_they_are_named() -> None:
         for ranks in ("4", "2+4")
     )
     assert one.arms == ("plain", "lora-exact")
-    assert several.arms == ("lora-pad", "lora-exact")
-    with pytest.raises(ValueError, match="Unknown schedule 'freeze-a,by=both'"):
-        SimulationConfig.from_flat({**SMALL, "arms": "plain,lora-mean(schedule=freeze-a,by=both)"})
+    assert several.arms == ("lora-exact", "lora-exact(gauge=previous)")
 
 
 def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:

@@ -642,7 +642,7 @@ def test_models_that_cannot_be_merged(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--method", "magic"], "Unknown method 'magic'; choose from mean, fisher, regmean"),
+        (["--method", "magic"], "Unknown method 'magic'; choose from mean, fisher, ot, regmean"),
         (["--method", "fisher"], "Method 'fisher' collects statistics from data: give --data"),
         (["--method", "regmean", "--data", "goemotions_ekman"], "has no tokenizer, and the bundled"),
         (["--method", "fisher", "--data", "few", "--rows", "0"], "rows is 0"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import reproductions.plugins  # noqa: F401
 from fedrot.simulations.federation.run_folder import read_rows
 from tests.simulations.data.test_ner import write
 from tests.simulations.in_process import simulated

@@ -81,8 +81,8 @@ def simulate(
 
 @command(
     app,
-    "fedrot compare one-shot --data-dir data --out runs/grid",
-    "fedrot compare one-shot --data-dir data --out runs/small --quick",
+    "fedrot compare rounds --data-dir data --out runs/grid",
+    "fedrot compare rounds --data-dir data --out runs/small --quick",
 )
 def compare(
     grid: Annotated[Path, grid_argument("setting")],

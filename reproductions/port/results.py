@@ -2,11 +2,11 @@
 
 Two bases of one architecture are trained as language models from different starts, on halves of the
 GoEmotions comments. The first is fine-tuned to a classifier of other texts, which is carried
-over to the second base (``fedrot port``). Rows have loss and accuracy on held-out texts of ``base`` (the
+over to the second base (``porting``). Rows have loss and accuracy on held-out texts of ``base`` (the
 second base with the head of the fine-tuned model), ``none`` (the naive port), ``permutation``,
 ``rotation`` with and without the tokenizer's order, and ``tuned``, the fine-tuned model itself.
 
-    python benchmarks/port.py --data-dir DIR --out runs/port
+    python -m reproductions.port.results --data-dir DIR --out runs/port
 """
 
 from __future__ import annotations

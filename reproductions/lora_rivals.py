@@ -212,8 +212,9 @@ class RivalAverage(AdapterAverage):
     options: RivalOptions
 
     def __post_init__(self) -> None:
-        if not isinstance(self.options, RivalOptions):
-            self.options = RivalOptions(self.options.method, self.options.gauge)
+        given: AdapterOptions = self.options
+        if not isinstance(given, RivalOptions):
+            self.options = RivalOptions(given.method, given.gauge)
         super().__post_init__()
 
     def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot import learning
 from fedrot.learning import Learned, loss_of, turned
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
@@ -266,6 +267,19 @@ def test_batches_are_gone_through_again_and_only_once_if_a_generator() -> None:
     streamed = _learn(anchor, update, batches=(b for b in (first, second)), steps=5)
     assert len(listed.losses) == 5
     assert listed.losses == streamed.losses
+
+
+def test_rotations_are_learned_as_fedrot_learns_them() -> None:
+    symmetry = symmetry_for(NAME)
+    anchor, update = state_of(NAME), state_of(NAME, 4)
+    start = fedrot.align(update, anchor, symmetry)
+    given: Any = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
+    ours = learning.learn_alignment(*given, learning.LearningOptions(("attention",), steps=4))
+    options = LearningOptions(("attention",), steps=4, lr=learning.LR, points=learning.POINTS)
+    theirs = learn_alignment(*given, options)
+    assert ours.losses == theirs.losses
+    for one, other in zip(ours.alignment.moves, theirs.alignment.moves, strict=True):
+        assert torch.equal(one.element, other.element)
 
 
 # What is left alone

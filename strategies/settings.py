@@ -171,6 +171,7 @@ class Reporting:
     def __post_init__(self) -> None:
         if self.rows_path is not None and self.rows_path.is_dir():
             raise FedrotError(f"rows is the folder '{self.rows}'; give a file in it, rows.jsonl, say.")
-        if not (self.on_round is None or callable(self.on_round)):
-            kind = type(self.on_round).__name__
+        given: object = self.on_round
+        if not (given is None or callable(given)):
+            kind = type(given).__name__
             raise FedrotError(f"on_round is a {kind}; give a function of a round's number and metrics.")

@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
 from torch import nn
 
+import reproductions.anchors
+import reproductions.lora_rivals
+import reproductions.soup  # noqa: F401
 from fedrot.collect.statistic_kinds import TRAINED
 from fedrot.simulations.arm import (
     ADAPTER_OPTIONS,

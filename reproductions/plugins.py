@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import reproductions.anchors
 import reproductions.arms
 import reproductions.barriers.methods
-import reproductions.lora_rivals
-import reproductions.report.sections
-import reproductions.soup  # noqa: F401
+import reproductions.report.sections  # noqa: F401
 from fedrot.simulations.grids import FOLDERS
 
 FOLDERS.append(Path(__file__).parent / "grids")

@@ -13,7 +13,7 @@ from flwr.app import Context, RecordDict
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import reproductions.plugins  # noqa: F401
+import reproductions.arms  # noqa: F401
 from fedrot.simulations import config as configuration
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.cli.app import app

@@ -90,7 +90,7 @@ def test_the_wheel_holds_one_package_with_types_data_and_licences(wheel: Path) -
         "fedrot/py.typed",
         "fedrot/strategies/aligned.py",
         "fedrot/simulations/cli/app.py",
-        "fedrot/simulations/experiments/one-shot.toml",
+        "fedrot/simulations/experiments/rounds.toml",
         "fedrot/simulations/flower_app/pyproject.toml",
         "fedrot/simulations/data/bundled/goemotions_ekman_train.parquet",
         "fedrot/simulations/data/bundled/goemotions_ekman_test.parquet",
@@ -121,7 +121,7 @@ def test_a_bundled_grid_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_
     pq.write_table(pa.table(rows), tmp_path / "data" / "dair_emotion.parquet")
     code = (
         "from fedrot.simulations.cli.app import app\n"
-        "for line in ('compare one-shot --data-dir data --out run --dry-run', 'flower-app app'):\n"
+        "for line in ('compare rounds --data-dir data --out run --dry-run', 'flower-app app'):\n"
         "    app(line.split(), standalone_mode=False)\n"
     )
     result = subprocess.run(
@@ -134,7 +134,7 @@ def test_a_bundled_grid_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_
     )
     assert result.returncode == 0, result.stdout + result.stderr
     output = " ".join(result.stdout.split())
-    assert "160 cells (seed, start and arm)" in output
+    assert "40 cells (seed, start and arm)" in output
     assert "Flower app: app" in output
     assert not (tmp_path / "run").exists()
     assert (

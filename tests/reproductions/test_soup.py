@@ -17,10 +17,14 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean, aggregation_named, aggregations
+from fedrot.errors import FedrotError
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation.runner import check
 from fedrot.strategies import FedRot, Reporting
 from reproductions.soup import GreedySoup
 from tests.fedrot.oracles import Array
 from tests.models import EAGER, State, config_of, largest_difference, near
+from tests.simulations.commands import SMALL
 from tests.strategies.aggregating import Client, apart, honest, mean, merged, play
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import largest_difference as records_apart
@@ -245,3 +249,9 @@ def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
     ]
     aligned, _ = play(strategy, bare)
     assert records_apart(play(strategy, moved)[0], aligned) <= 1e-4
+
+
+def test_a_soup_needs_held_out_rows_of_the_clients() -> None:
+    config = SimulationConfig(**SMALL, arms=("plain", "greedy"), holdout=0.0)
+    with pytest.raises(FedrotError, match="arm 'greedy' chooses by clients' held-out rows"):
+        check([config])

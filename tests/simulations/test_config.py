@@ -512,3 +512,27 @@ def test_a_grid_of_something_else_than_tables_is_refused_in_one_line(text: str, 
     result = CliRunner().invoke(app, ["compare", str(grid), "--out", str(tmp_path / "run")])
     assert result.exit_code == BAD_INPUT
     assert "is no grid" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"local_epochs": 2.0},
+        {"lr": 0.5},
+        {"batch_size": 3},
+        {"partition": "dirichlet:0.5"},
+        {"clients": 7},
+        {"train_limit": 50},
+        {"width": 32},
+        {"holdout": 0.3},
+        {"rounds": 9},
+    ],
+    ids=str,
+)
+def test_settings_that_train_otherwise_share_no_training(change: dict[str, Any]) -> None:
+    assert SimulationConfig(**change).training != SimulationConfig().training
+
+
+def test_settings_that_differ_in_what_is_compared_share_trainings() -> None:
+    changes: dict[str, Any] = {"setting": "another", "arms": ("plain",), "starts": ("scrambled",)}
+    assert SimulationConfig(**changes, seeds=(5,)).training == SimulationConfig().training

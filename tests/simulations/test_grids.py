@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import reproductions.plugins  # noqa: F401
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import bundled_grids, read_grid
-from reproductions.barriers.grid import Grid
+from tests.simulations.commands import SMALL, invoke
 
 GRID = """
 [base]
@@ -148,8 +147,11 @@ def _rows_trained(config: SimulationConfig) -> float:
     return config.train_limit * epochs * len(config.cells())
 
 
-@pytest.mark.parametrize("name", bundled_grids("task"))
-def test_every_bundled_grid_of_barriers_has_a_quick_variant(name: str) -> None:
-    whole, quick = (Grid.read(Path(name), quick=small) for small in (False, True))
-    assert {cell.name for cell in quick.cells} <= {cell.name for cell in whole.cells}
-    assert sum(len(cell.pairs) * len(cell.methods) * cell.points for cell in quick.cells) <= 200
+def test_the_command_line_wins_over_a_grid(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    small = "\n".join(f"{name} = {value}" for name, value in SMALL.items())
+    grid.write_text(f'[base]\nmodel = "nowhere"\n{small}\n[[setting]]\nsetting = "one"\n')
+    code, said = invoke("compare", grid, "--out", tmp_path / "run", "--dry-run")
+    assert (code, "nowhere" in said) == (2, True), said
+    code, said = invoke("compare", grid, "--out", tmp_path / "run", "--dry-run", "--model", "elsewhere")
+    assert (code, "elsewhere" in said) == (2, True), said

@@ -20,7 +20,6 @@ from fedrot.simulations.federation.run_folder import RunFolder, read_rows
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import markdown_table
-from reproductions.barriers.grid import Grid, _file_of, _record
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 
@@ -66,7 +65,6 @@ def commands_on(copied: Path, model: Path) -> list[tuple[object, ...]]:
     return [
         ("merge", model, copied, "--out", out),
         ("check", copied),
-        ("port", model, copied, model, "--out", out),
         ("simulate", "--model", copied, "--dry-run", "--out", out),
     ]
 
@@ -180,7 +178,6 @@ def test_labels_of_pictures_are_cut_and_take_dollars_as_dollars(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x"])
 def test_lines_of_a_copy_stay_in_its_folder(name: str, tmp_path: Path) -> None:
-    assert _file_of(tmp_path, name, name, name).parent == tmp_path / "lines"
 
 
 ROW = {"setting": "a", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}
@@ -249,7 +246,6 @@ def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> No
     for call in (
         lambda: RunFolder(tmp_path, [SETTINGS], "one"),
         lambda: GridFolder(tmp_path, [SimulationConfig()], "one"),
-        lambda: _record(Grid.model_construct(cells=()), tmp_path, "one"),
     ):
         with pytest.raises(
             FileExistsError, match=r"has a config.json of something else, such as a model"

@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import fedrot
-from fedrot.simulations.jobs import Job, Machine, Outcome, run_jobs
+from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome, noted_failure, run_jobs
 
 
 def double(number: int) -> int:
@@ -140,3 +140,13 @@ def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(
     monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     found = outcomes([Job("a", double, (1,))], Machine(2))
     assert found["a"].value == 2
+
+
+def test_a_job_that_succeeds_at_last_leaves_no_traceback(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        failed = Outcome(None, "Traceback ...\nValueError: too small")
+        assert noted_failure(tmp_path, name, "A cell", failed).endswith("ValueError: too small")
+    assert noted_failure(tmp_path, "first", "A cell", Outcome(3, "")) == ""
+    assert [path.name for path in (tmp_path / FAILURES).iterdir()] == ["second.txt"]
+    noted_failure(tmp_path, "second", "A cell", Outcome(4, ""))
+    assert list(tmp_path.iterdir()) == []

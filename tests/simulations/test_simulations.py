@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import reproductions.plugins  # noqa: F401
+import reproductions.arms  # noqa: F401
 from fedrot.simulations.federation.run_folder import read_rows
 from tests.simulations.in_process import simulated
 from tests.simulations.runs import SMALL, central

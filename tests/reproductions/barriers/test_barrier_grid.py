@@ -23,7 +23,7 @@ from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
-from reproductions.barriers.grid import Cell, Grid, run_grid, shared_rows, trained
+from reproductions.barriers.grid import Cell, Grid, _file_of, _record, run_grid, shared_rows, trained
 from reproductions.report.compact import compact
 from tests.reproductions.commands import invoke
 from tests.simulations.commands import contents
@@ -383,3 +383,16 @@ def test_settings_that_differ_in_capitals_alone_are_refused(tmp_path: Path) -> N
     path.write_text(task.format("MLM") + task.format("mlm"))
     with pytest.raises(FedrotError, match="a setting of its own"):
         Grid.read(path)
+
+
+def test_names_with_slashes_stay_in_the_folder_of_lines(tmp_path: Path) -> None:
+    name = "../up/and/away"
+    assert _file_of(tmp_path, name, name, name).parent == tmp_path / "lines"
+
+
+def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "bert"}')
+    with pytest.raises(FileExistsError, match=r"has a config.json of something else, such as a model"):
+        _record(Grid.model_construct(cells=()), tmp_path, "one")
+    assert config.read_text() == '{"model_type": "bert"}'

@@ -49,10 +49,10 @@ def test_two_saved_models(name: str, models: Path, tmp_path: Path) -> None:
         models / f"{name}0",
         models / f"{name}1",
         *("--out", out, "--points", 5, "--rows", 64, "--test-limit", 60),
-        *("--methods", "vanilla,whole,verma"),
+        *("--methods", "vanilla,whole,whole+data"),
     )
     assert code == 0, output
-    assert all(word in output for word in ("vanilla", "whole", "verma", "share of", "seconds"))
+    assert all(word in output for word in ("vanilla", "whole", "whole+data", "share of", "seconds"))
     names = {"config.json", "versions.json", "rows.jsonl", "summary.md", "barrier.png"}
     assert {path.name for path in out.iterdir()} == names
     assert [path.name for path in out.parent.iterdir()] == ["out"]

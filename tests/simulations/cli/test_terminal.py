@@ -63,8 +63,7 @@ def test_help_is_printed_as_it_is_written(
 
 def test_help_shows_the_brackets_of_extras_and_tables() -> None:
     assert "pipinstall'fedrot[ot]'" in printed("merge", "--help")
-    for name, table in (("compare", "setting"), ("barriers", "task")):
-        assert f"[base]andone[[{table}]]each" in printed(name, "--help")
+    assert "[base]andone[[setting]]each" in printed("compare", "--help")
 
 
 def test_brackets_in_a_commands_own_help_and_examples_are_text() -> None:
@@ -160,8 +159,7 @@ def test_the_package_can_be_run_as_a_module(
     ("words", "completed"),
     [
         ("fedrot comp", {"compare"}),
-        ("fedrot compare stre", {"stream-one-shot", "stream-rounds"}),
-        ("fedrot barriers stre", {"stream-barriers"}),
+        ("fedrot compare stre", {"stream-rounds"}),
     ],
 )
 def test_the_shell_completes_commands_and_grids(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-import reproductions.plugins  # noqa: F401
+import reproductions.arms  # noqa: F401
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.domains import load_domains
 from fedrot.simulations.data.partition import key_names, partition_keys

@@ -256,3 +256,11 @@ def test_a_model_of_text_reads_no_images(tmp_path: Path) -> None:
     config = SimulationConfig(task="image", model=str(tmp_path))
     with pytest.raises(DataError, match="of type 'bert' reads no square images"):
         task_of(config.to_json())
+
+
+def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"cat": 6, "dog": 6})
+    for path in sorted(folder.glob("cat/*.png"))[:5]:
+        path.rename(path.with_suffix(".PNG"))
+    data = task_of(SimulationConfig(task="image", data=str(folder)).to_json()).data
+    assert len(data.train.labels) + len(data.test.labels) == 12

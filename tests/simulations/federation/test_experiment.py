@@ -14,7 +14,7 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
-import reproductions.plugins  # noqa: F401
+import reproductions.arms  # noqa: F401
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.federation.experiment import run_cells

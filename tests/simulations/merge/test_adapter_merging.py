@@ -262,3 +262,14 @@ def test_of_dora_the_report_says_what_it_is_about(tmp_path: Path) -> None:
     assert "this is about the products alone: DoRA's weights have magnitudes" in said
     plain = [saved(tmp_path / f"plain {name}", seed) for seed, name in enumerate("ab")]
     assert "magnitudes" not in invoke("merge-adapters", *plain, "--dry-run")[1]
+
+
+def test_a_merged_adapter_has_one_rank_and_no_pattern_of_the_first_one_s(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", 1, rank_pattern={"query": 4})
+    b = saved(tmp_path / "b", 2)
+    assert json.loads((a / "adapter_config.json").read_text())["rank_pattern"] == {"query": 4}
+    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
+    assert code == 0, said
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (written["r"], written["rank_pattern"]) == (4, {})
+    peft.PeftModel.from_pretrained(base(), tmp_path / "out")

@@ -39,8 +39,6 @@ def commands(a: Path, b: Path) -> list[tuple[str, ...]]:
     return [
         ("merge", str(a), str(b), "--dry-run"),
         ("diagnose", str(a), str(b)),
-        ("port", str(a), str(b), str(a), "--out", out),
-        ("port", str(a), str(a), str(b), "--out", out),
         ("barrier", str(a), str(b), "--data", "goemotions_ekman", "--out", out),
     ]
 
@@ -211,3 +209,14 @@ def test_a_tied_and_an_untied_model_are_refused_in_both_orders(first: str, tmp_p
         assert code == 2, output
         assert "'lm_head.weight' and 'model.embed_tokens.weight' are one tensor in" in output
         assert f"'{tmp_path / 'tied'}', and two in '{tmp_path / 'untied'}'" in output
+
+
+def test_positions_that_depend_on_the_largest_one_are_compared_with_it(tmp_path: Path) -> None:
+    a, b = pair("llama", tmp_path)
+    for kind, code in (("linear", 0), ("dynamic", 2)):
+        for folder, largest in ((a, 64), (b, 128)):
+            rope = {"rope_type": kind, "factor": 2.0}
+            configure(folder, rope_parameters=rope, max_position_embeddings=largest)
+        found, output = invoke("merge", str(a), str(b), "--dry-run")
+        assert found == code, output
+    assert "max_position_embeddings is 64 in" in output

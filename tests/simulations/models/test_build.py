@@ -88,3 +88,12 @@ def test_a_new_task_head_is_said_once(pretrained: Path, caplog: pytest.LogCaptur
     assert len(set(said)) == 1
     assert f"Not in '{pretrained}', so drawn at random: " in said[0]
     assert "classifier.weight" in said[0]
+
+
+def test_adapters_of_all_seeds_have_one_base_with_one_task_head(pretrained: Path) -> None:
+    config = SimulationConfig(model=str(pretrained), lora="r=2,targets=query", **SMALL)
+    data = task_of(config.to_json()).data
+    one, other = (build_model(config, data, seed).state_dict() for seed in (0, 1))
+    differ = {name for name in one if not torch.equal(one[name], other[name])}
+    assert differ
+    assert all("lora_" in name for name in differ)

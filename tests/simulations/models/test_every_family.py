@@ -23,13 +23,10 @@ from tests.simulations.commands import invoke
 MEMBERS = {families.config_of(name).model_type: name for name in reversed(families.MEMBERS)}
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
 
-_UNFOLDED = "bloom bart albert bert roberta xlm-roberta camembert deberta deberta-v2 distilbert electra"
-_UNFOLDED += " modernbert mpnet gemma3_text xglm clip_vision_model"
 _STORED = "vit deit gpt_neox mixtral"
 _IMAGES = "clip clip_vision_model"
 #: What is refused, by command and ``model_type``, with a part of the reason.
 REFUSED: dict[str, dict[str, str]] = {
-    "canonical": dict.fromkeys(_UNFOLDED.split(), "cannot be folded"),
     "merge": {
         **dict.fromkeys(_STORED.split(), "does not translate"),
         "xglm": "Leave 'residual' out of the parts",
@@ -39,7 +36,6 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(_STORED.split(), "does not translate"),
         **dict.fromkeys(_IMAGES.split(), "reads images: --data gives texts alone"),
     },
-    "port": {"xglm": "Port it with --match none"},
     "barrier": dict.fromkeys(
         ["clip", "clip_text_model", "clip_vision_model", "t5", "mt5", "mistral", "electra"],
         "a class that no task trains",
@@ -62,7 +58,7 @@ def _member(kind: str) -> Any:
     return replace(member, settings={**member.settings, **labels}).build("eager")
 
 
-def _save(kind: str, seed: int, folder: Path) -> Path:
+def save(kind: str, seed: int, folder: Path) -> Path:
     randomise(_member(kind).float(), seed).save_pretrained(folder)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(35))]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
@@ -93,16 +89,14 @@ def test_every_type_has_a_model_here() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if MEMBERS.get(kind) in families.KINDS])
 def test_every_command(kind: str, data: Path, tmp_path: Path) -> None:
-    a, b, c = (_save(kind, seed, tmp_path / place) for seed, place in enumerate("abc"))
+    a, b, c = (save(kind, seed, tmp_path / place) for seed, place in enumerate("abc"))
     texts = ("--data", "few", "--data-dir", data, "--max-length", 16)
     images = ("--data", "digits", "--max-length", 16)
     out = tmp_path / "out"
     commands = {
         "check": ("check", a),
-        "canonical": ("canonical", a, out / "canonical"),
         "merge": ("merge", a, b, "--parts", "whole", "--out", out / "merged"),
         "merge --data": ("merge", a, b, *texts, "--rows", 20, "--out", out / "with data"),
-        "port": ("port", a, b, c, "--out", out / "ported"),
         "diagnose": ("diagnose", a, b, c),
         "barrier": (
             *("barrier", a, b, "--out", out / "barrier", "--methods", "vanilla,rotation"),

@@ -15,7 +15,13 @@ from rich.console import Console
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
 from fedrot.simulations.report.run_page import PAGE, write_report
-from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
+from fedrot.simulations.report.tables import (
+    format_score,
+    markdown_table,
+    partition_table,
+    result_lines,
+    summary_tables,
+)
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -374,3 +380,23 @@ def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected
         ["pseudo_perplexity"],
     )
     assert format_score(line.scores[0]) == expected
+
+
+def test_many_classes_are_shown_from_the_most_frequent_one() -> None:
+    names = [f"class{i}" for i in range(12)]
+    counts = [[i * 10 for i in range(12)], [1] * 12]
+    text = StringIO()
+    Console(file=text, width=200).print(partition_table(counts, names, "main", 0))
+    shown = text.getvalue()
+    assert [name for name in names if f"{name} " in shown] == names[4:]
+    assert "4 others" in shown
+    assert [int(cell) for cell in re.findall("│ *([0-9]+) *│$", shown, re.MULTILINE)] == [60, 4]
+
+
+def test_differences_over_fewer_seeds_say_so_for_themselves(run: Path) -> None:
+    rows = result_rows()
+    write_lines(run / "rows.jsonl", rows)
+    assert "over 3 seeds" in write_report(run).read_text(encoding="utf-8")
+    fewer = [r for r in rows if (r["arm"], r["seed"]) != ("plain", 2)]
+    write_lines(run / "rows.jsonl", fewer)
+    assert "over 3 seeds" not in write_report(run).read_text(encoding="utf-8")

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-import reproductions.plugins  # noqa: F401
+import reproductions.arms  # noqa: F401
+from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.tasks.task import task_of
+from tests.simulations.commands import SMALL
 from tests.simulations.data.test_ner import write
 from tests.simulations.in_process import simulated
 
@@ -113,3 +116,12 @@ def test_the_report_shows_every_task(run: Path) -> None:
     for setting, metrics in METRICS.items():
         assert (run / "plots" / f"{setting}-{metrics[0]}.png").is_file()
         assert setting in report
+
+
+def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
+    config = SimulationConfig(**SMALL, clients=3, holdout=0.25)
+    task = task_of(config.to_json())
+    for client, rows in enumerate(task.clients(1)):
+        trained, held = task.client_rows(1, client)
+        assert sorted([*trained, *held]) == sorted(rows)
+        assert len(held) == len(rows) // 4 > 0

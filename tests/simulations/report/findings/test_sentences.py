@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.report.findings.sentences import WORDS, verdicts
+from fedrot.simulations.report.findings.sentences import WORDS, failed, verdicts
 
 #: Accuracy and loss of the arm plain, by seed.
 PLAIN = [(0.50, 1.00), (0.52, 1.10), (0.54, 1.20)]
@@ -77,3 +77,10 @@ def test_the_words_are_those_of_arms_and_starts() -> None:
     assert set(get_args(Start)) <= WORDS.keys()
     for word in WORDS.keys() - set(get_args(Start)):
         assert Arm.parse(word).name == word
+
+
+def test_failed_replies_are_counted_and_not_rounds() -> None:
+    about = {"setting": "one", "start": "same", "arm": "aligned", "metric": "fedrot-replies-failed"}
+    values = [{**about, "round": n, "seed": 0, "value": v} for n, v in ((1, 2.0), (2, 0.0), (3, 3.0))]
+    (said,) = failed(values)
+    assert "went on without 5 replies" in said

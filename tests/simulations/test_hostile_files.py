@@ -176,10 +176,6 @@ def test_labels_of_pictures_are_cut_and_take_dollars_as_dollars(tmp_path: Path) 
     rounds_plot(tmp_path / "plot.png", {HOSTILE: {1: 0.5}})
 
 
-@pytest.mark.parametrize("name", ["../../x", "/etc/x"])
-def test_lines_of_a_copy_stay_in_its_folder(name: str, tmp_path: Path) -> None:
-
-
 ROW = {"setting": "a", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}
 
 

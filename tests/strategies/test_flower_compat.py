@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.client.mod.utils import make_ffn
 from flwr.common import FitIns, Parameters
 from flwr.common.constant import ErrorCode
@@ -36,6 +37,7 @@ from fedrot.strategies.flower_compat import (
     inner_mods,
     metrics_function,
     outside_of_the_engine,
+    set_broadcast,
     transient_attributes,
     without_metrics,
 )
@@ -161,3 +163,13 @@ def test_an_error_of_transport_is_raised() -> None:
     asked = Message(RecordDict(), dst_node_id=7, message_type="train")
     with pytest.raises(OSError, match="torn"):
         list(LazyGrid(grid).send_and_receive([asked]))
+
+
+def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
+    inside, moved = FedAdam(), ArrayRecord({"w": torch.tensor([1.0, 2.0])})
+    wrapper = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, 1.0, 2)
+    vars(inside)["current_arrays"] = {"w": np.zeros(2, np.float32)}
+    vars(wrapper)["current_arrays"] = ArrayRecord({"w": torch.zeros(2)})
+    set_broadcast(wrapper, lambda: moved)
+    assert wrapper.current_arrays["w"].numpy().tolist() == [1.0, 2.0]
+    assert vars(inside)["current_arrays"]["w"].tolist() == [1.0, 2.0]

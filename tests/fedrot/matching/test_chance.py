@@ -543,3 +543,14 @@ def test_a_client_that_is_a_multiple_of_the_anchor_has_no_noise_and_none_of_noth
     assert line.slope == 0
     norm = sum(float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots)
     assert line.size == pytest.approx((norm / chance.entries_of(group, state)) ** 0.5)
+
+
+def test_tensors_of_one_null_model_have_noise_of_their_own() -> None:
+    """Equal noise in all layers would agree on an order of the stream: chance would be too large."""
+    anchor, symmetry = bert(layers=2)
+    client = {n: t + 0.05 * torch.randn(t.shape, generator=seeded(1)) for n, t in anchor.items()}
+    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    keys = [n for n in null if n.endswith("attention.self.key.weight")]
+    noise = [null[n] - anchor[n] * (null[n] * anchor[n]).sum() / anchor[n].square().sum() for n in keys]
+    one, other = (n.flatten().double() for n in noise[:2])
+    assert abs(float(one @ other / (one.norm() * other.norm()))) < 0.2

@@ -14,7 +14,7 @@ from flwr.app import Message
 import fedrot
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
-from fedrot.strategies.reporting.verdict import CHANCE, FOUND
+from fedrot.strategies.reporting.verdict import CHANCE, FOUND, empty_rounds
 from fedrot.strategies.round.round_report import FIGURES, Round
 from fedrot.strategies.settings import Robustness
 from fedrot.symmetry.moves import Move, apply_moves
@@ -186,3 +186,13 @@ def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch)
     assert metrics is not None
     found = {name: metrics[f"fedrot-seconds-{name}"] for name in ("waiting", "aligning", "round")}
     assert found == pytest.approx({"waiting": 1200, "aligning": 10, "round": 1210}, abs=5)
+
+
+def test_a_lost_round_is_lost_whatever_its_aggregation_says() -> None:
+    this_round = Round(1)
+    this_round.accepted, this_round.said = 3, "3 adapters: this average is exact"
+    this_round.lose("the aggregation is not finite")
+    said = this_round.log_end(aligned=False)
+    assert "not finite" in said
+    assert "exact" not in said
+    assert empty_rounds({1: said})

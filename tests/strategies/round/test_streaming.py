@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1001,3 +1002,40 @@ def test_an_anchor_follows_only_what_is_in_the_mean(monkeypatch: pytest.MonkeyPa
     sent = [reply(m, near(state(), 0.01, i), 10, i) for i, m in enumerate(messages)]
     strategy.aggregate_train(1, sent)
     assert accepted == [0, 2]
+
+
+def test_what_others_send_decides_who_of_two_comes_first() -> None:
+    """Otherwise a client could compute its own place, and choose it."""
+    first = set()
+    for other in range(20):
+        waiting = Waiting(Store(), attrgetter("weight"))
+        for number in (1, 2, 100 + other):
+            waiting.add(SimpleNamespace(weight=number))  # type: ignore[arg-type]
+        waiting.close()
+        order = [update.weight for update in waiting]
+        first.add(order.index(1) < order.index(2))
+    assert first == {True, False}
+
+
+def test_an_update_that_overflows_once_it_is_aligned_is_in_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def overflows(tensors: Any) -> None:
+        raise fedrot.UpdateError("it holds Inf")
+
+    strategy = FedRot(CONFIG)
+    messages = broadcast(strategy, state(), 2)
+    monkeypatch.setattr("fedrot.strategies.round.aligner.check_finite", overflows)
+    _, metrics = strategy.aggregate_train(1, replies(messages, updates(2), train_loss=0.5))
+    assert metrics is not None
+    assert metrics["fedrot-groups-moved"] == 0
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-dropped"]) == (0, 2)
+
+
+def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> None:
+    base = {"w": torch.ones(3), "steps": torch.tensor(100)}
+    strategy = behind(FedMedian)(CONFIG, align=False)
+    messages = broadcast(strategy, base, 3)
+    sent = [{"w": torch.ones(3), "steps": torch.tensor(n)} for n in (104, 107, 190)]
+    found, _ = strategy.aggregate_train(1, replies(messages, sent))
+    assert tensors_of(found)["steps"].tolist() == 107

@@ -26,7 +26,8 @@ from tests.fuzz.cases import EDGES, fuzzed, misspelt
 ROOT = Path(__file__).parents[2]
 FILES = {
     path.name: path.read_text("utf-8")
-    for path in sorted((ROOT / "simulations/experiments").glob("*.toml"))
+    for folder in ("simulations/experiments", "reproductions/grids")
+    for path in sorted((ROOT / folder).glob("*.toml"))
 }
 APP = re.search(
     r"\[tool\.flwr\.app\.config\]\n(.*)",

@@ -60,7 +60,7 @@ HEADER = 128
 GOOD = (
     to_arrays(UPDATE),
     to_arrays(UPDATE, torch.bfloat16),
-    to_arrays(UPDATE, torch.float16, MODEL),
+    to_arrays(UPDATE, torch.float16),
     ArrayRecord({n: Array(t.float().numpy()) for n, t in UPDATE.items() if t.is_floating_point()}
                 | {n: Array(UPDATE[n].numpy()) for n in ("count", "mask")}),
 )  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tupl
 
 def test_good_replies_are_accepted() -> None:
     for good in GOOD:
-        content = RecordDict({"arrays": to_arrays(from_arrays(good, MODEL) | UPDATE)})
+        content = RecordDict({"arrays": to_arrays(from_arrays(good) | UPDATE)})
         for arrays in (good, content["arrays"]):
             metrics = MetricRecord({"num-examples": 7})
             found = RecordDict({"arrays": arrays, "m": metrics, STATISTICS: GOOD_STATISTICS})

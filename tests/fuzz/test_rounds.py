@@ -288,7 +288,7 @@ def test_evaluations_of_honest_clients_are_averaged(hostile: Message, place: int
     honest = list(replies)
     replies[place:place] = [hostile, hostile]
     asked = Asked([message.metadata for message in QUESTIONS])
-    found = readable_evaluations(replies, asked, 1, "num-examples")
+    found = readable_evaluations(replies, asked, "num-examples")
     assert all(any(one is message for message in found) for one in honest)
     failed = [message for message in found if message.has_error()]
     assert len(found) <= 4

@@ -175,15 +175,12 @@ def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:
     assert "describes no [[setting]]" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", ["compare", "barriers"])
-def test_an_unknown_bundled_grid_lists_those_of_the_command(command: str, tmp_path: Path) -> None:
-    code, output = invoke(command, "one-shots", "--out", tmp_path / "run")
+def test_an_unknown_bundled_grid_lists_those_that_are_there(tmp_path: Path) -> None:
+    code, output = invoke("compare", "round", "--out", tmp_path / "run")
     assert code == BAD_INPUT
-    assert "There is no bundled grid 'one-shots'." in output
-    for name, entries in (("one-shot", "setting"), ("families-barriers", "task")):
-        listed = f" {name}," in output or f" {name}." in output
-        assert listed == (entries == ("setting" if command == "compare" else "task"))
-        assert f"[[{entries}]]" in bundled_grids(entries)[name]
+    assert "There is no bundled grid 'round'." in output
+    assert all(f" {name}," in output or f" {name}." in output for name in bundled_grids("setting"))
+    assert "[[setting]]" in bundled_grids("setting")["rounds"]
 
 
 def test_a_file_wins_over_a_bundled_grid_of_its_name(

@@ -112,7 +112,7 @@ def test_fields_that_change_no_output_may_differ(
 ) -> None:
     a, b = pair(name, tmp_path)
     configure(b, **changes)
-    for command in commands(a, b)[:4]:
+    for command in commands(a, b)[:-1]:
         code, output = invoke(*command)
         assert code == 0, (command, output)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

@@ -393,10 +393,14 @@ def test_many_classes_are_shown_from_the_most_frequent_one() -> None:
     assert [int(cell) for cell in re.findall("│ *([0-9]+) *│$", shown, re.MULTILINE)] == [60, 4]
 
 
-def test_differences_over_fewer_seeds_say_so_for_themselves(run: Path) -> None:
-    rows = result_rows()
+def test_differences_over_fewer_seeds_have_a_column_of_their_numbers(run: Path) -> None:
+    rows, column = result_rows(), '<th class="number">seeds</th>'
     write_lines(run / "rows.jsonl", rows)
-    assert "over 3 seeds" in write_report(run).read_text(encoding="utf-8")
+    assert column not in write_report(run).read_text(encoding="utf-8")
     fewer = [r for r in rows if (r["arm"], r["seed"]) != ("plain", 2)]
     write_lines(run / "rows.jsonl", fewer)
-    assert "over 3 seeds" not in write_report(run).read_text(encoding="utf-8")
+    assert write_report(run).read_text(encoding="utf-8").count(column) == 2
+    # All arms have two seeds, and one difference is over one of them.
+    apart = [r for r in rows if r["seed"] != (2 if r["arm"] == "plain" else 0)]
+    write_lines(run / "rows.jsonl", apart)
+    assert write_report(run).read_text(encoding="utf-8").count(column) == 2

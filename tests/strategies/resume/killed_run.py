@@ -136,7 +136,8 @@ def ending(result: Result, report: Path) -> dict[str, Any]:
 
 def without_clocks(record: Any) -> dict[str, Any]:
     """Return a row or record without what differs between any two runs."""
-    return {name: value for name, value in timeless(record).items() if name != "seconds"}
+    kept = {name: value for name, value in timeless(record).items() if name != "seconds"}
+    return kept | ({"metrics": timeless(kept["metrics"])} if "metrics" in kept else {})
 
 
 def die(folder: str, at: int) -> None:

@@ -202,7 +202,7 @@ def test_an_answer_to_a_request_for_matching_is_one_line(
 def test_an_evaluation_without_content_is_dropped() -> None:
     empty = Message(RecordDict({"metrics": METRICS}), reply_to=ASKED)
     empty.__dict__["_content"] = None
-    assert readable_evaluations([empty], Asked([ASKED.metadata]), 1, "num-examples") == []
+    assert readable_evaluations([empty], Asked([ASKED.metadata]), "num-examples") == []
 
 
 # What the aggregations and Flower's strategies divide by

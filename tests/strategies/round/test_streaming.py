@@ -43,7 +43,7 @@ from fedrot.strategies.round.round_report import Round
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Execution, Reporting, Robustness
-from tests.models import State, config_of, near
+from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, answer, grams, honest
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -1020,16 +1020,25 @@ def test_what_others_send_decides_who_of_two_comes_first() -> None:
 def test_an_update_that_overflows_once_it_is_aligned_is_in_no_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def overflows(tensors: Any) -> None:
-        raise fedrot.UpdateError("it holds Inf")
+    looked: list[int] = []
 
-    strategy = FedRot(CONFIG)
-    messages = broadcast(strategy, state(), 2)
-    monkeypatch.setattr("fedrot.strategies.round.aligner.check_finite", overflows)
-    _, metrics = strategy.aggregate_train(1, replies(messages, updates(2), train_loss=0.5))
-    assert metrics is not None
-    assert metrics["fedrot-groups-moved"] == 0
-    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-dropped"]) == (0, 2)
+    def first_overflows(tensors: Any) -> None:
+        looked.append(1)
+        if len(looked) == 1:
+            raise fedrot.UpdateError("it holds Inf")
+
+    def moved(clients: range, overflow: bool) -> Any:
+        strategy = FedRot(CONFIG, anchor="global", options=EAGER)
+        messages = broadcast(strategy, state(), 3)
+        with monkeypatch.context() as patch:
+            if overflow:
+                patch.setattr("fedrot.strategies.round.aligner.check_finite", first_overflows)
+            sent = replies(messages, updates(3), train_loss=0.5)
+            _, metrics = strategy.aggregate_train(1, [sent[i] for i in clients])
+        assert metrics is not None
+        return metrics["fedrot-groups-moved"]
+
+    assert moved(range(3), overflow=True) == moved(range(1, 3), overflow=False) > 0
 
 
 def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> None:

@@ -229,6 +229,7 @@ def test_good_replies_are_accepted() -> None:
 
 
 raw = st.binary(max_size=300) | headers() | mutated(GOOD[0]["embeddings"].data)
+raw |= st.just(GOOD[0]["embeddings"].data)
 claims = values() | st.just(GOOD[0]["embeddings"])
 
 

@@ -106,6 +106,11 @@ def test_every_domain_is_scored_by_its_own_labels(task: Task) -> None:
         model, task, task.test, np.flatnonzero(np.array(task.test.domains) == "talk")
     )  # type: ignore[attr-defined]
     assert set(few) == {"macro_f1", "f1_talk", "loss"}
+    # The loss is that of the domains with training rows.
+    news = training.evaluate(
+        model, task, task.test, np.flatnonzero(np.array(task.test.domains) == "news")
+    )  # type: ignore[attr-defined]
+    assert found["loss"] == pytest.approx((few["loss"] + news["loss"]) / 2)
 
 
 def test_clients_send_the_rows_of_the_head_whose_labels_they_know(task: Task) -> None:

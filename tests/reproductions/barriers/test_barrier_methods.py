@@ -38,6 +38,7 @@ from fedrot.simulations.report.plots import save_figure
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
+from reproductions.barriers import methods
 from reproductions.learning import LearningOptions
 from reproductions.variance import unit_statistics
 from tests.simulations.commands import SMALL
@@ -56,7 +57,7 @@ def model(task: Task) -> torch.nn.Module:
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is learned in 600 steps is tested elsewhere; here it is enough that something is."""
-    monkeypatch.setattr(barrier_methods, "LearningOptions", partial(LearningOptions, steps=5))
+    monkeypatch.setattr(methods, "LearningOptions", partial(LearningOptions, steps=5))
 
 
 def test_batches_for_methods_are_those_of_training(task: Task, model: torch.nn.Module) -> None:

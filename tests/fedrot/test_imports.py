@@ -1,4 +1,4 @@
-"""One-way arrows: simulations -> strategies -> fedrot, and a light ``import fedrot``."""
+"""One-way arrows: reproductions -> simulations -> strategies -> fedrot, and a light ``import fedrot``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("flwr", "flwr_datasets", "ray", "transformers", "datasets", "pandas", "sklearn", "matplotlib")
 FORBIDDEN = {
-    "fedrot": (*HEAVY, "fedrot.strategies", "fedrot.simulations"),
-    "strategies": ("fedrot.simulations",),
+    "fedrot": (*HEAVY, "fedrot.strategies", "fedrot.simulations", "reproductions"),
+    "strategies": ("fedrot.simulations", "reproductions"),
+    "simulations": ("reproductions",),
 }
 #: The import name of each top-level folder.
 PACKAGES = {"fedrot": "fedrot", "strategies": "fedrot.strategies", "simulations": "fedrot.simulations"}

@@ -1,4 +1,4 @@
-"""One-way arrows: reproductions -> simulations -> strategies -> fedrot, and a light ``import fedrot``."""
+"""One-way arrows: reproductions -> simulations -> strategies -> fedrot; ``import fedrot`` is light."""
 
 from __future__ import annotations
 

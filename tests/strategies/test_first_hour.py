@@ -129,7 +129,6 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
         ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
-        ({"aggregation": "greedy"}, r"score"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:

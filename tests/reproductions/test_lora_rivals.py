@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import AdapterOptions, AdapterUpdate, adapter_tensors, average_adapters
@@ -17,6 +18,7 @@ from fedrot.matching.procrustes import polar
 from reproductions.lora_clients import first_directions
 from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import (
+    KEEP_A,
     MODULES,
     SETTINGS,
     Adapter,
@@ -302,3 +304,31 @@ def test_threads_do_not_change_the_average(options: RivalOptions) -> None:
         check_threads(options)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("apart", "kept"), [(0.05, True), (3.0, False)])
+def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
+    """Where the clients' ``A`` moved far apart, their mean hardly meets the product's row space."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    start = {"q.lora_A.weight": drawn(8, 200), "q.lora_B.weight": torch.zeros(150, 8).double()}
+    sent = [{name: t + apart * drawn(*t.shape) for name, t in start.items()} for _ in range(4)]
+    found, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, KEEP_A)
+    mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("mean"))
+    near_mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact", "mean"))
+    size, most = (sum(float(t.square().sum()) for t in of.values()) for of in (found, mean))
+    assert size < 2 * most
+    assert torch.allclose(product(found, "q"), product(near_mean, "q"), atol=1e-9)
+    of_a = "q.lora_A.weight"
+    assert torch.equal(found[of_a], near_mean[of_a]) != kept
+    if kept:
+        assert torch.linalg.norm(found[of_a] - mean[of_a]) < 0.1 * torch.linalg.norm(mean[of_a])
+
+
+def test_rotated_factors_need_one_rank() -> None:
+    asked = updates([adapter(i, r) for i, r in enumerate((2, 4, 1))])
+    with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\]"):
+        average_adapters(asked, SETTINGS, RivalOptions("rotate"))

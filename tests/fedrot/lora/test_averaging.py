@@ -172,9 +172,8 @@ def test_ranks_may_differ_in_exact_averages(rank: int | None) -> None:
         assert torch.allclose(product(found, module), expected, atol=1e-8)
         assert report.error_of_factors[module] is None
     assert "factors of 2 modules have no mean, as ranks differ" in str(report)
-    for method in ("mean", "rotate"):
-        with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\].*method='exact'"):
-            average_adapters(asked, SETTINGS, AdapterOptions(method))
+    with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\].*method='exact'"):
+        average_adapters(asked, SETTINGS, AdapterOptions("mean"))
 
 
 def test_a_start_stays_trainable() -> None:
@@ -266,28 +265,6 @@ def test_keep_a_is_nearest_for_products_of_small_rank() -> None:
         z = torch.linalg.qr(drawn(5, 2))[0]
         other = mean - z @ z.mT @ outside
         assert torch.linalg.norm(a - mean) <= torch.linalg.norm(other - mean) + 1e-12
-
-
-@pytest.mark.parametrize(("apart", "kept"), [(0.05, True), (3.0, False)])
-def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
-    """Where the clients' ``A`` moved far apart, their mean hardly meets the product's row space."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    start = {"q.lora_A.weight": drawn(8, 200), "q.lora_B.weight": torch.zeros(150, 8).double()}
-    sent = [{name: t + apart * drawn(*t.shape) for name, t in start.items()} for _ in range(4)]
-    found, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, KEEP_A)
-    mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("mean"))
-    near_mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact", "mean"))
-    size, most = (sum(float(t.square().sum()) for t in of.values()) for of in (found, mean))
-    assert size < 2 * most
-    assert torch.allclose(product(found, "q"), product(near_mean, "q"), atol=1e-9)
-    of_a = "q.lora_A.weight"
-    assert torch.equal(found[of_a], near_mean[of_a]) != kept
-    if kept:
-        assert torch.linalg.norm(found[of_a] - mean[of_a]) < 0.1 * torch.linalg.norm(mean[of_a])
 
 
 def test_a_start_that_changed_the_base_needs_one_rank() -> None:

@@ -533,3 +533,13 @@ def test_settings_that_train_otherwise_share_no_training(change: dict[str, Any])
 def test_settings_that_differ_in_what_is_compared_share_trainings() -> None:
     changes: dict[str, Any] = {"setting": "another", "arms": ("plain",), "starts": ("scrambled",)}
     assert SimulationConfig(**changes, seeds=(5,)).training == SimulationConfig().training
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weight_decay": 0.3}, {"lr": 0.02}, {"batch_size": 5}, {"width": 32}, {"max_length": 20}],
+    ids=str,
+)
+def test_a_pretrained_start_is_trained_like_the_rest(change: dict[str, Any]) -> None:
+    found = SimulationConfig(**change).pretraining
+    assert {name: getattr(found, name) for name in change} == change

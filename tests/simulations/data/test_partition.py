@@ -181,3 +181,8 @@ def test_an_impossible_division_is_refused(spec: str, clients: int, message: str
 def test_rows_without_a_value_are_refused() -> None:
     with pytest.raises(PartitionError, match="1 rows have no value"):
         split_clients(np.zeros(2, dtype=int), {"x": ["a", None]}, Partition("column", "x"), 1, 0)
+
+
+def test_scores_have_the_names_of_their_places() -> None:
+    assert key_names(np.array([1.0, 4.9, 5.0, 2.1]), ()) == ("0", "1", "2", "3", "4", "5")
+    assert key_names(np.array([-2.0, 1.0]), ()) == ("-2", "-1", "0", "1")

@@ -210,3 +210,8 @@ def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:
     config = config_of(pretrained, pretrained, lora="r=2,targets=c_attn")
     with pytest.raises(ValueError, match="PEFT cannot adapt this BertForSequenceClassification"):
         build_model(config, task_of(config.to_json()).data, 0)
+
+
+def test_equal_ranks_in_turns_are_one_rank() -> None:
+    assert default_arms("r=8+8,targets=query") == default_arms("r=8,targets=query")
+    assert "plain" in default_arms("r=8+8,targets=query")

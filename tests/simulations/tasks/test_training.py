@@ -16,6 +16,7 @@ import torch
 from fedrot.simulations.config import SimulationConfig, TaskName
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.objectives import Classification
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.simulations.commands import SMALL
@@ -285,3 +286,10 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(task: Task) -> None:
     for name in ("loss", "accuracy"):
         assert whole[name] == pytest.approx(np.mean([one[name] for one in alone]), rel=1e-5)
     assert len({one["loss"] for one in alone}) > 30
+
+
+@pytest.mark.parametrize(("types", "kept"), [(0, False), (1, False), (2, True), (3, True)])
+def test_models_with_two_kinds_of_segments_read_them(types: int, kept: bool) -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(type_vocab_size=types))
+    batch = {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)}
+    assert ("token_type_ids" in model_inputs(model, batch)) == kept

@@ -170,7 +170,7 @@ def test_what_no_check_foresees_is_found_by_the_trial_step(tmp_path: Path) -> No
 
 def test_arms_that_choose_by_held_out_rows_need_some(tmp_path: Path) -> None:
     model = save(tmp_path / "bert", LEARNED["bert"])
-    options = ("--max-length", PLACES, "--arms", "greedy", "--train-limit", 8, "--clients", 4)
+    options = ("--max-length", PLACES, "--arms", "aligned:loss", "--train-limit", 8, "--clients", 4)
     code, output = simulate(model, *options)
-    assert (code, "arm 'greedy' chooses by clients' held-out rows" in output) == (2, True), output
+    assert (code, "arm 'aligned:loss' chooses by clients' held-out rows" in output) == (2, True), output
     assert simulate(model, *options, "--holdout", 0.5)[0] == 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
-from fedrot.simulations.plugins import PLUGINS, load_plugins
+from fedrot.simulations.plugins import PLUGINS
 
 ROOT = str(Path(__file__).parents[1])
+PROGRAM = ["python", "-m", "reproductions"]
 
 
 def main() -> None:
@@ -17,21 +17,13 @@ def main() -> None:
     paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {PLUGINS: "reproductions.plugins", "PYTHONPATH": os.pathsep.join(paths)}
     from fedrot.simulations.cli import commands
-    from fedrot.simulations.federation.runner import prepare_environment
-    from reproductions.commands import app
+    from fedrot.simulations.cli.app import main as start
+    from reproductions.commands import NAMES, app
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    prepare_environment()
-    load_plugins()
-    commands.PROGRAM[:] = ["python", "-m", "reproductions"]
-    known = {
-        command.name or command.callback.__name__
-        for command in app.registered_commands
-        if command.callback
-    }
-    if sys.argv[1:] and not sys.argv[1].startswith("-") and sys.argv[1] not in known:
+    commands.PROGRAM[:] = PROGRAM
+    if sys.argv[1:] and not sys.argv[1].startswith("-") and sys.argv[1] not in NAMES:
         sys.argv.insert(1, "repeat")
-    app(prog_name="python -m reproductions")
+    start(app, " ".join(PROGRAM))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ from fedrot.simulations.arm import (
     pairs,
 )
 from fedrot.simulations.config import TASKS, SimulationConfig
-from fedrot.simulations.federation.arm_strategies import AdapterCell, ArmRun, CellStrategy
+from fedrot.simulations.federation.arm_strategies import (
+    AdapterCell,
+    ArmRun,
+    CellStrategy,
+    adapter_strategy,
+)
 from fedrot.simulations.federation.arms import (
     STATISTICS_BATCH,
     STATISTICS_BATCHES,
@@ -155,18 +160,14 @@ class AdaptersStrategy(CellStrategy, FedRot):
         )
 
 
-def _rival(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
-    config, network = cell.task.config, model
-    build = {"mean": RivalStrategy, "adam": RivalAdam, "yogi": RivalYogi}[config.server]
-    rate = {} if config.server == "mean" else {"eta": config.server_lr}
-    settings: Any = network.peft_config["default"]  # type: ignore[index]
-    return build(cell, model, report, settings, cell.arm.adapters, **rate)
+#: The strategy of a rival's adapters by ``SimulationConfig.server``.
+OF_RIVALS = {"mean": RivalStrategy, "adam": RivalAdam, "yogi": RivalYogi}
 
 
 class RivalArm(Arm):
     """``lora-METHOD(OPTIONS)`` of ``RivalOptions``, ``lora-rotate(strength=0.4;by=alternate)``."""
 
-    strategy: ClassVar = staticmethod(_rival)
+    strategy: ClassVar = staticmethod(partial(adapter_strategy, OF_RIVALS))
 
     @property
     def rival(self) -> RivalOptions:

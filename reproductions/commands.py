@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.main import get_group
 
 from fedrot.simulations.cli.commands import command, command_line, console, examples, names, say
 from fedrot.simulations.cli.experiment_commands import (
@@ -142,3 +143,7 @@ def port(
     if found.taken:
         say(f"Note: the bases lack {', '.join(found.taken)}; they were moved as a whole.")
     say(f"Written: {out}")
+
+
+#: The names of the commands; other words are names of grids.
+NAMES = tuple(get_group(app).commands)

@@ -20,7 +20,6 @@ from fedrot.lora.gauges import GAUGES, Factors, Wanted, near_mean
 from fedrot.lora.module_sums import ModuleSums
 from fedrot.lora.products import Terms
 from fedrot.matching.procrustes import polar
-from fedrot.tensors import Tensors
 
 #: Methods for which clients may have different ranks.
 OF_ANY_RANK = ("pad", "exact", "stack")
@@ -142,15 +141,10 @@ class RivalOptions(AdapterOptions):
             return None
         return "A" if server_round % 2 else "B"
 
-    def average(
-        self,
-        settings: LoraSettings,
-        previous: Tensors | None = None,
-        server_round: int = 1,
-        rank: int | None = None,
-    ) -> AdapterAverage:
-        """Return an empty average."""
-        return RivalAverage(settings, self, previous, server_round, rank)
+    @property
+    def kind(self) -> type[AdapterAverage]:
+        """The class of the average."""
+        return RivalAverage
 
 
 def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Tensor:

@@ -55,7 +55,7 @@ class AdapterOptions:
     @property
     def any_rank(self) -> bool:
         """Whether clients may have different ranks."""
-        return METHODS[self.method].any_rank
+        return self.kind.any_rank
 
     def average(
         self,
@@ -65,7 +65,12 @@ class AdapterOptions:
         rank: int | None = None,
     ) -> AdapterAverage:
         """Return an empty average by the method; see ``AdapterAverage``."""
-        return METHODS[self.method](settings, self, previous, server_round, rank)
+        return self.kind(settings, self, previous, server_round, rank)
+
+    @property
+    def kind(self) -> type[AdapterAverage]:
+        """The class of the average."""
+        return METHODS[self.method]
 
 
 def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:

@@ -89,13 +89,11 @@ def _verma(*parts: str, residual: str = "first", **changes: Any) -> MatchingMeth
     return MatchingMethod(options, "data", **{**how, **changes})
 
 
-_OURS = dict(METHODS)
-
 #: All methods, in the order of the published tables.
 _ALL: dict[str, MatchingMethod] = {
-    VANILLA: _OURS[VANILLA],
+    VANILLA: METHODS[VANILLA],
     # Zhang et al. (2025)
-    "rotation": _OURS["rotation"],
+    "rotation": METHODS["rotation"],
     "rotation+heads": MatchingMethod(replace(EAGER, parts=("heads", "attention", "ffn"))),
     # Ainsworth et al. (2023): permutations found from weights
     "git-rebasin": MatchingMethod(replace(WHOLE, within_heads="permutation")),
@@ -113,9 +111,9 @@ _ALL: dict[str, MatchingMethod] = {
     "verma-heads@64": _verma("heads", "attention", "ffn", limit=64),
     "verma-heads@256": _verma("heads", "attention", "ffn", limit=256),
     "verma-heads@1024": _verma("heads", "attention", "ffn", limit=1024),
-    "whole": _OURS["whole"],
+    "whole": METHODS["whole"],
     "whole+probe": MatchingMethod(WHOLE, "probe"),
-    "whole+data": _OURS["whole+data"],
+    "whole+data": METHODS["whole+data"],
     # Alternatives to the defaults: other places of the residual stream's activations, and other
     # weights of activations.
     "whole+data@first": MatchingMethod(WHOLE, "data", residual="first"),
@@ -129,7 +127,7 @@ _ALL: dict[str, MatchingMethod] = {
     "learned": MatchingMethod(WHOLE, "data", refine=_learned),
     "whole+tokens": MatchingMethod(WHOLE, frequencies="counted"),
     # Rotations of the residual stream, for pre-norm models
-    "stream": _OURS["stream"],
+    "stream": METHODS["stream"],
     "stream+tokens": MatchingMethod(STREAM, frequencies="counted"),
     "stream+order": MatchingMethod(STREAM, frequencies="ordered"),
     "stream+probe": MatchingMethod(STREAM, "probe"),

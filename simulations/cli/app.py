@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import typer
+
 from fedrot.simulations.cli import experiment_commands, model_commands
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.federation import runner
@@ -13,9 +15,9 @@ from fedrot.simulations.plugins import load_plugins
 COMMANDS = (experiment_commands, model_commands)
 
 
-def main() -> None:
-    """Entry point of the command line; SIGTERM interrupts as Ctrl-C does."""
+def main(commands: typer.Typer = app, program: str | None = None) -> None:
+    """Entry point of a command line; SIGTERM interrupts as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner.prepare_environment()
     load_plugins()
-    app()
+    commands(prog_name=program)

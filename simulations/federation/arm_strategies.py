@@ -238,10 +238,18 @@ def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
         return cell.arm.strategy(cell, model, report)
     if not config.lora:
         return ArmStrategy(cell, model, report)
+    return adapter_strategy(OF_ADAPTERS, cell, model, report)
+
+
+def adapter_strategy(
+    by_server: Mapping[str, Callable[..., CellStrategy]], cell: ArmRun, model: nn.Module, report: Path
+) -> CellStrategy:
+    """Return the strategy of a cell of adapters, of those by ``SimulationConfig.server``."""
     network: Any = model
+    config = cell.task.config
     settings, options = network.peft_config["default"], cell.arm.adapters or AdapterOptions()
     rate = {} if config.server == "mean" else {"eta": config.server_lr}
-    return OF_ADAPTERS[config.server](cell, model, report, settings, options, **rate)
+    return by_server[config.server](cell, model, report, settings, options, **rate)
 
 
 def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""What a run reports: rows of its rounds in a file, and the metrics of every stage to a function."""
+"""The file of a run's rows, and the metrics of every stage for it and for ``on_round``."""
 
 from __future__ import annotations
 

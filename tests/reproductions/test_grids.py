@@ -6,26 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.grids import bundled_grids, read_grid
+from fedrot.simulations.grids import bundled_grids
 from reproductions.barriers.grid import Grid
+from tests.simulations.test_grids import check_quick
 
 
 @pytest.mark.parametrize("name", bundled_grids("setting"))
 def test_every_bundled_grid_of_settings_has_a_quick_variant(name: str) -> None:
-    whole, quick = (
-        [SimulationConfig.from_flat(entry) for entry in read_grid(Path(name), "setting", quick=small)]
-        for small in (False, True)
-    )
-    assert {config.setting for config in quick} <= {config.setting for config in whole}
-    assert sum(map(_rows_trained, quick)) <= 200_000
-
-
-def _rows_trained(config: SimulationConfig) -> float:
-    """Rows in training steps of all cells; 200,000 rows are minutes for models of two small layers."""
-    assert config.train_limit is not None, "a limit makes it small"
-    epochs = sum(map(config.epochs, range(1, config.rounds + 1)))
-    return config.train_limit * epochs * len(config.cells())
+    check_quick(name)
 
 
 @pytest.mark.parametrize("name", bundled_grids("task"))

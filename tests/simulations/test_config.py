@@ -408,9 +408,14 @@ BAD_ARMS = {
 
 @pytest.mark.parametrize("name", BAD_ARMS)
 def test_arms_that_are_none_are_refused_with_their_name(name: str) -> None:
+    check_refused(name, BAD_ARMS[name])
+
+
+def check_refused(name: str, reason: str) -> None:
+    """Check that an arm is refused with its name and the reason, alone and in a configuration."""
     with pytest.raises(ValueError, match=f"arm '{re.escape(name)}'") as caught:
         Arm.parse(name)
-    assert BAD_ARMS[name].lower() in str(caught.value).lower()
+    assert reason.lower() in str(caught.value).lower()
     with pytest.raises(ValueError, match=re.escape(f"arm '{name}'")):
         SimulationConfig(arms=("plain", name))
 

@@ -132,6 +132,11 @@ def test_a_matrix_is_a_list_for_each_key(matrix: str, grid: Path) -> None:
 
 @pytest.mark.parametrize("name", bundled_grids("setting"))
 def test_every_bundled_grid_of_settings_has_a_quick_variant(name: str) -> None:
+    check_quick(name)
+
+
+def check_quick(name: str) -> None:
+    """Check that the small variant of a bundled grid keeps settings of the whole one, and is small."""
     whole, quick = (
         [SimulationConfig.from_flat(entry) for entry in read_grid(Path(name), "setting", quick=small)]
         for small in (False, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from fedrot._io import write_text
 from fedrot.errors import FedrotError
+from fedrot.simulations.plugins import PLUGINS
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,10 @@ def _connect(machine: Machine) -> None:
     if machine.address:
         try:
             _check_reachable(machine.address)
-            ray.init(address=machine.address, log_to_driver=False)
+            plugins = os.environ.get(PLUGINS)
+            # Nodes that run already have an environment of their own.
+            told = {"env_vars": {PLUGINS: plugins}} if plugins else None
+            ray.init(address=machine.address, log_to_driver=False, runtime_env=told)
         except (OSError, ValueError) as error:
             raise FedrotError(
                 f"There is no Ray cluster at '{machine.address}': {error} Start one with 'ray start "

@@ -6,7 +6,7 @@ import os
 from functools import cache
 from importlib import import_module
 
-#: Environment variable: names of modules, separated by commas. Workers inherit it.
+#: Environment variable: names of modules, separated by commas. Workers inherit it, or receive it.
 PLUGINS = "FEDROT_PLUGINS"
 
 

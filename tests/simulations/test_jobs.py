@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 import fedrot
 from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome, noted_failure, run_jobs
+from fedrot.simulations.plugins import PLUGINS
 
 
 def double(number: int) -> int:
@@ -132,6 +133,14 @@ def test_two_nodes_share_the_jobs(two_nodes: str) -> None:
     jobs = [Job(str(i), where, (0.5,)) for i in range(6)]
     found = outcomes(jobs, Machine(address=two_nodes))
     assert len({outcome.value for outcome in found.values()}) == 2
+
+
+def test_nodes_of_a_cluster_are_told_the_plugins(
+    two_nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLUGINS, "json,math")
+    found = outcomes([Job("plug-ins", os.getenv, (PLUGINS,))], Machine(address=two_nodes))
+    assert found["plug-ins"] == Outcome("json,math", "")
 
 
 def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(

@@ -17,13 +17,14 @@ def main() -> None:
     paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {PLUGINS: "reproductions.plugins", "PYTHONPATH": os.pathsep.join(paths)}
     from fedrot.simulations.cli import commands
-    from fedrot.simulations.cli.app import main as start
+    from fedrot.simulations.cli.app import prepare
     from reproductions.commands import NAMES, app
 
     commands.PROGRAM[:] = PROGRAM
     if sys.argv[1:] and not sys.argv[1].startswith("-") and sys.argv[1] not in NAMES:
         sys.argv.insert(1, "repeat")
-    start(app, " ".join(PROGRAM))
+    prepare()
+    app(prog_name=" ".join(PROGRAM))
 
 
 if __name__ == "__main__":

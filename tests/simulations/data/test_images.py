@@ -256,3 +256,11 @@ def test_a_model_of_text_reads_no_images(tmp_path: Path) -> None:
     config = SimulationConfig(task="image", model=str(tmp_path))
     with pytest.raises(DataError, match="of type 'bert' reads no square images"):
         task_of(config.to_json())
+
+
+def test_suffixes_of_images_are_read_in_any_case(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos", {"dog": 5, "cat": 5})
+    for file in list((tmp_path / "photos").rglob("*.png")):
+        file.rename(file.with_suffix(".PNG" if file.stem < "3" else ".Png"))
+    data = load_image_data("photos", tmp_path)
+    assert len(data.train) + len(data.test) == 10

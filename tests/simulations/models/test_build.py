@@ -88,3 +88,18 @@ def test_a_new_task_head_is_said_once(pretrained: Path, caplog: pytest.LogCaptur
     assert len(set(said)) == 1
     assert f"Not in '{pretrained}', so drawn at random: " in said[0]
     assert "classifier.weight" in said[0]
+
+
+def test_adapters_of_any_seed_have_one_base(pretrained: Path) -> None:
+    """The task head, which the pretrained model lacks, is drawn alike for all."""
+    config = SimulationConfig(model=str(pretrained), lora="r=2,targets=query", **{**SMALL, "layers": 2})
+    data = task_of(config.to_json()).data
+    one, same, other = (build_model(config, data, seed).state_dict() for seed in (3, 3, 4))
+    drawn = {name for name in one if not torch.equal(one[name], other[name])}
+    assert drawn == {name for name in one if "lora_A" in name}
+    assert any("classifier" in name for name in one)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    (wide,) = {
+        len(t) for n, t in build_model(config, data, 3, rank=5).state_dict().items() if "lora_A" in n
+    }
+    assert (wide, {len(one[name]) for name in drawn}) == (5, {2})

@@ -14,8 +14,14 @@ from rich.console import Console
 
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
-from fedrot.simulations.report.run_page import PAGE, write_report
-from fedrot.simulations.report.tables import format_score, markdown_table, result_lines, summary_tables
+from fedrot.simulations.report.run_page import PAGE, _columns, write_report
+from fedrot.simulations.report.tables import (
+    format_score,
+    markdown_table,
+    partition_table,
+    result_lines,
+    summary_tables,
+)
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -374,3 +380,45 @@ def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected
         ["pseudo_perplexity"],
     )
     assert format_score(line.scores[0]) == expected
+
+
+def test_of_many_classes_the_most_frequent_have_a_column_each() -> None:
+    names = [f"c{number}" for number in range(11)]
+    # Of the second client the classes are rare where those of the first are frequent, but fewer.
+    counts = [[5, 90, 1, 80, 70, 60, 2, 50, 40, 30, 20], [5, 0, 0, 1, 2, 3, 3, 4, 5, 6, 7]]
+    text = StringIO()
+    Console(file=text, width=200).print(partition_table(counts, names, "mine", 3))
+    title, _, header, _, *lines, _ = text.getvalue().splitlines()
+    assert title.strip() == "Rows per client: mine, seed 3"
+    cells = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines]
+    kept = ("c1", "c3", "c4", "c5", "c7", "c8", "c9", "c10")
+    assert [cell.strip() for cell in header.strip("┃").split("┃")] == [
+        "client",
+        "rows",
+        *kept,
+        "3 others",
+    ]
+    assert cells == [
+        ["0", "448", "90", "80", "70", "60", "50", "40", "30", "20", "8"],
+        ["1", "36", "0", "1", "2", "3", "4", "5", "6", "7", "8"],
+    ]
+    nine = partition_table([row[:9] for row in counts], names[:9], "mine", 3)
+    assert [str(column.header) for column in nine.columns] == ["client", "rows", *names[:9]]
+
+
+@pytest.mark.parametrize("lost", [(), ("aligned", 2), ("plain", 2)])
+def test_the_page_says_one_number_of_seeds_only_if_all_numbers_are_over_it(
+    run: Path, lost: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(PAGE.sections, "settings")
+    rows = [row for row in result_rows() if row["arm"] != "hurtful" and row["start"] == "same"]
+    if lost:
+        # An arm with values of other seeds: both have as many, of which they share fewer.
+        for row in rows:
+            if (row["arm"], row["seed"]) == lost:
+                row["seed"] = 7
+    write_lines(run / "rows.jsonl", rows)
+    lines = result_lines(rows, ["accuracy", "loss"])
+    assert [line.seeds for line in lines] == [3, 3]
+    assert _columns(lines) == {"names": [], "seeds": 0 if lost else 3}
+    assert ("3 seed(s)" in write_report(run).read_text(encoding="utf-8")) == (not lost)

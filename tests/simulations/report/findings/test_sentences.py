@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.report.findings.sentences import WORDS, verdicts
+from fedrot.simulations.report.findings.sentences import WORDS, failed, verdicts
 
 #: Accuracy and loss of the arm plain, by seed.
 PLAIN = [(0.50, 1.00), (0.52, 1.10), (0.54, 1.20)]
@@ -77,3 +77,29 @@ def test_the_words_are_those_of_arms_and_starts() -> None:
     assert set(get_args(Start)) <= WORDS.keys()
     for word in WORDS.keys() - set(get_args(Start)):
         assert Arm.parse(word).name == word
+
+
+def lost(count: float, round: int, **more: Any) -> dict[str, Any]:
+    about = {"setting": "one", "start": "same", "arm": "aligned", "seed": 0, "scope": "alignment"}
+    return {**about, "round": round, "metric": "fedrot-replies-failed", "value": count, **more}
+
+
+def test_lost_replies_are_added_up_over_rounds_and_seeds() -> None:
+    rows = [
+        lost(2, 1),
+        lost(3, 2, seed=1),
+        lost(0, 3),
+        lost(4, 1, metric="fedrot-replies-dropped"),
+        lost(1, 1, arm="plain"),
+        lost(1, 1, start="scrambled"),
+        lost(0, 1, arm="whole"),
+    ]
+    assert failed(rows) == [
+        f"one, start {start}: {arm} went on without {count} replies of clients that failed, over all "
+        "rounds and seeds."
+        for start, arm, count in (
+            ("same", "aligned", 5),
+            ("same", "plain", 1),
+            ("scrambled", "aligned", 1),
+        )
+    ]

@@ -16,9 +16,7 @@ from fedrot.simulations.arm import AGGREGATIONS, EVIDENCE, JOINED, Arm
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import grid_run
 from fedrot.simulations.grids import bundled_grids, read_grid
-from fedrot.simulations.jobs import Machine
 from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 from fedrot.symmetry.groups import DEFAULT_PARTS
@@ -607,34 +605,3 @@ def test_settings_share_trainings_only_if_they_differ_in_what_they_compare() -> 
         if config.model_copy(update={name: value}).training == config.training
     }
     assert kept == {"setting", "arms", "starts", "seeds"}
-
-
-def test_the_command_line_wins_over_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = tmp_path / "grid.toml"
-    grid.write_text(
-        '[base]\ndata_dir = "elsewhere"\nlocal_epochs = 2\n[[setting]]\nmodel = "theirs"\n'
-        '[[setting]]\nsetting = "b"\nmodel = "others"\n'
-    )
-    seen: list[Any] = []
-    monkeypatch.setattr(grid_run, "compare", lambda *given, **options: seen.append((given, options)))
-    run = ("compare", grid, "--out", tmp_path / "run")
-    assert invoke(*run, "--workers", 3, "--ray", "there:1")[0] == 0
-    own = ("--data-dir", tmp_path / "here", "--model", "mine", "--gpus", 0.5, "--dry-run")
-    assert invoke(*run, *own)[0] == 0
-    (grids, out, *_, machine), options = seen[0]
-    assert [(config.model, config.data_dir) for config in grids] == [
-        ("theirs", Path("elsewhere")),
-        ("others", Path("elsewhere")),
-    ]
-    assert (out, machine, options) == (tmp_path / "run", Machine(3, "there:1"), {"dry_run": False})
-    (grids, *_, machine), options = seen[1]
-    assert [(config.model, config.data_dir) for config in grids] == [("mine", tmp_path / "here")] * 2
-    assert [config.local_epochs for config in grids] == [2, 2]
-    assert (machine, options) == (Machine(gpus=0.5), {"dry_run": True})
-
-
-def test_two_settings_of_one_name_are_refused(tmp_path: Path) -> None:
-    grid = tmp_path / "grid.toml"
-    grid.write_text('[[setting]]\nsetting = "a"\n[[setting]]\nsetting = "a"\nlr = 0.5\n')
-    code, output = invoke("compare", grid, "--out", tmp_path / "run")
-    assert (code, "Two settings have one name among ['a', 'a']" in output) == (BAD_INPUT, True), output

@@ -19,7 +19,6 @@ from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.data.labels import labels_of
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.data.texts import load_text_data
-from fedrot.simulations.report.tables import partition_table
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
@@ -580,13 +579,3 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
         load_text_data(str(tmp_path / "wide.csv"))
     (tmp_path / "ROWS.CSV").write_text("text,label\n" + "a,0\nb,1\n" * 10)
     assert len(load_text_data(str(tmp_path / "ROWS.CSV")).train) == 16
-
-
-def test_of_many_classes_the_table_shows_the_most_frequent() -> None:
-    counts = [[1] * 20, [2] * 20]
-    counts[0][17] = 9
-    table = partition_table(counts, [f"c{i}" for i in range(20)], "iid", 0)
-    assert [str(column.header) for column in table.columns] == [
-        *("client", "rows", "c0", "c1", "c2", "c3", "c4", "c5", "c6", "c17", "12 others")
-    ]
-    assert [list(column.cells) for column in table.columns][-2:] == [["9", "2"], ["12", "24"]]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.federation.experiment import run_cells
@@ -303,3 +304,76 @@ def test_a_stop_ends_the_run(play: Play, tmp_path: Path) -> None:
 def test_nodes_that_are_not_the_clients_are_refused(play: Play) -> None:
     with pytest.raises(RuntimeError, match=r"partitions \[0, 0\].*2 clients"):
         play(lambda partition: node(0), arms=("plain",))
+
+
+def test_finished_cells_are_not_run_again(play: Play, tmp_path: Path) -> None:
+    whole = play(arms=("plain", "joined", "aligned"), partition="iid")
+    before = read_rows(whole.path)
+    (tmp_path / "run" / "status.json").unlink()
+    again = play(arms=("plain", "joined", "aligned"), partition="iid")
+    # The last cell may lack rows.
+    assert {description.split(" · ")[-1] for description, *_ in again.progress} == {"aligned"}
+    assert len(again.trained) == 2 * 2
+    after = read_rows(again.path)
+    timeless = [
+        [{**row, "value": 0} if "seconds" in row["metric"] else row for row in rows]
+        for rows in (before, after)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+#: What clients are told beside the round, by arm.
+TOLD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "aligned*0.25": {"chance": 0.25},
+    "aligned*0.5/fisher(batches=3)": {"chance": 0.5, "batches": 3, "align": "attention+ffn"},
+    "aligned~learned": {"count": True},
+}
+
+
+@pytest.mark.parametrize("arm", TOLD)
+def test_clients_are_told_what_the_arm_needs(arm: str, play: Play) -> None:
+    told: list[dict[str, Any]] = []
+
+    def listening(partition: int) -> Client:
+        honest = node(partition)
+
+        def answer(message: Message) -> Message | None:
+            if message.metadata.message_type == "train":
+                (config,) = message.content.config_records.values()
+                told.append({**config})
+            return honest(message)
+
+        return answer
+
+    run = play(listening, arms=(arm,), rounds=1)
+    default = {"count": False, "align": "", "chance": Arm.parse("plain").chance, "batches": 0}
+    known = {"seed": 0, "start": "same", "last-round": 1, "simulation": run.config.to_json()}
+    expected = {**known, **default, **TOLD[arm]}
+    assert len(told) == 2
+    assert [{name: config[name] for name in expected} for config in told] == [expected] * 2
+
+
+def test_an_arm_of_some_clients_asks_no_others(play: Play) -> None:
+    asked: set[int] = set()
+
+    def listening(partition: int) -> Client:
+        honest = node(partition)
+
+        def answer(message: Message) -> Message | None:
+            if message.metadata.message_type != "query":
+                asked.add(partition)
+            return honest(message)
+
+        return answer
+
+    run = play(listening, arms=("plain#0+2",), clients=4, partition="iid")
+    assert asked == {0, 2}
+    scopes = {row["scope"] for row in read_rows(run.path)} - {"alignment"}
+    assert scopes == {"central", "client:0", "client:2", "alone:0", "alone:2"}
+
+
+def test_clients_without_held_out_rows_are_not_asked_for_scores(play: Play) -> None:
+    run = play(arms=("plain",), holdout=0.0, rounds=1)
+    assert not run.values("accuracy", scope="client:0")
+    assert {name for name, _ in run.evaluated} == {"test"}

@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.simulations.report import plots, run_page
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
-from fedrot.simulations.report.run_page import PAGE, _columns, write_report
+from fedrot.simulations.report.run_page import (
+    PAGE,
+    _columns,
+    file_name,
+    markdown_report,
+    write_report,
+)
 from fedrot.simulations.report.tables import (
     format_score,
     markdown_table,
-    partition_table,
     result_lines,
     summary_tables,
 )
@@ -382,30 +388,6 @@ def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected
     assert format_score(line.scores[0]) == expected
 
 
-def test_of_many_classes_the_most_frequent_have_a_column_each() -> None:
-    names = [f"c{number}" for number in range(11)]
-    # Of the second client the classes are rare where those of the first are frequent, but fewer.
-    counts = [[5, 90, 1, 80, 70, 60, 2, 50, 40, 30, 20], [5, 0, 0, 1, 2, 3, 3, 4, 5, 6, 7]]
-    text = StringIO()
-    Console(file=text, width=200).print(partition_table(counts, names, "mine", 3))
-    title, _, header, _, *lines, _ = text.getvalue().splitlines()
-    assert title.strip() == "Rows per client: mine, seed 3"
-    cells = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines]
-    kept = ("c1", "c3", "c4", "c5", "c7", "c8", "c9", "c10")
-    assert [cell.strip() for cell in header.strip("┃").split("┃")] == [
-        "client",
-        "rows",
-        *kept,
-        "3 others",
-    ]
-    assert cells == [
-        ["0", "448", "90", "80", "70", "60", "50", "40", "30", "20", "8"],
-        ["1", "36", "0", "1", "2", "3", "4", "5", "6", "7", "8"],
-    ]
-    nine = partition_table([row[:9] for row in counts], names[:9], "mine", 3)
-    assert [str(column.header) for column in nine.columns] == ["client", "rows", *names[:9]]
-
-
 @pytest.mark.parametrize("lost", [(), ("aligned", 2), ("plain", 2)])
 def test_the_page_says_one_number_of_seeds_only_if_all_numbers_are_over_it(
     run: Path, lost: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
@@ -422,3 +404,41 @@ def test_the_page_says_one_number_of_seeds_only_if_all_numbers_are_over_it(
     assert [line.seeds for line in lines] == [3, 3]
     assert _columns(lines) == {"names": [], "seeds": 0 if lost else 3}
     assert ("3 seed(s)" in write_report(run).read_text(encoding="utf-8")) == (not lost)
+
+
+def test_names_of_files_are_short_and_plain() -> None:
+    assert file_name("a/b: c, 0.5") == "a-b-c-0-5"
+    assert file_name("x" * 100) == "x" * 60
+
+
+def test_a_partition_without_results_is_drawn_and_models_have_short_names(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "partition_plot", lambda path, *given: drawn.append(given) or path)
+    monkeypatch.setattr(run_page, "data_uri", lambda path: f"data:{path.name}")
+    config = json.loads((run / "config.json").read_text())
+    first = config["settings"][0]
+    config["settings"] += [{**first, "setting": "other", "model": "/some/where/minilm"}, first]
+    (run / "config.json").write_text(json.dumps(config))
+    partition = {str(seed): {"sizes": [1], "counts": [[seed]]} for seed in (7, 8)}
+    (run / "partition.json").write_text(
+        json.dumps({"other": {"label_names": ["x"], "seeds": partition}})
+    )
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "2026-01-31 · data: goemotions_ekman · model: bert, minilm" in page
+    assert drawn == [([[7]], ["x"])]
+    assert "own held-out rows included, seed 7" in page
+    assert page.index("data:other-partition.png") < page.index("data:main-accuracy.png")
+    assert "setting other: 18 of 18 runs (start, arm, seed) have no final round yet" in page
+
+
+def test_the_markdown_of_a_run_has_all_of_its_tables(run: Path) -> None:
+    rows = alignment_rows()
+    for row in rows[:-1]:
+        row |= {"found": row["before"] - row["after"], "chance": 0.12}
+    write_lines(run / "alignment.jsonl", rows)
+    results, shares = markdown_report(run).split("\n\n")
+    assert results + "\n" == markdown_table(result_rows())
+    assert shares.startswith("| start | part | rounds | found | chance |")
+    assert "| same | attention | 1 | 30.0 % | 6.0 % | 5.0 |" in shares

@@ -16,10 +16,10 @@ from flwr.app import Context, Message, RecordDict
 
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import client_app
+from fedrot.simulations.federation import arm_strategies, client_app
 from fedrot.simulations.federation.experiment import run_cells
 from fedrot.simulations.federation.ordered_grid import Interrupted
-from fedrot.simulations.federation.run_folder import RunFolder, read_rows
+from fedrot.simulations.federation.run_folder import RunFolder, read_alignment, read_rows
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
@@ -377,3 +377,40 @@ def test_clients_without_held_out_rows_are_not_asked_for_scores(play: Play) -> N
     run = play(arms=("plain",), holdout=0.0, rounds=1)
     assert not run.values("accuracy", scope="client:0")
     assert {name for name, _ in run.evaluated} == {"test"}
+
+
+def test_rows_of_the_alignment_name_their_cell_and_are_there_once(play: Play) -> None:
+    run = play(arms=("aligned*0", "attention*0"), starts=("scrambled",), seeds=(0, 1))
+    rows = read_alignment(run.path)
+    found = [
+        (row["arm"], row["seed"], row["round"], row["client"], row["group"])
+        for row in rows
+        if "before" in row
+    ]
+    assert len(found) == len(set(found)) > 0
+    assert {cell[:3] for cell in found} == set(
+        itertools.product(("aligned*0", "attention*0"), (0, 1), (1, 2))
+    )
+    about = {(row["setting"], row["start"]) for row in rows}
+    assert about == {(run.config.setting, "scrambled")}
+
+
+def test_only_the_pretrained_start_is_pretrained(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretrain(model: Any, config: SimulationConfig) -> None:
+        with torch.no_grad():
+            model.classifier.bias.fill_(5)
+
+    monkeypatch.setattr(arm_strategies, "load_pretrained", pretrain)
+    starts = ("same", "pretrained")
+    run = play(arms=("plain", "joined"), starts=starts, pretrain_data="goemotions_ekman", rounds=1)
+    for start, bias in (("same", 0), ("pretrained", 5)):
+        first = run.values("accuracy", scope="central", round=0, start=start)
+        assert first == {(arm, "central", 0, 0): bias for arm in ("plain", "joined")}
+
+
+def test_a_client_without_held_out_rows_has_no_score(play: Play) -> None:
+    run = play(arms=("plain",), holdout=0.03)
+    held = [len(run.task.client_rows(0, client)[1]) for client in range(2)]
+    assert sorted(map(bool, held)) == [False, True]
+    for client, rows in enumerate(held):
+        assert bool(run.values("accuracy", scope=f"client:{client}")) == bool(rows)

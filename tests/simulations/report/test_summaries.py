@@ -12,6 +12,7 @@ from fedrot.simulations.report.summaries import (
     Place,
     compare_seeds,
     final_values,
+    headline,
     metrics_in,
     paired_difference,
     summarise,
@@ -77,6 +78,12 @@ def test_metrics_keep_their_order_with_the_loss_last() -> None:
     rows = [row("plain", 0, 1.0, metric=metric) for metric in ("loss", "matthews", "accuracy")]
     assert metrics_in(rows) == ["matthews", "accuracy", "loss"]
     assert [place.metric for place in summarise(rows, ["accuracy"])] == ["accuracy"]
+    assert headline(rows) == ["matthews", "loss"]
+    assert headline([row("plain", 0, 1.0, setting="s", metric="f1"), *rows]) == [
+        "f1",
+        "matthews",
+        "loss",
+    ]
 
 
 def test_the_interval_by_hand() -> None:

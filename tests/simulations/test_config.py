@@ -582,8 +582,8 @@ OTHER_VALUES: dict[str, Any] = {
     "fraction_train": 0.5,
     "starts": ("scrambled",),
     "pretrain_data": "texts",
-    "pretrain_limit": 9,
-    "pretrain_epochs": 2.0,
+    "pretrain_limit": 7,
+    "pretrain_epochs": 3.0,
     "task_head": "different",
     "arms": ("plain",),
     "seeds": (7,),
@@ -605,3 +605,44 @@ def test_settings_share_trainings_only_if_they_differ_in_what_they_compare() -> 
         if config.model_copy(update={name: value}).training == config.training
     }
     assert kept == {"setting", "arms", "starts", "seeds"}
+
+
+def test_pretraining_has_the_model_of_the_run_and_data_of_its_own() -> None:
+    kept = {name: OTHER_VALUES[name] for name in ("layers", "width", "heads", "max_length", "dropout")}
+    kept |= {name: OTHER_VALUES[name] for name in ("batch_size", "lr", "weight_decay")}
+    settings = {**OTHER_VALUES, **kept, "starts": ("pretrained",), "task": "classification"}
+    changes = {
+        "model": None,
+        "architecture": "gpt2",
+        "lora": "",
+        "server": "mean",
+        "fraction_train": 1.0,
+    }
+    config = SimulationConfig(**{**settings, **changes, "task_head": "same"})
+    expected = SimulationConfig(
+        **{**kept, "data_dir": "elsewhere", "architecture": "gpt2", "task": "clm"},
+        **{"data": "texts", "train_limit": 7, "local_epochs": 3.0, "clients": 1, "holdout": 0.0},
+    )
+    assert config.pretraining == expected
+
+
+def test_the_first_round_may_have_epochs_of_its_own() -> None:
+    config = SimulationConfig(local_epochs=2, first_epochs=0.5)
+    assert [config.epochs(number) for number in (1, 2, 3)] == [0.5, 2, 2]
+    assert SimulationConfig(local_epochs=2).epochs(1) == 2
+
+
+def test_zero_means_no_limit() -> None:
+    names = ("train_limit", "test_limit", "pretrain_limit", "first_epochs")
+    config = SimulationConfig.from_flat(dict.fromkeys(names, 0))
+    assert [getattr(config, name) for name in names] == [None] * 4
+
+
+def test_cells_are_every_seed_start_and_arm_seed_by_seed() -> None:
+    config = SimulationConfig(seeds=(3, 1), starts=("scrambled", "same"), arms=("plain", "ffn"))
+    assert [(seed, start, arm.name) for seed, start, arm in config.cells()] == [
+        (seed, start, arm)
+        for seed in (3, 1)
+        for start in ("scrambled", "same")
+        for arm in ("plain", "ffn")
+    ]

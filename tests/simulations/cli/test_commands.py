@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -225,3 +226,17 @@ def test_the_command_is_noted_as_a_shell_takes_it(monkeypatch: pytest.MonkeyPatc
     line = ["simulate", "--out", "my runs/a", "--arms", "lora-mean(residual=fold)"]
     monkeypatch.setattr("sys.argv", ["/somewhere/fedrot", *line])
     assert shlex.split(command_line()) == ["fedrot", *line]
+
+
+def test_the_report_of_a_run_is_also_written_as_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Path] = []
+    monkeypatch.setattr(runner, "present", lambda folder, console: shown.append(folder))
+    row = {"setting": "a", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "metric": "loss", "value": 0.25}) + "\n")
+    assert invoke("report", tmp_path) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert invoke("report", tmp_path, "--markdown", tmp_path / "results.md") == (0, "")
+    assert shown == [tmp_path] * 2
+    assert "| a | same | plain | 1 | 0.250 | - |" in (tmp_path / "results.md").read_text()

@@ -166,9 +166,10 @@ def test_learning_with_unknown_labels_is_refused() -> None:
         SimulationConfig.from_flat({"data": "a,b", "arms": "plain,aligned~learned"})
 
 
-def test_unseen_data_are_for_classification() -> None:
-    with pytest.raises(ValueError, match="unseen_data is for task 'classification', not for 'mlm'"):
-        SimulationConfig.from_flat({"task": "mlm", "unseen_data": "books"})
+@pytest.mark.parametrize("task", ["mlm", "clm", "image"])
+def test_unseen_data_are_for_classification(task: str) -> None:
+    with pytest.raises(ValueError, match=f"unseen_data is for task 'classification', not for '{task}'"):
+        SimulationConfig.from_flat({"task": task, "unseen_data": "books"})
 
 
 def test_the_loss_of_a_table_is_that_of_domains_with_training_rows(task: Task) -> None:

@@ -192,7 +192,10 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"lora": "r=2,targets=q,alpha=inf"}, "alpha is above 0"),
         ({"lora": "r=3,targets=q,dora=yes"}, "'yes' is neither 0 nor 1"),
         ({"model": None}, "lora needs a pretrained model; give model"),
+        ({"lora": "r=3,targets=q,dropout=1"}, "dropout from 0 to below 1"),
         ({"starts": "different"}, "lora needs start 'same'"),
+        ({"starts": "same,different"}, "lora needs start 'same'"),
+        ({"task_head": "different"}, "lora needs task_head 'same'"),
         ({"data": "goemotions_ekman,digits"}, "lora needs one data set"),
         ({"arms": "whole"}, "arm 'whole' is not for adapters; write plain"),
         ({"arms": "aligned"}, "arm 'aligned' is not for adapters; write plain"),
@@ -225,6 +228,8 @@ def test_arms_of_adapters_unless_they_are_named() -> None:
     )
     assert one.arms == ("plain", "lora-exact")
     assert several.arms == ("lora-pad", "lora-exact")
+    joined = SimulationConfig.from_flat({**several.model_dump(), "arms": "lora-exact,joined"})
+    assert joined.arms == ("lora-exact", "joined")
     with pytest.raises(ValueError, match="Unknown schedule 'freeze-a,by=both'"):
         SimulationConfig.from_flat({**SMALL, "arms": "plain,lora-mean(schedule=freeze-a,by=both)"})
 

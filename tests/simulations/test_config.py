@@ -200,6 +200,8 @@ def test_a_file_wins_over_a_bundled_grid_of_its_name(
     assert read_grid(Path("one-shot"), "setting") == [{"clients": 2}]
     with pytest.raises(FileNotFoundError):
         read_grid(Path("./rounds.toml"), "setting")
+    with pytest.raises(FileNotFoundError):
+        read_grid(tmp_path / "nowhere" / "rounds", "setting")
 
 
 def test_the_flower_app_is_written_to_a_new_folder(tmp_path: Path) -> None:

@@ -579,3 +579,11 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
         load_text_data(str(tmp_path / "wide.csv"))
     (tmp_path / "ROWS.CSV").write_text("text,label\n" + "a,0\nb,1\n" * 10)
     assert len(load_text_data(str(tmp_path / "ROWS.CSV")).train) == 16
+
+
+def test_f1_of_two_classes_is_that_of_class_1() -> None:
+    outputs = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    found = evaluate_predictions("single", ("f1", "macro_f1"), outputs, np.array([1, 1, 1, 0]))
+    # Two of three are found, and nothing else; of class 0 one of two that are predicted is right.
+    assert found["f1"] == pytest.approx(0.8)
+    assert found["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2)

@@ -264,3 +264,12 @@ def test_suffixes_of_images_are_read_in_any_case(tmp_path: Path) -> None:
         file.rename(file.with_suffix(".PNG" if file.stem < "3" else ".Png"))
     data = load_image_data("photos", tmp_path)
     assert len(data.train) + len(data.test) == 10
+
+
+def test_deep_grey_images_keep_their_upper_eight_bits(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 40_000, dtype=np.uint16)).save(file, "png")
+    write(tmp_path / "deep.parquet", image=[file.getvalue()] * 10, label=[0, 1] * 5)
+    data = load_image_data(str(tmp_path / "deep.parquet"))
+    assert data.channels == 1
+    assert {int(value) for image in data.train.pixels for value in image.flat} == {40_000 // 256}

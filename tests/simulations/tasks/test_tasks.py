@@ -135,3 +135,5 @@ def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
             assert held.tolist() not in (sorted(own.tolist())[: len(held)], [])
             held_by_seed.add((client, tuple(held.tolist())))
     assert len(held_by_seed) == 6
+    first, second = (task.clients(seed) for seed in (0, 1))
+    assert [own.tolist() for own in first] != [own.tolist() for own in second]

@@ -285,3 +285,11 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(task: Task) -> None:
     for name in ("loss", "accuracy"):
         assert whole[name] == pytest.approx(np.mean([one[name] for one in alone]), rel=1e-5)
     assert len({one["loss"] for one in alone}) > 30
+
+
+def test_batches_of_similar_lengths_come_in_any_order(task: Task) -> None:
+    rows = np.arange(64)
+    found = list(training.batches(task.train, rows, 4, np.random.default_rng(0)))
+    means = [float(task.train.lengths(batch).mean()) for batch in found]
+    assert sorted(means) not in (means, means[::-1])
+    assert sorted(np.concatenate(found).tolist()) == rows.tolist()

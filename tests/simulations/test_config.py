@@ -194,6 +194,8 @@ def test_a_file_wins_over_a_bundled_grid_of_its_name(
     assert read_grid(Path("one-shot"), "setting") == [{"clients": 2}]
     with pytest.raises(FileNotFoundError):
         read_grid(Path("./rounds.toml"), "setting")
+    with pytest.raises(FileNotFoundError):
+        read_grid(tmp_path / "nowhere" / "rounds", "setting")
 
 
 def test_the_flower_app_is_written_to_a_new_folder(tmp_path: Path) -> None:
@@ -516,35 +518,96 @@ def test_a_grid_of_something_else_than_tables_is_refused_in_one_line(text: str, 
     assert "is no grid" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"local_epochs": 2.0},
-        {"lr": 0.5},
-        {"batch_size": 3},
-        {"partition": "dirichlet:0.5"},
-        {"clients": 7},
-        {"train_limit": 50},
-        {"width": 32},
-        {"holdout": 0.3},
-        {"rounds": 9},
-    ],
-    ids=str,
-)
-def test_settings_that_train_otherwise_share_no_training(change: dict[str, Any]) -> None:
-    assert SimulationConfig(**change).training != SimulationConfig().training
+#: Another value of every setting.
+OTHER_VALUES: dict[str, Any] = {
+    "setting": "mine",
+    "data": "other",
+    "unseen_data": "books",
+    "task": "mlm",
+    "data_dir": "elsewhere",
+    "text_column": "body",
+    "label_column": "mood",
+    "label_kind": "single",
+    "missing": "drop",
+    "train_limit": 9,
+    "test_limit": 9,
+    "model": "some/model",
+    "architecture": "gpt2",
+    "layers": 3,
+    "width": 64,
+    "heads": 2,
+    "max_length": 32,
+    "dropout": 0.2,
+    "lora": "r=2,targets=query",
+    "server": "adam",
+    "server_lr": 0.5,
+    "clients": 5,
+    "partition": "dirichlet:1",
+    "holdout": 0.2,
+    "fraction_train": 0.5,
+    "starts": ("scrambled",),
+    "pretrain_data": "texts",
+    "pretrain_limit": 7,
+    "pretrain_epochs": 3.0,
+    "task_head": "different",
+    "arms": ("plain",),
+    "seeds": (7,),
+    "rounds": 4,
+    "local_epochs": 2.0,
+    "first_epochs": 2.0,
+    "batch_size": 16,
+    "lr": 0.5,
+    "weight_decay": 0.5,
+}
 
 
-def test_settings_that_differ_in_what_is_compared_share_trainings() -> None:
-    changes: dict[str, Any] = {"setting": "another", "arms": ("plain",), "starts": ("scrambled",)}
-    assert SimulationConfig(**changes, seeds=(5,)).training == SimulationConfig().training
+def test_settings_share_trainings_only_if_they_differ_in_what_they_compare() -> None:
+    config = SimulationConfig(setting="one")
+    assert OTHER_VALUES.keys() == SimulationConfig.model_fields.keys()
+    kept = {
+        name
+        for name, value in OTHER_VALUES.items()
+        if config.model_copy(update={name: value}).training == config.training
+    }
+    assert kept == {"setting", "arms", "starts", "seeds"}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"weight_decay": 0.3}, {"lr": 0.02}, {"batch_size": 5}, {"width": 32}, {"max_length": 20}],
-    ids=str,
-)
-def test_a_pretrained_start_is_trained_like_the_rest(change: dict[str, Any]) -> None:
-    found = SimulationConfig(**change).pretraining
-    assert {name: getattr(found, name) for name in change} == change
+def test_pretraining_has_the_model_of_the_run_and_data_of_its_own() -> None:
+    kept = {name: OTHER_VALUES[name] for name in ("layers", "width", "heads", "max_length", "dropout")}
+    kept |= {name: OTHER_VALUES[name] for name in ("batch_size", "lr", "weight_decay")}
+    settings = {**OTHER_VALUES, **kept, "starts": ("pretrained",), "task": "classification"}
+    changes = {
+        "model": None,
+        "architecture": "gpt2",
+        "lora": "",
+        "server": "mean",
+        "fraction_train": 1.0,
+    }
+    config = SimulationConfig(**{**settings, **changes, "task_head": "same"})
+    expected = SimulationConfig(
+        **{**kept, "data_dir": "elsewhere", "architecture": "gpt2", "task": "clm"},
+        **{"data": "texts", "train_limit": 7, "local_epochs": 3.0, "clients": 1, "holdout": 0.0},
+    )
+    assert config.pretraining == expected
+
+
+def test_the_first_round_may_have_epochs_of_its_own() -> None:
+    config = SimulationConfig(local_epochs=2, first_epochs=0.5)
+    assert [config.epochs(number) for number in (1, 2, 3)] == [0.5, 2, 2]
+    assert SimulationConfig(local_epochs=2).epochs(1) == 2
+
+
+def test_zero_means_no_limit() -> None:
+    names = ("train_limit", "test_limit", "pretrain_limit", "first_epochs")
+    config = SimulationConfig.from_flat(dict.fromkeys(names, 0))
+    assert [getattr(config, name) for name in names] == [None] * 4
+
+
+def test_cells_are_every_seed_start_and_arm_seed_by_seed() -> None:
+    config = SimulationConfig(seeds=(3, 1), starts=("scrambled", "same"), arms=("plain", "ffn"))
+    assert [(seed, start, arm.name) for seed, start, arm in config.cells()] == [
+        (seed, start, arm)
+        for seed in (3, 1)
+        for start in ("scrambled", "same")
+        for arm in ("plain", "ffn")
+    ]

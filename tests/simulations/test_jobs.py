@@ -13,7 +13,15 @@ import ray
 from ray.cluster_utils import Cluster
 
 import fedrot
-from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome, noted_failure, run_jobs
+from fedrot.simulations.jobs import (
+    FAILURES,
+    Job,
+    Machine,
+    Outcome,
+    check_failures,
+    noted_failure,
+    run_jobs,
+)
 from fedrot.simulations.plugins import PLUGINS
 
 
@@ -151,11 +159,20 @@ def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(
     assert found["a"].value == 2
 
 
-def test_a_job_that_succeeds_at_last_leaves_no_traceback(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        failed = Outcome(None, "Traceback ...\nValueError: too small")
-        assert noted_failure(tmp_path, name, "A cell", failed).endswith("ValueError: too small")
-    assert noted_failure(tmp_path, "first", "A cell", Outcome(3, "")) == ""
-    assert [path.name for path in (tmp_path / FAILURES).iterdir()] == ["second.txt"]
-    noted_failure(tmp_path, "second", "A cell", Outcome(4, ""))
+def test_the_traceback_of_an_earlier_attempt_goes_when_the_job_succeeds(tmp_path: Path) -> None:
+    failed, fine = Outcome(None, "Traceback\n  in work\nValueError: no room\n"), Outcome(1, "")
+    for name in ("a", "b"):
+        said = noted_failure(tmp_path, name, f"cell {name}", failed)
+        assert said == f"FAILED, see {tmp_path / FAILURES / name}.txt: ValueError: no room"
+    assert (tmp_path / FAILURES / "b.txt").read_text() == f"cell b\n\n{failed.failure}"
+    assert noted_failure(tmp_path, "a", "cell a", fine) == ""
+    assert [file.name for file in (tmp_path / FAILURES).iterdir()] == ["b.txt"]
+    assert noted_failure(tmp_path, "b", "cell b", fine) == ""
+    assert noted_failure(tmp_path, "b", "cell b", fine) == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_jobs_are_counted_and_no_failure_is_no_error(tmp_path: Path) -> None:
+    check_failures(0, 3, "cells", tmp_path)
+    with pytest.raises(RuntimeError, match=r"^1 of 3 cells failed; the tracebacks are in .*failures"):
+        check_failures(1, 3, "cells", tmp_path)

@@ -93,7 +93,8 @@ def _verdict(line: Line, metrics: Sequence[str]) -> str:
     effect = next(effect for verdict, effect in EFFECTS.items() if verdict in found)
     if effect == EFFECTS["better"] and "worse" in found:
         effect = "helped in one metric and hurt in another"
-    return f"{_named(line.setting)}, start {line.start}: alignment {effect} ({'; '.join(changes)})."
+    shown = f" ({'; '.join(changes)})" if changes else ""
+    return f"{_named(line.setting)}, start {line.start}: alignment {effect}{shown}."
 
 
 def _change(difference: Paired, decimals: int = 3) -> str:

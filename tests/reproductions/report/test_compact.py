@@ -121,3 +121,19 @@ def test_a_copy_of_a_copy_is_the_same(run: Path, tmp_path: Path) -> None:
     again = compact(copy, tmp_path / "again")
     for file in copy.iterdir():
         assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_value_that_is_null_is_not_left_out(run: Path, tmp_path: Path) -> None:
+    row = {**ALIGNED, "client": 0, **GROUP, "found": None, "chance": 0.5}
+    (run / "alignment.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (found,) = read_rows(compact(run, tmp_path / "copy"), "alignment.jsonl")
+    assert found.keys() == row.keys()
+    assert math.isnan(found["found"])
+
+
+def test_what_a_run_says_of_itself_is_copied(run: Path, tmp_path: Path) -> None:
+    small = ("config.json", "versions.json", "status.json", "models.jsonl", "summary.md")
+    for name in small:
+        (run / name).write_text(f"{name}\n", encoding="utf-8")
+    copy = compact(run, tmp_path / "copy")
+    assert all((copy / name).read_text() == f"{name}\n" for name in small)

@@ -52,7 +52,7 @@ def rows(server_round: int = 2) -> list[dict[str, Any]]:
 def test_holm_by_its_definition() -> None:
     """The k-th smallest of n p-values is multiplied by n - k + 1; none is below a smaller one's."""
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
     found = holm([0.02, math.nan, 0.01])
     assert found[::2] == pytest.approx([0.02, 0.02])
     assert math.isnan(found[1])

@@ -66,8 +66,9 @@ def test_pairs_and_all_clients_by_hand() -> None:
 def test_the_spread_is_over_seeds() -> None:
     table = subset_table([*rows(0), *rows(1, shift=0.1)], [SETTING])
     assert table is not None
-    whole = dict(zip(HEADER, table.lines[1], strict=True))
+    pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
     assert whole["own F1"] == "0.450 ± 0.071"
+    assert (pairs["subsets"], whole["subsets"]) == ("3", "1")
     assert "± 0.071" in table.markdown()
 
 

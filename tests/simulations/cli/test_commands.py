@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,9 +16,12 @@ from typer.testing import CliRunner
 
 from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.commands import command
+from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, command, command_line
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation import grid_run, runner
+from fedrot.simulations.jobs import Machine
 from fedrot.simulations.merge.merge_settings import MergeSettings
+from tests.simulations.commands import invoke
 
 
 class Settings(BaseModel):
@@ -105,3 +111,106 @@ def test_a_tilde_is_the_home_folder_where_shells_leave_it(monkeypatch: pytest.Mo
     assert code == 0, output
     assert (seen["data_dir"], seen["name"]) == (Path("/home/me/data"), "/home/me/a.csv")
     assert seen["arms"] == "~b"
+
+
+def test_the_command_line_wins_over_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        '[base]\ndata_dir = "elsewhere"\nlocal_epochs = 2\n[[setting]]\nmodel = "theirs"\n'
+        '[[setting]]\nsetting = "b"\nmodel = "others"\n'
+    )
+    seen: list[Any] = []
+    monkeypatch.setattr(grid_run, "compare", lambda *given, **options: seen.append((given, options)))
+    run = ("compare", grid, "--out", tmp_path / "run")
+    assert invoke(*run, "--workers", 3, "--ray", "there:1")[0] == 0
+    own = ("--data-dir", tmp_path / "here", "--model", "mine", "--gpus", 0.5, "--dry-run")
+    assert invoke(*run, *own)[0] == 0
+    (grids, out, *_, machine), options = seen[0]
+    assert [(config.model, config.data_dir) for config in grids] == [
+        ("theirs", Path("elsewhere")),
+        ("others", Path("elsewhere")),
+    ]
+    assert (out, machine, options) == (tmp_path / "run", Machine(3, "there:1"), {"dry_run": False})
+    (grids, *_, machine), options = seen[1]
+    assert [(config.model, config.data_dir) for config in grids] == [("mine", tmp_path / "here")] * 2
+    assert [config.local_epochs for config in grids] == [2, 2]
+    assert (machine, options) == (Machine(gpus=0.5), {"dry_run": True})
+
+
+def test_two_settings_of_one_name_are_refused(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.toml"
+    grid.write_text('[[setting]]\nsetting = "a"\n[[setting]]\nsetting = "a"\nlr = 0.5\n')
+    code, output = invoke("compare", grid, "--out", tmp_path / "run")
+    assert (code, "Two settings have one name among ['a', 'a']" in output) == (BAD_INPUT, True), output
+
+
+def test_options_of_a_simulation_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    ended = iter((True, False))
+    monkeypatch.setattr(runner, "simulate", lambda *a, **k: seen.append((a, k)) or next(ended))  # type: ignore[func-returns-value]
+    out = tmp_path / "run"
+    options = ("--seeds", 2, "--first-seed", 5, "--lr", 0.5, "--gpus", 0.5, "--start", "same,scrambled")
+    assert invoke("simulate", "--out", out, *options)[0] == 0
+    (config, path, *_), given = seen[0]
+    assert (config.seeds, config.lr, config.starts) == ((5, 6), 0.5, ("same", "scrambled"))
+    assert (path, given) == (out, {"gpus": 0.5, "dry_run": False})
+    # Without --arms those of the other settings are run; a run that was interrupted ends with 130.
+    lora = ("--model", "some/model", "--lora", "r=2,targets=query", "--dry-run")
+    assert invoke("simulate", "--out", out, *lora)[0] == INTERRUPTED
+    (config, *_), given = seen[1]
+    assert (config.arms, given["dry_run"]) == (("plain", "lora-exact"), True)
+    code, output = invoke("simulate", "--out", out, "--pretrain-data", "goemotions_ekman")
+    assert (code, "--pretrain-data goes with --start pretrained" in output) == (BAD_INPUT, True)
+    assert len(seen) == 2
+
+
+def test_errors_become_a_line_and_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(tmp_path / "out")
+    for error, code, said in (
+        (RuntimeError("2 of 3 cells failed"), FAILED, "Error: 2 of 3 cells failed"),
+        (ValueError("alpha is 0"), BAD_INPUT, "Error: alpha is 0"),
+        (FileExistsError("it holds a run"), BAD_INPUT, "Error: it holds a run"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", file),
+            BAD_INPUT,
+            f"Error: '{file}': Permission denied. Change its permissions, or choose another place.",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", file),
+            BAD_INPUT,
+            f"Error: '{file}': No space left on device. Free some space, or choose another place.",
+        ),
+        (
+            OSError(errno.EIO, "Input/output error", file),
+            BAD_INPUT,
+            f"Error: '{file}': Input/output error.",
+        ),
+        (KeyboardInterrupt(), INTERRUPTED, ""),
+    ):
+
+        def fail(*_: Any, error: BaseException = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(runner, "simulate", fail)
+        found = invoke("simulate", "--out", tmp_path / "run")
+        assert found == (code, said)
+
+
+def test_the_command_is_noted_as_a_shell_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["simulate", "--out", "my runs/a", "--arms", "lora-mean(residual=fold)"]
+    monkeypatch.setattr("sys.argv", ["/somewhere/fedrot", *line])
+    assert shlex.split(command_line()) == ["fedrot", *line]
+
+
+def test_the_report_of_a_run_is_also_written_as_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Path] = []
+    monkeypatch.setattr(runner, "present", lambda folder, console: shown.append(folder))
+    row = {"setting": "a", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "metric": "loss", "value": 0.25}) + "\n")
+    assert invoke("report", tmp_path) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert invoke("report", tmp_path, "--markdown", tmp_path / "results.md") == (0, "")
+    assert shown == [tmp_path] * 2
+    assert "| a | same | plain | 1 | 0.250 | - |" in (tmp_path / "results.md").read_text()

@@ -19,7 +19,6 @@ from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.data.labels import labels_of
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.data.texts import load_text_data
-from fedrot.simulations.report.tables import partition_table
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
@@ -582,11 +581,9 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
     assert len(load_text_data(str(tmp_path / "ROWS.CSV")).train) == 16
 
 
-def test_of_many_classes_the_table_shows_the_most_frequent() -> None:
-    counts = [[1] * 20, [2] * 20]
-    counts[0][17] = 9
-    table = partition_table(counts, [f"c{i}" for i in range(20)], "iid", 0)
-    assert [str(column.header) for column in table.columns] == [
-        *("client", "rows", "c0", "c1", "c2", "c3", "c4", "c5", "c6", "c17", "12 others")
-    ]
-    assert [list(column.cells) for column in table.columns][-2:] == [["9", "2"], ["12", "24"]]
+def test_f1_of_two_classes_is_that_of_class_1() -> None:
+    outputs = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    found = evaluate_predictions("single", ("f1", "macro_f1"), outputs, np.array([1, 1, 1, 0]))
+    # Two of three are found, and nothing else; of class 0 one of two that are predicted is right.
+    assert found["f1"] == pytest.approx(0.8)
+    assert found["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2)

@@ -172,6 +172,33 @@ def test_learning_with_unknown_labels_is_refused() -> None:
         SimulationConfig.from_flat({"data": "a,b", "arms": "plain,aligned~learned"})
 
 
-def test_unseen_data_are_for_classification() -> None:
-    with pytest.raises(ValueError, match="unseen_data is for task 'classification', not for 'mlm'"):
-        SimulationConfig.from_flat({"task": "mlm", "unseen_data": "books"})
+@pytest.mark.parametrize("task", ["mlm", "clm", "image"])
+def test_unseen_data_are_for_classification(task: str) -> None:
+    with pytest.raises(ValueError, match=f"unseen_data is for task 'classification', not for '{task}'"):
+        SimulationConfig.from_flat({"task": task, "unseen_data": "books"})
+
+
+def test_the_loss_of_a_table_is_that_of_domains_with_training_rows(task: Task) -> None:
+    """The mean of theirs, each alike; of unseen domains alone it is their own."""
+    model = build_model(task.config, task.data, 0).eval()
+    with torch.no_grad():
+        model.classifier.weight.mul_(50)
+        model.classifier.bias.copy_(torch.tensor([1.0, -1.0, 0.5, 2.0]))
+    domains = np.array(task.test.domains)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        logits = model(**task.objective.batch(task.test, np.arange(45), None)).logits.double()  # type: ignore[arg-type]
+    truth = torch.from_numpy(task.test.labels).double()
+    each = torch.where(truth.isnan(), torch.nan, torch.nn.functional.softplus(logits) - truth * logits)
+    mean = {
+        name: float(each[torch.from_numpy(domains == name)].nanmean())
+        for name in ("news", "talk", "books")
+    }
+    assert len({round(loss, 3) for loss in mean.values()}) == 3
+
+    def loss(*names: str) -> float:
+        return training.evaluate(model, task, task.test, np.flatnonzero(np.isin(domains, names)))["loss"]
+
+    seen = (mean["news"] + mean["talk"]) / 2
+    assert loss("news", "talk", "books") == pytest.approx(seen, rel=1e-5)
+    assert loss("news", "books") == pytest.approx(mean["news"], rel=1e-5)
+    assert loss("books") == pytest.approx(mean["books"], rel=1e-5)

@@ -258,9 +258,18 @@ def test_a_model_of_text_reads_no_images(tmp_path: Path) -> None:
         task_of(config.to_json())
 
 
-def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {"cat": 6, "dog": 6})
-    for path in sorted(folder.glob("cat/*.png"))[:5]:
-        path.rename(path.with_suffix(".PNG"))
-    data = task_of(SimulationConfig(task="image", data=str(folder)).to_json()).data
-    assert len(data.train.labels) + len(data.test.labels) == 12
+def test_suffixes_of_images_are_read_in_any_case(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos", {"dog": 5, "cat": 5})
+    for file in list((tmp_path / "photos").rglob("*.png")):
+        file.rename(file.with_suffix(".PNG" if file.stem < "3" else ".Png"))
+    data = load_image_data("photos", tmp_path)
+    assert len(data.train) + len(data.test) == 10
+
+
+def test_deep_grey_images_keep_their_upper_eight_bits(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 40_000, dtype=np.uint16)).save(file, "png")
+    write(tmp_path / "deep.parquet", image=[file.getvalue()] * 10, label=[0, 1] * 5)
+    data = load_image_data(str(tmp_path / "deep.parquet"))
+    assert data.channels == 1
+    assert {int(value) for image in data.train.pixels for value in image.flat} == {40_000 // 256}

@@ -15,11 +15,12 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 import reproductions.arms  # noqa: F401
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import client_app
+from fedrot.simulations.federation import arm_strategies, client_app
 from fedrot.simulations.federation.experiment import run_cells
 from fedrot.simulations.federation.ordered_grid import Interrupted
-from fedrot.simulations.federation.run_folder import RunFolder, read_rows
+from fedrot.simulations.federation.run_folder import RunFolder, read_alignment, read_rows
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
@@ -304,3 +305,113 @@ def test_a_stop_ends_the_run(play: Play, tmp_path: Path) -> None:
 def test_nodes_that_are_not_the_clients_are_refused(play: Play) -> None:
     with pytest.raises(RuntimeError, match=r"partitions \[0, 0\].*2 clients"):
         play(lambda partition: node(0), arms=("plain",))
+
+
+def test_finished_cells_are_not_run_again(play: Play, tmp_path: Path) -> None:
+    whole = play(arms=("plain", "joined", "aligned"), partition="iid")
+    before = read_rows(whole.path)
+    (tmp_path / "run" / "status.json").unlink()
+    again = play(arms=("plain", "joined", "aligned"), partition="iid")
+    # The last cell may lack rows.
+    assert {description.split(" · ")[-1] for description, *_ in again.progress} == {"aligned"}
+    assert len(again.trained) == 2 * 2
+    after = read_rows(again.path)
+    timeless = [
+        [{**row, "value": 0} if "seconds" in row["metric"] else row for row in rows]
+        for rows in (before, after)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+#: What clients are told beside the round, by arm.
+TOLD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "aligned*0.25": {"chance": 0.25},
+    "aligned*0.5/fisher(batches=3)": {"chance": 0.5, "batches": 3, "align": "attention+ffn"},
+    "aligned~learned": {"count": True},
+}
+
+
+@pytest.mark.parametrize("arm", TOLD)
+def test_clients_are_told_what_the_arm_needs(arm: str, play: Play) -> None:
+    told: list[dict[str, Any]] = []
+
+    def listening(partition: int) -> Client:
+        honest = node(partition)
+
+        def answer(message: Message) -> Message | None:
+            if message.metadata.message_type == "train":
+                (config,) = message.content.config_records.values()
+                told.append({**config})
+            return honest(message)
+
+        return answer
+
+    run = play(listening, arms=(arm,), rounds=1)
+    default = {"count": False, "align": "", "chance": Arm.parse("plain").chance, "batches": 0}
+    known = {"seed": 0, "start": "same", "last-round": 1, "simulation": run.config.to_json()}
+    expected = {**known, **default, **TOLD[arm]}
+    assert len(told) == 2
+    assert [{name: config[name] for name in expected} for config in told] == [expected] * 2
+
+
+def test_an_arm_of_some_clients_asks_no_others(play: Play) -> None:
+    asked: set[int] = set()
+
+    def listening(partition: int) -> Client:
+        honest = node(partition)
+
+        def answer(message: Message) -> Message | None:
+            if message.metadata.message_type != "query":
+                asked.add(partition)
+            return honest(message)
+
+        return answer
+
+    run = play(listening, arms=("plain#0+2",), clients=4, partition="iid")
+    assert asked == {0, 2}
+    scopes = {row["scope"] for row in read_rows(run.path)} - {"alignment"}
+    assert scopes == {"central", "client:0", "client:2", "alone:0", "alone:2"}
+
+
+def test_clients_without_held_out_rows_are_not_asked_for_scores(play: Play) -> None:
+    run = play(arms=("plain",), holdout=0.0, rounds=1)
+    assert not run.values("accuracy", scope="client:0")
+    assert {name for name, _ in run.evaluated} == {"test"}
+
+
+def test_rows_of_the_alignment_name_their_cell_and_are_there_once(play: Play) -> None:
+    run = play(arms=("aligned*0", "attention*0"), starts=("scrambled",), seeds=(0, 1))
+    rows = read_alignment(run.path)
+    found = [
+        (row["arm"], row["seed"], row["round"], row["client"], row["group"])
+        for row in rows
+        if "before" in row
+    ]
+    assert len(found) == len(set(found)) > 0
+    assert {cell[:3] for cell in found} == set(
+        itertools.product(("aligned*0", "attention*0"), (0, 1), (1, 2))
+    )
+    about = {(row["setting"], row["start"]) for row in rows}
+    assert about == {(run.config.setting, "scrambled")}
+
+
+def test_only_the_pretrained_start_is_pretrained(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretrain(model: Any, config: SimulationConfig) -> None:
+        with torch.no_grad():
+            model.classifier.bias.fill_(5)
+
+    monkeypatch.setattr(arm_strategies, "load_pretrained", pretrain)
+    starts = ("same", "pretrained")
+    run = play(arms=("plain", "joined"), starts=starts, pretrain_data="goemotions_ekman", rounds=1)
+    for start, bias in (("same", 0), ("pretrained", 5)):
+        first = run.values("accuracy", scope="central", round=0, start=start)
+        assert first == {(arm, "central", 0, 0): bias for arm in ("plain", "joined")}
+
+
+def test_a_client_without_held_out_rows_has_no_score(play: Play) -> None:
+    run = play(arms=("plain",), holdout=0.03)
+    held = [len(run.task.client_rows(0, client)[1]) for client in range(2)]
+    assert sorted(map(bool, held)) == [False, True]
+    for client, rows in enumerate(held):
+        assert bool(run.values("accuracy", scope=f"client:{client}")) == bool(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.grid_folder import CellRows, GridFolder, cells_of
-from fedrot.simulations.federation.run_folder import RunFolder, read_rows
+from fedrot.simulations.federation.grid_run import _jobs
+from fedrot.simulations.federation.run_folder import RunFolder, read_alignment, read_rows
 from reproductions.report.compact import compact
 
 
@@ -72,3 +74,72 @@ def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FedrotError, match="'a' with other rows for seed 0: the data have changed"):
         folder.partitions({"a": partition(0, rows=6)})
     assert json.loads((tmp_path / "partition.json").read_text()) == {"a": partition(0)}
+
+
+def test_cells_share_a_first_training_where_nothing_that_decides_it_differs() -> None:
+    def first(**changes: Any) -> Any:
+        (cell,) = cells_of([config(arms=["plain"], **changes)])
+        return cell.trains_first
+
+    own = first()
+    # Clients scramble what they have trained.
+    for same in ({"setting": "b"}, {"starts": "scrambled"}):
+        assert first(**same) == own
+    others: tuple[dict[str, Any], ...] = (
+        *({"seeds": (1,)}, {"starts": "different"}, {"local_epochs": 2}, {"rounds": 2}, {"lr": 0.5}),
+    )
+    assert len({own, *(first(**other) for other in others)}) == 1 + len(others)
+
+
+def test_names_of_cells_are_of_their_own_and_short() -> None:
+    settings = [config(setting=name) for name in ("a b", "a-b", "a, b", "x" * 300, "x" * 299 + "y")]
+    names = [cell.name for cell in cells_of(settings)]
+    assert len({name.casefold() for name in names}) == 2 * len(settings)
+    assert all(len(name) < 120 and re.fullmatch(r"[\w.-]+", name) for name in names)
+
+
+def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path: Path) -> None:
+    folder = GridFolder(tmp_path, [config()], "fedrot compare")
+    plain, aligned = cells_of([config()])
+    measured = {"setting": "a", "arm": "aligned", "start": "same", "seed": 0, "dropped": "NaN"}
+    folder.add(aligned, CellRows([row("aligned", 3)], [measured]), "one line\n")
+    assert [found["arm"] for found in read_rows(tmp_path)] == ["aligned"]
+    assert read_alignment(tmp_path) == [measured]
+    assert (folder.finished(aligned), folder.finished(plain)) == (True, False)
+    folder.add(plain, CellRows([row("plain", 3)]), "")
+    assert [found["arm"] for found in read_rows(tmp_path)] == ["aligned", "plain"]
+    folder.close(complete=True)
+    assert [found["arm"] for found in read_rows(tmp_path)] == ["plain", "aligned"]
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 3
+    assert "a · seed 0 · same · aligned\none line\n" in (tmp_path / "flower.log").read_text()
+    # Cells of an earlier grid come after those of this one; the folder of data may have moved.
+    later = config(arms=["whole", "aligned"], data_dir="elsewhere")
+    folder = GridFolder(tmp_path, [later], "fedrot compare")
+    folder.add(cells_of([later])[0], CellRows([row("whole", 3)]), "")
+    folder.close(complete=True)
+    assert [found["arm"] for found in read_rows(tmp_path)] == ["whole", "aligned", "plain"]
+    with pytest.raises(FedrotError, match=r"holds the setting 'a' with lr 0\.001, not 0\.5"):
+        GridFolder(tmp_path, [config(lr=0.5)], "fedrot compare")
+
+
+def test_the_first_arm_trains_for_those_that_wait_for_it(tmp_path: Path) -> None:
+    settings = {"local_epochs": 0.5, "first_epochs": 2, "fraction_train": 0.5}
+    one = config(arms=["plain", "joined", "aligned"], seeds=[0, 1], **settings)
+    two = config(setting="b", arms=["whole"], partition="dirichlet:1", **settings)
+    partitions = {"a": partition(0, 1, rows=100), "b": partition(0, rows=10)}
+    cells = cells_of([one, two])
+    jobs = {job.name: job for job in _jobs(cells, partitions, tmp_path)}
+    assert [*jobs] == [cell.name for cell in cells]
+    names = {(cell.config.setting, cell.seed, cell.arm.name): cell.name for cell in cells}
+    waits = {key: jobs[name].after for key, name in names.items() if jobs[name].after}
+    assert waits == {("a", seed, "aligned"): names["a", seed, "plain"] for seed in (0, 1)}
+    # Epochs of three rounds, of half of the clients, and a tenth for each round; without the first one.
+    whole, rest = (2 + 0.5 + 0.5) / 2 + 0.3, (0.5 + 0.5) / 2 + 0.3
+    assert jobs[names["a", 0, "plain"]].cost == pytest.approx(100 * whole)
+    assert jobs[names["a", 1, "joined"]].cost == pytest.approx(100 * whole)
+    assert jobs[names["a", 0, "aligned"]].cost == pytest.approx(100 * rest)
+    assert jobs[names["b", 0, "whole"]].cost == pytest.approx(10 * whole)
+    caches = {key: jobs[name].arguments[-1] for key, name in names.items()}
+    assert caches["a", 0, "plain"] == caches["a", 0, "aligned"]
+    assert len(set(caches.values())) == 3
+    assert all(Path(cache).is_dir() for cache in caches.values())

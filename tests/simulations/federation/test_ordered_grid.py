@@ -1,46 +1,53 @@
-"""``OrderedGrid``: nodes in the order of their partition ids."""
+"""Nodes in the order of their partition ids, and stops."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedrot.simulations.federation.local_grid import LocalGrid, Node
 from fedrot.simulations.federation.ordered_grid import Interrupted, OrderedGrid
-from tests.strategies import fakes as _made_outside_of_the_engine  # noqa: F401
+from tests.strategies.fakes import Client, FakeGrid
 
-#: Partition ids by node id, in no order.
-PARTITIONS = {71: 2, 12: 3, 50: 0, 33: 1}
+#: Ids of nodes by their partition id: in no order.
+NODES = (50, 10, 40, 20, 30)
 
 
-def node(partition: int) -> Node:
+def client(partition: int) -> Client:
     def answer(message: Message) -> Message:
-        own = ConfigRecord({"partition-id": partition})
-        return Message(RecordDict({"client": own}), reply_to=message)
+        content = RecordDict({"client": ConfigRecord({"partition-id": partition})})
+        return Message(content, reply_to=message)
 
     return answer
 
 
-def grid(partitions: dict[int, int]) -> LocalGrid:
-    return LocalGrid({name: node(partition) for name, partition in partitions.items()})
+def grid(stop: threading.Event | None = None, own: Callable[[int], int] = lambda n: n) -> OrderedGrid:
+    clients = {node: client(own(partition)) for partition, node in enumerate(NODES)}
+    return OrderedGrid(FakeGrid(dict(sorted(clients.items()))), stop or threading.Event(), len(NODES))
 
 
 def test_nodes_are_in_the_order_of_their_partitions() -> None:
-    ordered = OrderedGrid(grid(PARTITIONS), threading.Event(), 4)
-    assert list(ordered.get_node_ids()) == [50, 33, 71, 12]
-    assert list(ordered.of((3, 0)).get_node_ids()) == [12, 50]
-    assert list(ordered.get_node_ids()) == [50, 33, 71, 12]
+    ordered = grid()
+    assert list(ordered.get_node_ids()) == list(NODES)
+    assert list(ordered.of([0, 2]).get_node_ids()) == [50, 40]
+    assert list(ordered.of([3, 1]).get_node_ids()) == [20, 10]
+    assert list(ordered.get_node_ids()) == list(NODES)
 
 
-def test_partitions_that_are_missing_or_held_twice_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"hold the partitions \[0, 1, 2, 2\].*has 4 clients"):
-        OrderedGrid(grid({**PARTITIONS, 12: 2}), threading.Event(), 4)
+def test_a_partition_that_nobody_holds_is_refused() -> None:
+    said = r"5 nodes hold the partitions \[0, 0, 1, 2, 3\], but the configuration has 5 clients"
+    with pytest.raises(RuntimeError, match=said):
+        grid(own=lambda partition: max(0, partition - 1))
 
 
-def test_waiting_for_nodes_can_be_stopped() -> None:
+def test_a_stop_ends_any_wait() -> None:
     stop = threading.Event()
+    ordered = grid(stop)
+    ordered.pause(0.001)
     stop.set()
     with pytest.raises(Interrupted):
-        OrderedGrid(grid({50: 0}), stop, 2)
+        ordered.pause(60)
+    with pytest.raises(Interrupted):
+        ordered.of([1]).pause(60)

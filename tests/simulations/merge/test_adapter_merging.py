@@ -264,12 +264,19 @@ def test_of_dora_the_report_says_what_it_is_about(tmp_path: Path) -> None:
     assert "magnitudes" not in invoke("merge-adapters", *plain, "--dry-run")[1]
 
 
-def test_a_merged_adapter_has_one_rank_and_no_pattern_of_the_first_one_s(tmp_path: Path) -> None:
-    a = saved(tmp_path / "a", 1, rank_pattern={"query": 4})
-    b = saved(tmp_path / "b", 2)
-    assert json.loads((a / "adapter_config.json").read_text())["rank_pattern"] == {"query": 4}
-    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
+def test_ranks_of_single_modules_give_way_to_the_rank_of_the_average(tmp_path: Path) -> None:
+    """PEFT builds every module with the rank of its pattern, and would refuse other factors."""
+    a, b = saved(tmp_path / "a", 1, rank_pattern={"query": 4}), saved(tmp_path / "b", 2)
+    out = tmp_path / "out"
+    code, said = invoke("merge-adapters", a, b, "--out", out)
     assert code == 0, said
-    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (written["r"], written["rank_pattern"]) == (4, {})
-    peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["rank_pattern"]) == (4, {})
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert {len(tensors[pair.a]) for pair in pairs_of(tensors)} == {4}
+    loaded = peft.PeftModel.from_pretrained(base(), out)
+    adapted = {name: t for name, t in loaded.state_dict().items() if "lora_A" in name}
+    for name, tensor in tensors.items():
+        if "lora_A" in name:
+            own = name.replace("lora_A.weight", "lora_A.default.weight")
+            assert torch.equal(adapted[own], tensor)

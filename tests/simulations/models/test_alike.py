@@ -211,12 +211,13 @@ def test_a_tied_and_an_untied_model_are_refused_in_both_orders(first: str, tmp_p
         assert f"'{tmp_path / 'tied'}', and two in '{tmp_path / 'untied'}'" in output
 
 
-def test_positions_that_depend_on_the_largest_one_are_compared_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "code"), [("default", 0), ("linear", 0), ("dynamic", 2), ("yarn", 2)])
+def test_the_largest_position_counts_where_angles_depend_on_it(
+    kind: str, code: int, tmp_path: Path
+) -> None:
     a, b = pair("llama", tmp_path)
-    for kind, code in (("linear", 0), ("dynamic", 2)):
-        for folder, largest in ((a, 64), (b, 128)):
-            rope = {"rope_type": kind, "factor": 2.0}
-            configure(folder, rope_parameters=rope, max_position_embeddings=largest)
-        found, output = invoke("merge", str(a), str(b), "--dry-run")
-        assert found == code, output
-    assert "max_position_embeddings is 64 in" in output
+    for folder, largest in ((a, 64), (b, 128)):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        configure(folder, max_position_embeddings=largest, rope_parameters=rope)
+    found, output = invoke("merge", a, b, "--dry-run")
+    assert (found, "max_position_embeddings is 64 in" in output) == (code, code == 2), output

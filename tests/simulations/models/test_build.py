@@ -90,10 +90,35 @@ def test_a_new_task_head_is_said_once(pretrained: Path, caplog: pytest.LogCaptur
     assert "classifier.weight" in said[0]
 
 
-def test_adapters_of_all_seeds_have_one_base_with_one_task_head(pretrained: Path) -> None:
-    config = SimulationConfig(model=str(pretrained), lora="r=2,targets=query", **SMALL)
+def test_adapters_of_any_seed_have_one_base(pretrained: Path) -> None:
+    """The task head, which the pretrained model lacks, is drawn alike for all."""
+    config = SimulationConfig(model=str(pretrained), lora="r=2,targets=query", **{**SMALL, "layers": 2})
     data = task_of(config.to_json()).data
-    one, other = (build_model(config, data, seed).state_dict() for seed in (0, 1))
-    differ = {name for name in one if not torch.equal(one[name], other[name])}
-    assert differ
-    assert all("lora_" in name for name in differ)
+    one, same, other = (build_model(config, data, seed).state_dict() for seed in (3, 3, 4))
+    drawn = {name for name in one if not torch.equal(one[name], other[name])}
+    assert drawn == {name for name in one if "lora_A" in name}
+    assert any("classifier" in name for name in one)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    (wide,) = {
+        len(t) for n, t in build_model(config, data, 3, rank=5).state_dict().items() if "lora_A" in n
+    }
+    assert (wide, {len(one[name]) for name in drawn}) == (5, {2})
+
+
+def test_an_adapter_is_as_it_was_asked_for(pretrained: Path) -> None:
+    about = {"model": str(pretrained), **{**SMALL, "layers": 2}}
+    parts = "alpha=6,dropout=0.25,rslora=1,dora=1"
+    config = SimulationConfig(lora=f"r=2+4,targets=query+value,{parts}", **about)
+    data = task_of(config.to_json()).data
+    model: Any = build_model(config, data, 0)
+    found = model.peft_config["default"]
+    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "task_type")
+    assert [getattr(found, name) for name in names] == [4, 6, 0.25, True, True, "SEQ_CLS"]
+    assert found.target_modules == {"query", "value"}
+    plain: Any = build_model(config.model_copy(update={"lora": "r=3,targets=all-linear"}), data, 0)
+    found = plain.peft_config["default"]
+    assert [getattr(found, name) for name in names[:-1]] == [3, 16, 0, False, False]
+    adapted = {
+        name.split(".lora_A")[0].split(".")[-1] for name in plain.state_dict() if "lora_A" in name
+    }
+    assert adapted == {"query", "key", "value", "dense"}

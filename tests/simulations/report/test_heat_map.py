@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from fedrot.simulations.federation.run_folder import read_alignment
@@ -199,3 +200,27 @@ def test_a_picture_is_drawn_even_of_nothing(
 ) -> None:
     path = heat_map.alignment_plot(tmp_path / "a.png", [group(1, "ffn", 0, share, **known)])
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_are_light_on_dark_cells_and_dark_on_light_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [group(number, "ffn", 0, share) for number, share in enumerate((-0.2, 0.01, 0.25, 0.5), 1)]
+    (ax,) = drawn(monkeypatch, rows).axes[:1]
+    (image,) = ax.images
+    cells = image.to_rgba(image.get_array())[0][:, :3]
+    inks = np.array([to_rgb(text.get_color()) for text in ax.texts])
+
+    def luminance(colours: np.ndarray) -> np.ndarray:
+        """That of WCAG 2, from 0 of black to 1 of white."""
+        linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+        return linear @ (0.2126, 0.7152, 0.0722)
+
+    both = np.sort([luminance(cells), luminance(inks)], axis=0)
+    assert ((both[1] + 0.05) / (both[0] + 0.05) > 3).all(), "as WCAG 2 wants of large text"
+    assert set(luminance(inks).round(3)) == {0, 1}
+
+
+def test_a_tiny_loss_has_the_colour_of_a_tiny_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [group(number, "ffn", 0, share) for number, share in enumerate((-0.004, 0.004, -0.02), 1)]
+    (ax,) = drawn(monkeypatch, rows).axes[:1]
+    loss, gain, large = ax.images[0].to_rgba(ax.images[0].get_array())[0]
+    assert loss.tolist() == gain.tolist() != large.tolist()

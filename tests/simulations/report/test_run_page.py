@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.simulations.report import plots, run_page
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
-from fedrot.simulations.report.run_page import PAGE, write_report
+from fedrot.simulations.report.run_page import (
+    PAGE,
+    _columns,
+    file_name,
+    markdown_report,
+    write_report,
+)
 from fedrot.simulations.report.tables import (
     format_score,
     markdown_table,
-    partition_table,
     result_lines,
     summary_tables,
 )
@@ -382,25 +388,57 @@ def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected
     assert format_score(line.scores[0]) == expected
 
 
-def test_many_classes_are_shown_from_the_most_frequent_one() -> None:
-    names = [f"class{i}" for i in range(12)]
-    counts = [[i * 10 for i in range(12)], [1] * 12]
-    text = StringIO()
-    Console(file=text, width=200).print(partition_table(counts, names, "main", 0))
-    shown = text.getvalue()
-    assert [name for name in names if f"{name} " in shown] == names[4:]
-    assert "4 others" in shown
-    assert [int(cell) for cell in re.findall("│ *([0-9]+) *│$", shown, re.MULTILINE)] == [60, 4]
-
-
-def test_differences_over_fewer_seeds_have_a_column_of_their_numbers(run: Path) -> None:
-    rows, column = result_rows(), '<th class="number">seeds</th>'
+@pytest.mark.parametrize("lost", [(), ("aligned", 2), ("plain", 2)])
+def test_the_page_says_one_number_of_seeds_only_if_all_numbers_are_over_it(
+    run: Path, lost: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(PAGE.sections, "settings")
+    rows = [row for row in result_rows() if row["arm"] != "hurtful" and row["start"] == "same"]
+    if lost:
+        # An arm with values of other seeds: both have as many, of which they share fewer.
+        for row in rows:
+            if (row["arm"], row["seed"]) == lost:
+                row["seed"] = 7
     write_lines(run / "rows.jsonl", rows)
-    assert column not in write_report(run).read_text(encoding="utf-8")
-    fewer = [r for r in rows if (r["arm"], r["seed"]) != ("plain", 2)]
-    write_lines(run / "rows.jsonl", fewer)
-    assert write_report(run).read_text(encoding="utf-8").count(column) == 2
-    # All arms have two seeds, and one difference is over one of them.
-    apart = [r for r in rows if r["seed"] != (2 if r["arm"] == "plain" else 0)]
-    write_lines(run / "rows.jsonl", apart)
-    assert write_report(run).read_text(encoding="utf-8").count(column) == 2
+    lines = result_lines(rows, ["accuracy", "loss"])
+    assert [line.seeds for line in lines] == [3, 3]
+    assert _columns(lines) == {"names": [], "seeds": 0 if lost else 3}
+    assert ("3 seed(s)" in write_report(run).read_text(encoding="utf-8")) == (not lost)
+
+
+def test_names_of_files_are_short_and_plain() -> None:
+    assert file_name("a/b: c, 0.5") == "a-b-c-0-5"
+    assert file_name("x" * 100) == "x" * 60
+
+
+def test_a_partition_without_results_is_drawn_and_models_have_short_names(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "partition_plot", lambda path, *given: drawn.append(given) or path)
+    monkeypatch.setattr(run_page, "data_uri", lambda path: f"data:{path.name}")
+    config = json.loads((run / "config.json").read_text())
+    first = config["settings"][0]
+    config["settings"] += [{**first, "setting": "other", "model": "/some/where/minilm"}, first]
+    (run / "config.json").write_text(json.dumps(config))
+    partition = {str(seed): {"sizes": [1], "counts": [[seed]]} for seed in (7, 8)}
+    (run / "partition.json").write_text(
+        json.dumps({"other": {"label_names": ["x"], "seeds": partition}})
+    )
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "2026-01-31 · data: goemotions_ekman · model: bert, minilm" in page
+    assert drawn == [([[7]], ["x"])]
+    assert "own held-out rows included, seed 7" in page
+    assert page.index("data:other-partition.png") < page.index("data:main-accuracy.png")
+    assert "setting other: 18 of 18 runs (start, arm, seed) have no final round yet" in page
+
+
+def test_the_markdown_of_a_run_has_all_of_its_tables(run: Path) -> None:
+    rows = alignment_rows()
+    for row in rows[:-1]:
+        row |= {"found": row["before"] - row["after"], "chance": 0.12}
+    write_lines(run / "alignment.jsonl", rows)
+    results, shares = markdown_report(run).split("\n\n")
+    assert results + "\n" == markdown_table(result_rows())
+    assert shares.startswith("| start | part | rounds | found | chance |")
+    assert "| same | attention | 1 | 30.0 % | 6.0 % | 5.0 |" in shares

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.report import heat_map
-from fedrot.simulations.report.strategy_page import write_strategy_report
+from fedrot.simulations.report.strategy_page import _changes, write_strategy_report
 from tests.simulations.report.test_heat_map import group
 from tests.simulations.report.test_run_page import Outline, write_lines
 
@@ -172,3 +172,19 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
     assert "train/loss = 0.5" in page
     assert "Alignment moved groups in 0 of 2 rounds." in page
     assert "Round 2: alignment found nothing beyond chance." in page
+
+
+def test_what_a_strategy_measures_of_itself_is_no_score(report: Path) -> None:
+    own = [
+        {
+            "round": r,
+            "stage": "server",
+            "metrics": {"fedrot-seconds": r, "f1": 0.1 * r if r > 1 else None},
+        }
+        for r in (1, 2, 3)
+    ]
+    write_lines(report, [*map(json.loads, report.read_text().splitlines()), *own])
+    page = write_strategy_report(report).read_text(encoding="utf-8")
+    assert "f1 (at the server): nan in round 1 → 0.300 in round 3." in page
+    assert "seconds (at the server)" not in page
+    assert _changes(own[:1]) == []

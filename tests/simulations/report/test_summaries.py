@@ -12,11 +12,12 @@ from fedrot.simulations.report.summaries import (
     Place,
     compare_seeds,
     final_values,
+    headline,
     metrics_in,
     paired_difference,
     summarise,
 )
-from fedrot.simulations.report.tables import format_difference
+from fedrot.simulations.report.tables import format_difference, number_style
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 from fedrot.simulations.tasks.scores import _CLASSIFICATION, _REGRESSION
 
@@ -77,6 +78,12 @@ def test_metrics_keep_their_order_with_the_loss_last() -> None:
     rows = [row("plain", 0, 1.0, metric=metric) for metric in ("loss", "matthews", "accuracy")]
     assert metrics_in(rows) == ["matthews", "accuracy", "loss"]
     assert [place.metric for place in summarise(rows, ["accuracy"])] == ["accuracy"]
+    assert headline(rows) == ["matthews", "loss"]
+    assert headline([row("plain", 0, 1.0, setting="s", metric="f1"), *rows]) == [
+        "f1",
+        "matthews",
+        "loss",
+    ]
 
 
 def test_the_interval_by_hand() -> None:
@@ -172,3 +179,16 @@ def test_an_interval_that_excludes_0_does_not_look_like_0() -> None:
     found = paired_difference([2.0e-4, 2.1e-4, 2.2e-4])
     assert format_difference(found) == "+0.00021 [+0.00019, +0.00023] better"
     assert format_difference(paired_difference([0.1, 0.101, 0.102])) == "+0.101 [+0.099, +0.103] better"
+
+
+def test_an_interval_around_0_may_look_like_it() -> None:
+    found = paired_difference([2.0e-4, 3.0e-4, -1.0e-4])
+    assert format_difference(found) == "+0.000 [-0.000, +0.001] within noise"
+
+
+def test_numbers_from_a_million_on_have_an_exponent() -> None:
+    assert [format(x, number_style(x)) for x in (999_999.4, 1e6, 2.5e6)] == [
+        "999999",
+        "1e+06",
+        "2.5e+06",
+    ]

@@ -12,7 +12,6 @@ import reproductions.arms  # noqa: F401
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.tasks.task import task_of
-from tests.simulations.commands import SMALL
 from tests.simulations.data.test_ner import write
 from tests.simulations.in_process import simulated
 
@@ -119,9 +118,23 @@ def test_the_report_shows_every_task(run: Path) -> None:
 
 
 def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
-    config = SimulationConfig(**SMALL, clients=3, holdout=0.25)
+    config = SimulationConfig(
+        train_limit=90, test_limit=9, clients=3, holdout=0.3, partition="dirichlet:1"
+    )
     task = task_of(config.to_json())
-    for client, rows in enumerate(task.clients(1)):
-        trained, held = task.client_rows(1, client)
-        assert sorted([*trained, *held]) == sorted(rows)
-        assert len(held) == len(rows) // 4 > 0
+    held_by_seed = set()
+    for seed in (0, 1):
+        clients = task.clients(seed)
+        assert sorted(row for own in clients for row in own.tolist()) == list(range(90))
+        for client, own in enumerate(clients):
+            trained, held = task.client_rows(seed, client)
+            assert sorted([*trained.tolist(), *held.tolist()]) == sorted(own.tolist())
+            assert len(held) == math.floor(0.3 * len(own))
+            # In order, and not the first or the last of the client's rows.
+            assert trained.tolist() == sorted(trained.tolist())
+            assert held.tolist() == sorted(held.tolist())
+            assert held.tolist() not in (sorted(own.tolist())[: len(held)], [])
+            held_by_seed.add((client, tuple(held.tolist())))
+    assert len(held_by_seed) == 6
+    first, second = (task.clients(seed) for seed in (0, 1))
+    assert [own.tolist() for own in first] != [own.tolist() for own in second]

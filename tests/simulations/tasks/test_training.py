@@ -293,3 +293,11 @@ def test_models_with_two_kinds_of_segments_read_them(types: int, kept: bool) -> 
     model: Any = SimpleNamespace(config=SimpleNamespace(type_vocab_size=types))
     batch = {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)}
     assert ("token_type_ids" in model_inputs(model, batch)) == kept
+
+
+def test_batches_of_similar_lengths_come_in_any_order(task: Task) -> None:
+    rows = np.arange(64)
+    found = list(training.batches(task.train, rows, 4, np.random.default_rng(0)))
+    means = [float(task.train.lengths(batch).mean()) for batch in found]
+    assert sorted(means) not in (means, means[::-1])
+    assert sorted(np.concatenate(found).tolist()) == rows.tolist()

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.report.findings.sentences import WORDS, failed, verdicts
+from fedrot.simulations.report.findings.sentences import (
+    WORDS,
+    dropped,
+    failed,
+    idle_layers,
+    verdicts,
+)
 
 #: Accuracy and loss of the arm plain, by seed.
 PLAIN = [(0.50, 1.00), (0.52, 1.10), (0.54, 1.20)]
@@ -79,8 +85,59 @@ def test_the_words_are_those_of_arms_and_starts() -> None:
         assert Arm.parse(word).name == word
 
 
-def test_failed_replies_are_counted_and_not_rounds() -> None:
-    about = {"setting": "one", "start": "same", "arm": "aligned", "metric": "fedrot-replies-failed"}
-    values = [{**about, "round": n, "seed": 0, "value": v} for n, v in ((1, 2.0), (2, 0.0), (3, 3.0))]
-    (said,) = failed(values)
-    assert "went on without 5 replies" in said
+def lost(count: float, round: int, **more: Any) -> dict[str, Any]:
+    about = {"setting": "one", "start": "same", "arm": "aligned", "seed": 0, "scope": "alignment"}
+    return {**about, "round": round, "metric": "fedrot-replies-failed", "value": count, **more}
+
+
+def test_lost_replies_are_added_up_over_rounds_and_seeds() -> None:
+    rows = [
+        lost(2, 1),
+        lost(3, 2, seed=1),
+        lost(0, 3),
+        lost(4, 1, metric="fedrot-replies-dropped"),
+        lost(1, 1, arm="plain"),
+        lost(1, 1, start="scrambled"),
+        lost(0, 1, arm="whole"),
+    ]
+    assert failed(rows) == [
+        f"one, start {start}: {arm} went on without {count} replies of clients that failed, over all "
+        "rounds and seeds."
+        for start, arm, count in (
+            ("same", "aligned", 5),
+            ("same", "plain", 1),
+            ("scrambled", "aligned", 1),
+        )
+    ]
+
+
+def measured(layer: int, found: float, chance: float | None, **more: Any) -> dict[str, Any]:
+    about = {"setting": "one", "start": "same", "arm": "aligned", "part": "ffn", "round": 1}
+    given = {} if chance is None else {"found": found, "chance": chance}
+    return {**about, "layer": layer, "before": 1.0, "after": 1 - found, **given, **more}
+
+
+def test_layers_are_idle_up_to_chance_or_one_percent() -> None:
+    known = [measured(0, 0.05, 0.05), measured(2, 0.051, 0.05), measured(1, 0.04, 0.05)]
+    removed = [measured(n, found, None, part="attention") for n, found in enumerate((0.009, 0.011, 0))]
+    assert idle_layers([*known, *removed]) == [
+        "one, start same: aligned found no more than chance by ffn in layer 0 (5 %, chance 5 %), "
+        "1 (4 %, chance 5 %).",
+        "one, start same: aligned removed less than 1 % of the squared distance by attention in layer "
+        "0 (0.9 %), 2 (0 %).",
+    ]
+
+
+def test_dropped_replies_are_counted_by_arm_and_reason() -> None:
+    lost = {"setting": "", "arm": "aligned", "dropped": "not finite"}
+    lines = [lost, measured(0, 0.1, None), lost, {**lost, "dropped": "too late"}, {**lost, "arm": "ffn"}]
+    assert dropped(lines) == [
+        "this run: aligned dropped a reply 2 time(s): not finite",
+        "this run: aligned dropped a reply 1 time(s): too late",
+        "this run: ffn dropped a reply 1 time(s): not finite",
+    ]
+
+
+def test_arms_without_a_seed_in_common_cannot_be_judged() -> None:
+    apart = [{**row, "seed": row["seed"] + 10 * (row["arm"] == "aligned")} for row in rows(PLAIN)]
+    assert verdicts(apart) == ["one, start same: alignment cannot be judged: no seed is in both arms."]

@@ -117,3 +117,32 @@ def test_the_table_as_text() -> None:
     text = StringIO()
     Console(file=text, width=120).print(table.terminal())
     assert "23.3 %" in text.getvalue()
+
+
+def test_a_row_that_does_not_say_what_was_found_leaves_what_was_removed() -> None:
+    (share,) = shares_by([row(chance=0.1, after=1.5)], lambda row: 0).values()
+    assert (share.found, share.chance) == (0.25, None)
+
+
+def test_layers_ascend_and_parts_keep_their_order() -> None:
+    about = {"arm": "aligned", "start": "same"}
+    rows = [row(part=part, layer=layer, **about) for part, layer in (("ffn", 10), ("attention", 2))]
+    rows += [row(part=part, layer=layer, **about) for part, layer in (("ffn", 2), ("residual", -1))]
+    found = [(of.part, of.layer) for of in shares_by_layer(rows)]
+    assert found == [("residual", -1), ("attention", 2), ("ffn", 2), ("ffn", 10)]
+
+
+def test_every_setting_has_rounds_of_its_own() -> None:
+    rows = [
+        row(number, setting=setting, found=0.2 * number, chance=0.2)
+        for setting, rounds in (("short", (1,)), ("long", (1, 2, 10)))
+        for number in rounds
+    ]
+    table = share_table(rows)
+    assert table is not None
+    assert [line[:4] for line in table.lines] == [
+        ["short", "attention", "1", "10.0 %"],
+        ["long", "attention", "1", "10.0 %"],
+        ["long", "attention", "10", "100.0 %"],
+        ["long", "attention", "1 to 10", f"{100 * 2.6 / 6:.1f} %"],
+    ]

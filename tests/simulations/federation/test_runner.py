@@ -1,0 +1,54 @@
+"""Checks of configurations before a run, and what the engine is given."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation import runner
+
+SMALL: dict[str, Any] = {
+    "train_limit": 16,
+    "test_limit": 8,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "max_length": 16,
+    "clients": 4,
+    "seeds": 1,
+}
+
+
+@pytest.mark.parametrize("arm", ["greedy", "aligned:loss"])
+def test_arms_that_choose_need_held_out_rows_of_some_client(arm: str) -> None:
+    config = SimulationConfig.from_flat({**SMALL, "arms": f"plain,{arm}"})
+    with pytest.raises(
+        FedrotError, match=rf"arm '{arm}' chooses by clients' held-out rows, but holdout"
+    ):
+        runner.check([config])
+    runner.check([config.model_copy(update={"holdout": 0.5})])
+    runner.check([config.model_copy(update={"arms": ("plain", "aligned")})])
+
+
+def test_a_guard_has_a_metric_of_the_task() -> None:
+    config = SimulationConfig.from_flat({**SMALL, "holdout": 0.5, "arms": "plain,aligned:perplexity"})
+    said = r"arm 'aligned:perplexity': no metric 'perplexity' here; one of accuracy, .*loss$"
+    with pytest.raises(FedrotError, match=said):
+        runner.check([config])
+
+
+def test_the_first_signal_asks_to_stop_and_the_second_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with runner._interruptible() as stop:
+            assert not stop.is_set()
+            signal.raise_signal(number)
+            assert stop.is_set()
+            for second in (signal.SIGINT, signal.SIGTERM):
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(second)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -218,6 +218,11 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     return across / size if size > 0 else 1.0
 
 
+def in_other_basis(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> bool:
+    """Return whether an update comes from another basis than the anchor's."""
+    return base_cosine(update, anchor, symmetry) < SAME_BASIS
+
+
 def decided(
     options: AlignmentOptions, other_basis: AlignmentOptions | None, symmetry: Symmetry
 ) -> tuple[AlignmentOptions, AlignmentOptions | None]:
@@ -246,7 +251,7 @@ def finder(
     options, other_basis = decided(options, other_basis, symmetry)
 
     def near(a: Tensors, b: Tensors) -> bool:
-        return base_cosine(a, b, symmetry) >= SAME_BASIS
+        return not in_other_basis(a, b, symmetry)
 
     def same_basis(update: Tensors, to: Tensors) -> bool:
         # Clients that trained far from one start may be further from each other than from it.

@@ -19,12 +19,13 @@ from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.round.merge import Aggregated, AggregatorMerge, ListMerge, Merge, Wrapped
-from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
+from fedrot.tensors import Tensors
 
 
 class FedRot(Aligned, FedAvg):
@@ -154,11 +155,11 @@ class FedRot(Aligned, FedAvg):
             return self.aggregation
         return super().aggregator(server_round)
 
-    def merge(self, this_round: Round) -> Merge:
+    def merge(self, record: RoundRecord) -> Merge:
         """Return what takes a round's updates; without alignment or aggregation that is FedAvg."""
-        if self.aggregator(this_round.number) is None:
-            return _FedAvgMerge(this_round)
-        return super().merge(this_round)
+        if self.aggregator(record.number) is None:
+            return _FedAvgMerge(record)
+        return super().merge(record)
 
 
 def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[], Aggregator] | None:
@@ -176,20 +177,22 @@ def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[],
 class _FedAvgMerge:
     """Gives all updates to FedAvg, or to ``Mean`` if a client has marked rows as not trained."""
 
-    def __init__(self, this_round: Round) -> None:
-        self._round = this_round
-        self._updates: list[Update] = []
+    mean: Mean | None = None
 
-    def add(self, update: Update) -> bool:
+    def __init__(self, record: RoundRecord) -> None:
+        self._record = record
+        self._updates: list[Moved] = []
+
+    def add(self, moved: Moved) -> bool:
         """Keep the update."""
-        self._updates.append(update)
+        self._updates.append(moved)
         return True
 
-    def result(self, wrapped: Wrapped) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Return the new model and metrics."""
-        merge: Merge = ListMerge(self._round, ArrayRecord())
-        if any(update.statistics.get(TRAINED) for update in self._updates):
-            merge = AggregatorMerge(Mean, self._round, Mean())
+        merge: Merge = Listed(self._record, ArrayRecord())
+        if any(moved.statistics.get(TRAINED) for moved in self._updates):
+            merge = Averaged(Mean, self._record)
         while self._updates:
             merge.add(self._updates.pop(0))
-        return merge.result(wrapped)
+        return merge.result(wrapped, moved_broadcast)

@@ -19,10 +19,9 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.lora.adapters import LoraSettings, pairs_of
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
-from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.arguments import check_not_behind
-from fedrot.strategies.round.merge import OF_THE_MEAN, Merge
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.round.merge import OF_THE_MEAN
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
@@ -32,11 +31,8 @@ ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-facto
 #: And how much the sum of products has lost, because its rank is bounded.
 LOST = "fedrot-adapter-lost"
 
-#: Arguments of ``Aligned`` and ``FedRot`` about the alignment of whole models.
-_OF_ALIGNMENT = frozenset(("aggregation", "anchor", "options", "align", "other_basis", "guard"))
 
-
-class AlignedLoRA(Aligned):
+class AlignedLoRA(ReplyStrategy):
     """Mixin that averages LoRA adapters, and passes the average to a strategy of Flower.
 
     ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The base
@@ -52,8 +48,7 @@ class AlignedLoRA(Aligned):
             in the tensors.
         adapters: how adapters are averaged; None averages the factors.
         *args: of the base strategy.
-        **kwargs: of the base strategy, and of ``Aligned`` without ``symmetry``, ``aggregation``,
-            ``anchor``, ``options``, ``align``, ``other_basis`` and ``guard``.
+        **kwargs: of the base strategy, and of ``ReplyStrategy``.
 
     Raises:
         FedrotError: the settings are not those of a LoRA adapter; the base strategy is none of these.
@@ -62,7 +57,7 @@ class AlignedLoRA(Aligned):
 
     uses_statistics = True
 
-    not_in_checkpoints = (*Aligned.not_in_checkpoints, "settings", "adapters", "_this_round")
+    not_in_checkpoints = ("settings", "adapters")
 
     def __init__(
         self,
@@ -71,29 +66,21 @@ class AlignedLoRA(Aligned):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        name = type(self).__name__
-        refused = sorted(_OF_ALIGNMENT & kwargs.keys())
-        if refused:
-            raise FedrotError(
-                f"{name} has no argument '{refused[0]}'. How adapters are averaged is said by "
-                "AdapterOptions(method=..., gauge=...)."
-            )
         self.settings = LoraSettings.of(settings)
         self.adapters = checked_adapter_options(adapters)
-        self._this_round = Round(0)
-        super().__init__(None, *args, align=False, **kwargs)
+        super().__init__(*args, **kwargs)
         behind = self.wrapped_class
         if behind not in OF_THE_MEAN:
             able = ", ".join(strategy.__name__ for strategy in OF_THE_MEAN)
             raise FedrotError(
-                f"{name} averages adapters itself, and {behind.__name__} looks at every update. Behind "
-                f"it can stand {able}."
+                f"{type(self).__name__} averages adapters itself, and {behind.__name__} looks at every "
+                f"update. Behind it can stand {able}."
             )
 
     def summary(self) -> None:
         """Log how adapters are averaged, then the summary of the strategy behind."""
         log(INFO, "\t├──> Adapters: %s", self.adapters)
-        super(Aligned, self).summary()  # type: ignore[safe-super]
+        super().summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -110,17 +97,9 @@ class AlignedLoRA(Aligned):
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""
-        return self._average
-
-    def merge(self, this_round: Round) -> Merge:
-        """Return what takes a round's adapters."""
-        self._this_round = this_round
-        return super().merge(this_round)
-
-    def _average(self) -> AdapterMean:
-        previous, number = from_arrays(self._broadcast), self._this_round.number
-        average = self.adapters.average(self.settings, previous, number)
-        return AdapterMean(average, self._this_round)
+        return lambda: AdapterMean(
+            self.adapters.average(self.settings, from_arrays(self._broadcast), server_round)
+        )
 
 
 def _check_initial(arrays: ArrayRecord) -> None:
@@ -181,13 +160,14 @@ class AdapterSchema(Schema):
 
 
 class AdapterMean:
-    """An ``Aggregator`` of adapters, which tells the round what it found."""
+    """An ``Aggregator`` of adapters, which says and measures what it found."""
 
     needs: tuple[str, ...] = ()
     notes: Mapping[str, str] = {}
 
-    def __init__(self, average: AdapterAverage, this_round: Round) -> None:
-        self._average, self._round = average, this_round
+    def __init__(self, average: AdapterAverage) -> None:
+        self._average = average
+        self.said, self.measured = "", dict[str, float]()
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Add one adapter; raises ``UpdateError`` as ``AdapterAverage.add``."""
@@ -195,10 +175,10 @@ class AdapterMean:
         self._average.add(AdapterUpdate(update, weight, self._average.settings), trained)
 
     def result(self) -> dict[str, Tensor]:
-        """Return the average, and note its errors in the round."""
+        """Return the average, and keep its errors."""
         tensors, report = self._average.result()
-        self._round.said = str(report)
+        self.said = str(report)
         errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}
         errors[LOST] = report.mean_lost or None
-        self._round.measured = {name: error for name, error in errors.items() if error is not None}
+        self.measured = {name: error for name, error in errors.items() if error is not None}
         return tensors

@@ -7,14 +7,14 @@ aligns one part while the next one is copied: it holds two layers at a time, wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedrot.aggregation import Mean, Statistics
+from fedrot.aggregation import Statistics
 from fedrot.alignment import Alignment, align
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Anchor
@@ -151,36 +151,37 @@ def merged_report(parts: Iterable[AlignmentReport], symmetry: Symmetry) -> Align
     )
 
 
-def fold_by_layer(
-    mean: Mean,
+def moved_by_layer(
     update: Tensors,
-    weight: float,
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     device: torch.device | str = "cpu",
     statistics: Statistics | None = None,
-) -> AlignmentReport:
-    """Align an update on a device, and add it to a mean that is held there, layer by layer.
+) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
+    """Return an update in parts, which are aligned on a device when they are read.
 
-    ``anchor`` may be the mean's own tensors. Check before that the update is finite (``check_finite``):
-    layers that were added cannot be taken back. An update with statistics of tensors that move goes to
-    the device as a whole: only its whole alignment shows whether the statistics can follow.
+    ``Mean.fold_parts`` adds the parts. Check before that the update is finite (``check_finite``): layers
+    that were added cannot be taken back. ``anchor`` may be the mean's own tensors. An update with
+    statistics of tensors that move is aligned at once, as one part: only its whole alignment shows
+    whether the statistics can follow.
+
+    Returns:
+        The parts, which can be read once; the statistics of the aligned update; and a function that
+        returns the alignment's report once all parts have been read.
 
     Raises:
-        UpdateError: see ``align`` and ``Mean.add``. The mean is unchanged.
-        FedrotError: see ``Alignment.transport``. The mean is unchanged.
+        UpdateError: see ``align``; it may be raised when the first part is read.
+        FedrotError: see ``Alignment.transport``.
     """
-    options = options or AlignmentOptions()
-    mean.check(update, weight, statistics)
+    options, statistics = options or AlignmentOptions(), statistics or {}
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     moving = {slot.tensor for group in chosen for slot in group.slots}
-    if any(moving & by_name.keys() for by_name in (statistics or {}).values()):
+    if any(moving & by_name.keys() for by_name in statistics.values()):
         held = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
         ours, theirs = ({n: t.to(device) for n, t in m.items()} for m in (update, held.tensors))
         alignment = align(ours, replace(held, tensors=theirs), symmetry, options)
-        mean.fold(alignment.apply(ours), weight, alignment.transport(statistics or {}))
-        return alignment.report
+        return [alignment.apply(ours)], alignment.transport(statistics), lambda: alignment.report
     reports: list[AlignmentReport] = []
 
     def reported(part: AlignedPart) -> Tensors:
@@ -189,8 +190,7 @@ def fold_by_layer(
 
     # ``map`` keeps no part.
     parts = map(reported, align_by_layer(update, anchor, symmetry, options, device))
-    mean.fold_parts(parts, weight, statistics)
-    return merged_report(reports, symmetry)
+    return parts, statistics, lambda: merged_report(reports, symmetry)
 
 
 def checked_device(device: torch.device | str) -> torch.device:

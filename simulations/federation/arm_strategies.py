@@ -28,10 +28,10 @@ from fedrot.simulations.models.federated import load_tensors, number_of_bytes
 from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task
 from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard
-from fedrot.strategies.aligned import Aligned
+from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import own_id
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Execution, OtherBasis, Reporting
 
 #: Called with (cell description, round, rounds) after every round.
@@ -93,7 +93,7 @@ class ArmRun:
         return self.initial
 
 
-class CellStrategy(Aligned):
+class CellStrategy(ReplyStrategy):
     """Mixin for a cell: samples the same clients in every arm, and writes the cell's rows.
 
     ``trained_rounds`` are those in which at least one update was accepted; ``updates`` are those of the
@@ -122,7 +122,7 @@ class CellStrategy(Aligned):
         self.cell, self.network = cell, model
         self.current_round = 0
         self.trained_rounds: set[int] = set()
-        self.updates: list[Update] = []
+        self.updates: list[Moved] = []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -132,11 +132,11 @@ class CellStrategy(Aligned):
         random.seed(f"{self.cell.seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def on_update(self, update: Update) -> None:
+    def on_update(self, moved: Moved) -> None:
         """Keep the updates of an arm that needs them."""
-        super().on_update(update)
+        super().on_update(moved)
         if self.cell.arm.needs_updates:
-            self.updates.append(update)
+            self.updates.append(moved)
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the global model, or what the arm makes of the last round's updates."""
@@ -208,11 +208,11 @@ class AdapterCell(CellStrategy):
         self.cell.record("bytes", server_round, {"broadcast": sent})
         return super().configure_train(server_round, arrays, config, grid)
 
-    def on_update(self, update: Update) -> None:
+    def on_update(self, moved: Moved) -> None:
         """Write the size of a reply."""
-        super().on_update(update)
-        size = number_of_bytes(update.tensors)
-        self.cell.record(f"client:{update.client}", self.current_round, {"bytes": size})
+        super().on_update(moved)
+        size, client = number_of_bytes(moved.update.tensors), moved.update.client
+        self.cell.record(f"client:{client}", self.current_round, {"bytes": size})
 
 
 class AdapterStrategy(AdapterCell, FedRotLoRA):

@@ -2,64 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from logging import WARNING
 
 import torch
-from torch import Tensor
+from flwr.common import log
 
 from fedrot.aggregation import Mean
+from fedrot.aggregation.layerwise import moved_by_layer
 from fedrot.alignment import Alignment
-from fedrot.anchors import ANCHORS, Evidence, GlobalAnchor, RunningAnchor, decided, finder
-from fedrot.errors import UpdateError
+from fedrot.anchors import ANCHORS, Finder, GlobalAnchor, RunningAnchor, finder, in_other_basis
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.round.common_basis import learned_together
-from fedrot.strategies.round.other_basis import Exchange, OtherBases, in_other_basis
-from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Moved, Question, Update
+from fedrot.strategies.round.waiting import Waiting
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors, check_finite
 
+_OTHERS = (
+    "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp load it? If "
+    "these clients have starts of their own, give the strategy other_basis=OtherBasis(model=...) to "
+    "match them as a whole."
+)
 
-class Unaligned:
+
+class Aligner:
     """Leaves every update as it was received. The base of the other aligners."""
 
-    def __init__(self, broadcast: Tensors) -> None:
-        self.broadcast = broadcast
+    def prepare(self, held: Waiting) -> Iterable[Update]:
+        """Look at all updates of a round that waits for them; return those to move, in order."""
+        return held
 
-    @property
-    def checks(self) -> bool:
-        """Whether ``check`` may refuse an update."""
-        return False
-
-    def check(self, update: Update) -> None:
-        """Look at an update of the round before ``prepare``, which sees all of them.
-
-        Raises:
-            FedrotError: the update has to be dropped.
-        """
-
-    def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
-        """Look at all updates of the round; return their places in the order to align them in."""
-        return range(len(updates))
-
-    def align(self, update: Update, place: int = 0) -> Update:
+    def move(self, update: Update) -> Moved:
         """Return the update in the round's coordinates.
 
         Raises:
             FedrotError: the update has to be dropped.
         """
-        return update
+        return Moved(update, (update.tensors,), update.statistics)
 
-    def accept(self, update: Update, place: int = 0) -> None:
-        """Take note of an aligned update that is merged."""
+    def follow(self, moved: Moved) -> None:
+        """Take note of an update that counts in the round's mean."""
 
     def close(self) -> None:
         """Log what concerns all updates of the round."""
+
+    def moved_broadcast(self) -> Callable[[], Tensors] | None:
+        """Return what gives the broadcast model in the round's coordinates; None if it is there.
+
+        That raises ``UpdateError`` if the broadcast model cannot be matched.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Plan:
 
     Attributes:
         symmetry: of the broadcast model.
-        options: what is aligned; ``other_bases`` tells it for updates from another basis.
+        options: what is aligned.
         anchor: name of the anchor, see ``fedrot.align_round``.
         device: where updates are aligned and averaged.
     """
@@ -76,198 +73,127 @@ class Plan:
     symmetry: Symmetry
     options: AlignmentOptions
     anchor: str
-    other_bases: OtherBases
     device: torch.device
 
-    @property
-    def by_layer(self) -> bool:
-        """True if a GPU can align and average the updates layer by layer."""
-        alone = self.other_bases.options is None and self.anchor in ("global", "running")
-        return self.device.type != "cpu" and alone
 
-    def rule(
-        self,
-        base: Tensors,
-        mixed: bool = True,
-        token_counts: Tensor | None = None,
-        shared: Mean | None = None,
-    ) -> GlobalAnchor:
-        """Return the anchor of a new round whose coordinates are those of ``base``.
+class ToAnchor(Aligner):
+    """Aligns each update of one round to the round's anchor, ``rule``.
 
-        Args:
-            mixed: False if no update of the round comes from another basis.
-            token_counts: see ``fedrot.align``.
-            shared: the mean that the round's updates are added to, if it is a plain one.
-        """
-        options, evidence = self.of_others(mixed)
-        find = finder(base, self.symmetry, self.options, options, evidence, token_counts)
-        if self.anchor == "running":
-            return RunningAnchor(Anchor(base), find, shared)
-        return ANCHORS[self.anchor](Anchor(base), find)
+    A GPU aligns an update layer by layer, while it is added to a mean that the GPU holds, if the anchor
+    can do with that. Otherwise updates are aligned as a whole.
 
-    def moved_to(self, model: Tensors, base: Tensors, mixed: bool) -> Tensors:
-        """Return a model in the coordinates of a round whose base is another one."""
-        there = on_device(model, self.device)
-        rule = replace(self, anchor="global").rule(on_device(base, self.device), mixed)
-        return rule.align(there).apply(there)
-
-    def is_canonical(self, mixed: bool) -> bool:
-        """Return whether a round brings its updates to canonical form."""
-        others, _ = self.of_others(mixed)
-        options, _ = decided(self.options, others, self.symmetry)
-        return bool(options.canonical)
-
-    def of_others(self, mixed: bool) -> tuple[AlignmentOptions | None, Evidence | None]:
-        """Return options and evidence for updates from other bases; none if there are none.
-
-        Options that are canonical make the whole round so, which has to have a reason.
-        """
-        return (self.other_bases.options, self.other_bases.evidence) if mixed else (None, None)
-
-
-class Aligner(Unaligned):
-    """Aligns each update of one round as a whole.
-
-    ``shared`` is the mean that updates are added to before ``accept``, see ``RunningAnchor``; with an
-    ``exchange`` clients are asked to match themselves; ``rule`` is the round's anchor.
+    Args:
+        plan: what is aligned.
+        broadcast: the model that the clients received.
+        record: of the round.
+        shared: the mean that updates are added to before ``follow``, if it is a plain one.
     """
 
+    #: True if updates can be aligned layer by layer.
+    by_layers = True
+
     def __init__(
-        self,
-        plan: Plan,
-        broadcast: Tensors,
-        this_round: Round,
-        shared: Mean | None = None,
-        exchange: Exchange | None = None,
+        self, plan: Plan, broadcast: Tensors, record: RoundRecord, shared: Mean | None = None
     ) -> None:
-        super().__init__(broadcast)
-        self.plan, self.this_round = plan, this_round
-        self._shared, self._exchange = shared, exchange
-        self._matched: dict[int, Alignment] = {}
-        self._places: dict[int, int] = {}
-        self._base, self._mixed = broadcast, True
-        self.rule = plan.rule(self._there(broadcast), shared=shared)
+        self.plan, self.broadcast, self.record, self.shared = plan, broadcast, record, shared
+        on_gpu = plan.device.type != "cpu" and plan.anchor in ("global", "running")
+        self._by_layer = self.by_layers and on_gpu and shared is not None
+        self._places: dict[Question, int] = {}
+        self.rule = self.rule_at(broadcast, shared)
+
+    def rule_at(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
+        """Return the anchor of a round whose coordinates are those of ``base``."""
+        base = self.there(base)
+        if self.plan.anchor == "running":
+            return RunningAnchor(Anchor(base), self.finder(base), shared)
+        return ANCHORS[self.plan.anchor](Anchor(base), self.finder(base))
+
+    def finder(self, base: Tensors) -> Finder:
+        """Return what finds one update's alignment to one anchor."""
+        return finder(base, self.plan.symmetry, self.plan.options)
 
     @property
-    def checks(self) -> bool:
-        """Whether updates are needed in canonical form, or their activations are."""
-        return self.plan.is_canonical(mixed=True) or self.plan.other_bases.evidence is not None
+    def canonical(self) -> bool:
+        """Whether the round brings its updates to canonical form."""
+        return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
-    def check(self, update: Update) -> None:
-        """Refuse an update whose canonical form, or whose activations, overflow where they are needed.
+    def prepare(self, held: Waiting) -> Iterable[Update]:
+        """Drop updates that cannot be an anchor, and choose the anchor by the others."""
+        updates = held.at(self.sound(held))
+        self.look_at(updates)
+        return updates
 
-        It must not choose the round's coordinates or anchor.
-        """
-        asked = self.plan.other_bases.evidence is not None
-        other = asked and in_other_basis(update, self.broadcast, self.plan.symmetry)
-        self._check(update.tensors, with_activations=other)
-
-    def _check(self, tensors: Tensors, with_activations: bool) -> None:
-        plan, others, form = self.plan, self.plan.other_bases, self._there(tensors)
-        if plan.is_canonical(mixed=True):
-            form = canonical(form, plan.symmetry)
-            check_finite(form)
-        if with_activations and others.evidence is not None:
-            others.evidence(form, form)
-
-    def prepare(self, updates: Sequence[Update]) -> Iterable[int]:
-        """Choose the round's coordinates and anchor; updates that their clients matched come first."""
-        others, base, symmetry = self.plan.other_bases, self.broadcast, self.plan.symmetry
-        if others.needs_all:
-            places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
-            self.this_round.other_basis = len(places)
-            base = others.base(updates, places, base, self._matchable)
-            self._base, self._mixed = base, bool(places)
-            counts = others.counts(updates, symmetry)
-            if others.at_clients and places and self._exchange is not None:
-                asked = (updates, base, symmetry, self._exchange, self.this_round)
-                self._matched = others.matched_at_clients(*asked)
-            coordinates = (self._there(base), bool(places), counts)
-            if others.learning_passes and places and len(updates) > 1 and self._exchange is not None:
-                found = self._all_aligned(updates, self.plan.rule(*coordinates))
-                how = (base, symmetry, others, self._exchange, self.this_round)
-                self._matched = learned_together(updates, found, *how)
-            self.rule = self.plan.rule(*coordinates, self._shared)
-        rest = [place for place in range(len(updates)) if place not in self._matched]
-        self._places = {place: index for index, place in enumerate(rest)}
+    def look_at(self, updates: Waiting) -> None:
+        """Let an anchor that is chosen by all updates look at them."""
+        self._places = {question: place for place, question in enumerate(updates.questions)}
         if self.rule.needs_all:
-            given = (updates[place] for place in rest)
-            self.rule.prepare([(self._there(update.tensors), update.weight) for update in given])
-        return [*sorted(self._matched), *rest]
+            self.rule.prepare([(self.there(update.tensors), update.weight) for update in updates])
 
-    def _matchable(self, model: Tensors) -> bool:
-        """Return whether updates from other bases can be matched with a model."""
-        with suppress(UpdateError):
-            self._check(model, with_activations=True)
-            return True
-        return False
+    def sound(self, held: Waiting) -> list[int]:
+        """Return the places of updates that can be an anchor, and drop the others.
 
-    def _all_aligned(self, updates: Sequence[Update], rule: GlobalAnchor) -> dict[int, Alignment]:
-        """Return the alignments of all updates by place: of their clients, or by a rule of their own.
-
-        Updates that cannot be aligned are left out.
+        The canonical form of an update with huge values overflows: it must not choose the anchor.
         """
-        rest = [place for place in range(len(updates)) if place not in self._matched]
-        if rule.needs_all:
-            rule.prepare([(self._there(updates[p].tensors), updates[p].weight) for p in rest])
-        found = dict(self._matched)
-        for place, alignment in found.items():
-            update = updates[place]
-            rule.include(alignment.apply(self._there(update.tensors)), update.weight)
-        for index, place in enumerate(rest):
-            tensors = self._there(updates[place].tensors)
-            with suppress(UpdateError):
-                alignment = rule.align(tensors, index)
-                rule.accept(alignment.apply(tensors), updates[place].weight)
-                found[place] = alignment
+        found = []
+        for place, update in enumerate(held):
+            with self.record.dropping(update.client):
+                self.check(update)
+                found.append(place)
         return found
 
-    def align(self, update: Update, place: int = 0) -> Update:
+    def check(self, update: Update) -> None:
+        """Raise ``FedrotError`` if an update cannot be an anchor."""
+        if self.canonical:
+            check_finite(canonical(self.there(update.tensors), self.plan.symmetry))
+
+    def move(self, update: Update) -> Moved:
         """Return the update with its statistics in the round's coordinates.
 
         Raises:
             FedrotError: it cannot be aligned, its statistics cannot follow, or it is not finite there:
                 the canonical form of an update with huge values overflows.
         """
-        plan, tensors, alignment = self.plan, update.tensors, self._matched.get(place)
-        if alignment is None:
-            if not plan.other_bases.needs_all:
-                self.this_round.other_basis += in_other_basis(update, self.broadcast, plan.symmetry)
-            tensors = self._there(tensors)
-            alignment = self.rule.align(tensors, self._places.get(place, place))
-        given = {kind: self._there(by_name) for kind, by_name in update.statistics.items()}
-        statistics = alignment.transport(given)
-        moved = self._there(alignment.apply(tensors))
-        check_finite(moved)
-        self.this_round.report(update.client, alignment.report)
-        return replace(update, tensors=moved, statistics=statistics)
+        plan, tensors = self.plan, update.tensors
+        self.record.other_basis += in_other_basis(tensors, self.broadcast, plan.symmetry)
+        if self._by_layer:
+            how = (self.rule.current, plan.symmetry, plan.options, plan.device, update.statistics)
+            return Moved(update, *moved_by_layer(tensors, *how))
+        tensors = self.there(tensors)
+        return self.moved(update, tensors, self.rule.align(tensors, self.place_of(update)))
 
-    def accept(self, update: Update, place: int = 0) -> None:
+    def place_of(self, update: Update) -> int:
+        """Return an update's place among those that ``prepare`` has looked at."""
+        return self._places.get(update.question, 0)
+
+    def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
+        """Return an update, whose tensors are on the device, moved by an alignment."""
+        given = {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
+        statistics = alignment.transport(given)
+        moved = self.there(alignment.apply(tensors))
+        check_finite(moved)
+        return Moved(update, (moved,), statistics, lambda: alignment.report)
+
+    def follow(self, moved: Moved) -> None:
         """Let an anchor that follows the round know the update."""
-        note = self.rule.include if place in self._matched else self.rule.accept
-        note(update.tensors, update.weight)
+        self.rule.accept({} if self._by_layer else moved.tensors, moved.update.weight)
 
     def close(self) -> None:
-        """Say how many replies came from another basis, and whether the round's coordinates are new."""
-        self.plan.other_bases.warn(self.this_round.other_basis, len(self.this_round.reports))
-        if self._base is not self.broadcast or self.plan.is_canonical(self._mixed):
-            given = (self.broadcast, self._base, self._mixed)
-            self.this_round.moved_broadcast = partial(self.plan.moved_to, *given)
+        """Say how many replies seem to come from another basis."""
+        if self.record.other_basis:
+            log(WARNING, _OTHERS, self.record.other_basis, len(self.record.reports))
 
-    def _there(self, tensors: Tensors) -> Tensors:
-        return on_device(tensors, self.plan.device)
+    def moved_broadcast(self) -> Callable[[], Tensors] | None:
+        """Return what gives the broadcast model in the round's coordinates; None if it is there."""
+        return partial(self.in_coordinates_of, self.broadcast) if self.canonical else None
 
+    def in_coordinates_of(self, base: Tensors) -> Tensors:
+        """Return the broadcast model in the coordinates of a round with this base."""
+        model, base = self.there(self.broadcast), self.there(base)
+        return GlobalAnchor(Anchor(base), self.finder(base)).align(model).apply(model)
 
-class LayerwiseAligner(Aligner):
-    """Prepares updates for ``LayerwiseMerge``, which aligns them; here they stay in host memory."""
-
-    def align(self, update: Update, place: int = 0) -> Update:
-        """Return the update, after a look at its basis."""
-        self.this_round.other_basis += in_other_basis(update, self.broadcast, self.plan.symmetry)
-        return update
-
-    def _there(self, tensors: Tensors) -> Tensors:
-        return tensors
+    def there(self, tensors: Tensors) -> Tensors:
+        """Return tensors where whole updates are aligned."""
+        return tensors if self._by_layer else on_device(tensors, self.plan.device)
 
 
 def on_device(tensors: Tensors, device: torch.device) -> Tensors:

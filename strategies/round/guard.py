@@ -14,7 +14,7 @@ from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.record import RoundRecord
 
 #: Words in the names of metrics that say which values are better.
 LOWER = frozenset(("loss", "perplexity", "error", "mse", "rmse", "mae", "nll", "brier", "wer", "cer"))
@@ -122,22 +122,22 @@ class Comparison:
 
         return once
 
-    def needed(self, this_round: Round) -> bool:
+    def needed(self, record: RoundRecord) -> bool:
         """Return whether the two means differ; if not, say so."""
-        groups = (group for _, report in this_round.reports for group in report.groups)
+        groups = (group for _, report in record.reports for group in report.groups)
         if self._always or any(group.moved or group.after != group.before for group in groups):
             return True
         message = "Round %d: nothing was moved, aligned and plain mean are one: not evaluated"
-        self._note(this_round, PLAIN, {}, message, this_round.number)
+        self._note(record, PLAIN, {}, message, record.number)
         return False
 
-    def kept(self, this_round: Round, aligned: ArrayRecord, plain: ArrayRecord) -> ArrayRecord:
+    def kept(self, record: RoundRecord, aligned: ArrayRecord, plain: ArrayRecord) -> ArrayRecord:
         """Evaluate both means of a round, and return the better one.
 
         Raises:
             FedrotError: the evaluation gives no number for the metric.
         """
-        number, means = this_round.number, {PLAIN: plain, ALIGNED: aligned}
+        number, means = record.number, {PLAIN: plain, ALIGNED: aligned}
         found = {name: self._evaluated(number, mean) for name, mean in means.items()}
         values = {name: self._value(number, metrics) for name, metrics in found.items()}
         best = max(values, key=lambda name: self._goodness(values[name]))
@@ -145,14 +145,14 @@ class Comparison:
             self._known = number, means[best], found[best]
         shown = (number, values[ALIGNED], values[PLAIN], self.guard.metric, best)
         message = "Round %d: aligned %.4g, plain %.4g %s: kept %s"
-        self._note(this_round, best, values, message, *shown)
+        self._note(record, best, values, message, *shown)
         return means[best]
 
     def _note(
-        self, this_round: Round, best: str, values: dict[str, float], message: str, *args: object
+        self, record: RoundRecord, best: str, values: dict[str, float], message: str, *args: object
     ) -> None:
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
-        this_round.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
+        record.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
         log(INFO, message, *args)
 
     def _evaluated(self, number: int, mean: ArrayRecord) -> MetricRecord:

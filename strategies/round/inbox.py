@@ -17,8 +17,8 @@ from flwr.serverapp import Grid
 from fedrot.collect.statistic_kinds import brings
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.update import Schema, Update
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Question, Schema, Update, question_of
 from fedrot.strategies.wire.records import (
     model_records,
     read_statistics,
@@ -52,7 +52,7 @@ class Asked:
         self, messages: Iterable[Metadata] | None = (), clients: dict[int, int] | None = None
     ) -> None:
         self._known = messages is not None
-        self._asked = {(message.message_id, message.dst_node_id) for message in messages or ()}
+        self._asked = {Question(one.message_id, one.dst_node_id) for one in messages or ()}
         self._silent = set(self._asked)
         self._clients = {} if clients is None else clients
 
@@ -62,7 +62,7 @@ class Asked:
         Raises:
             UpdateError: it answers no question of this round, or one that was answered already.
         """
-        question = message.metadata.reply_to_message_id, message.metadata.src_node_id
+        question = question_of(message)
         if question not in self._asked and not self._known:
             self._asked.add(question)
             self._silent.add(question)
@@ -71,7 +71,7 @@ class Asked:
         if question not in self._silent:
             raise UpdateError("Its sender has answered before in this round; that answer counts.")
         self._silent.remove(question)
-        self._clients[question[1]] = client_id(message)
+        self._clients[question.node] = client_id(message)
 
     def failed(self, message: Message) -> int | None:
         """Note an error reply, and return its client; None if the round does not wait for it.
@@ -79,17 +79,18 @@ class Asked:
         If a node is gone, the SuperLink answers under its own id.
         """
         to = message.metadata.reply_to_message_id
-        of = [question for question in self._asked if question[0] == to]
-        node = of[0][1] if len(of) == 1 else message.metadata.src_node_id
-        if (to, node) not in self._silent:
+        of = [question for question in self._asked if question.message_id == to]
+        question = of[0] if len(of) == 1 else question_of(message)
+        if question not in self._silent:
             return None
-        self._silent.remove((to, node))
+        self._silent.remove(question)
+        node = question.node
         return self._clients.get(node, node)
 
     @property
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids where they have named themselves."""
-        return sorted(self._clients.get(node, node) for _, node in self._silent)
+        return sorted(self._clients.get(one.node, one.node) for one in self._silent)
 
 
 def sent_by(grid: Grid | None, given: list[Metadata] | None) -> list[Metadata] | None:
@@ -156,7 +157,7 @@ class Inbox:
 
     asked: Asked
     schema: Schema
-    this_round: Round
+    record: RoundRecord
     weighted_by: str = "num-examples"
     needs: Collection[str] = ()
     uses_statistics: bool = True
@@ -169,16 +170,16 @@ class Inbox:
         if message.has_error():
             client = self.asked.failed(message)
             if client is not None:
-                self.this_round.fail(client, message.error.reason or "no reason given")
+                self.record.fail(client, message.error.reason or "no reason given")
             return None
         try:
             self.asked.check(message)
-            self.this_round.statistics_bytes += statistics_bytes(message)
+            self.record.statistics_bytes += statistics_bytes(message)
             update = self.decode(message)
         except Exception as error:
-            self.this_round.drop(client_id(message), _refusal(error))
+            self.record.drop(client_id(message), _refusal(error))
             return None
-        self.this_round.take(update)
+        self.record.take(update)
         return update
 
     def decode(self, message: Message) -> Update:
@@ -211,10 +212,8 @@ class Inbox:
             unused = "', '".join(sorted(statistics))
             log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
             statistics = {}
-        as_received = tensors, statistics
         counts = read_token_counts(content)
-        sender = client_id(message)
-        return Update(sender, message, record, tensors, weight, statistics, *as_received, counts)
+        return Update(client_id(message), message, record, tensors, weight, statistics, counts)
 
     def _check_figures(self, content: RecordDict) -> None:
         (metrics,) = content.metric_records.values()
@@ -229,7 +228,7 @@ class Inbox:
     def close(self) -> None:
         """Note the clients that have not answered."""
         for client in self.asked.silent:
-            self.this_round.miss(client, self.in_front)
+            self.record.miss(client, self.in_front)
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:

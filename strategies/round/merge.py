@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Protocol
 
@@ -13,8 +13,7 @@ from flwr.common import log
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.aggregation.layerwise import fold_by_layer
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.errors import UpdateError
 from fedrot.strategies.flower_compat import (
     clips_zero,
     equal_weights,
@@ -22,14 +21,14 @@ from fedrot.strategies.flower_compat import (
     set_broadcast,
     without_metrics,
 )
-from fedrot.strategies.round.aligner import LayerwiseAligner
 from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_layout
 from fedrot.strategies.round.outbox import as_sent, integers_of, of_mean, plain, restored, with_tensors
-from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import without_arrays
+from fedrot.tensors import Tensors
 
 #: What a round gives: the new model, None if the old one stays, and metrics.
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
@@ -63,13 +62,24 @@ class Wrapped:
 
 
 class Merge(Protocol):
-    """How one round's updates become a model."""
+    """How one round's updates become a model.
 
-    def add(self, update: Update) -> bool:
+    Attributes:
+        mean: the mean that updates are added to as they come; None if it is not a plain one.
+    """
+
+    mean: Mean | None
+
+    def add(self, moved: Moved) -> bool:
         """Add an update; return True if it counts in the mean so far."""
 
-    def result(self, wrapped: Wrapped) -> Aggregated:
-        """Return the new model and metrics; call it once, at the end."""
+    def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
+        """Return the new model and metrics; call it once, at the end.
+
+        Args:
+            wrapped: the strategy behind.
+            moved_broadcast: returns the broadcast model in the round's coordinates; None if it is there.
+        """
 
 
 @dataclass
@@ -83,59 +93,64 @@ class _Candidate:
     plain: Aggregator | None = None
     taken: list[tuple[int, str, RecordDict]] = field(default_factory=list)
 
-    def add(self, update: Update, refusal: str = "") -> None:
-        self.aggregator.add(update.tensors, update.weight, update.statistics)
-        self.note(update, refusal)
-
-    def note(self, update: Update, refusal: str = "") -> None:
+    def add(self, moved: Moved, refusal: str = "") -> None:
+        """Add an update; raises ``UpdateError``, and has added nothing then."""
+        update = moved.update
+        if isinstance(self.aggregator, Mean):
+            self.aggregator.check(update.tensors, update.weight, moved.statistics)
+            self.aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
+        else:
+            self.aggregator.add(moved.tensors, update.weight, moved.statistics)
         if self.plain is not None:
-            self.plain.add(update.received, update.weight, update.received_statistics)
+            self.plain.add(update.tensors, update.weight, update.statistics)
         self.taken.append((update.client, refusal or _ODD, without_arrays(update.message.content)))
 
 
-class AggregatorMerge:
+class Averaged:
     """Adds updates to an aggregator as they come; the one that most updates agree with counts.
 
     An aggregator takes its first update as the model of all others. Another one is built from an update
     that none takes: as many as there are clients whose statistics have a form of their own.
 
-    ``mean`` is the aggregator if it is a plain mean, which refuses no form of update. ``comparison``
-    chooses between the result and that of the same updates as they were received.
+    ``comparison`` chooses between the result and that of the same updates as they were received.
     """
 
     def __init__(
         self,
         build: Callable[[], Aggregator],
-        this_round: Round,
-        mean: Mean | None = None,
+        record: RoundRecord,
         comparison: Comparison | None = None,
     ) -> None:
-        self._build, self.this_round, self.mean, self.comparison = build, this_round, mean, comparison
-        self._candidates = [self._candidate(build() if mean is None else mean)]
+        self._build, self.record, self.comparison = build, record, comparison
+        first = build()
+        self.mean = first if isinstance(first, Mean) else None
+        self._candidates = [self._candidate(first)]
 
-    def add(self, update: Update) -> bool:
+    def add(self, moved: Moved) -> bool:
         """Add an update to the first aggregator that takes it; drop it if none does."""
         try:
-            return self._taker(update) is self._best
+            counts = self._taker(moved) is self._best
         except UpdateError as error:
-            self.this_round.drop(update.client, str(error))
+            self.record.drop(moved.update.client, str(error))
             return False
+        self.record.merged(moved)
+        return counts
 
     def _candidate(self, aggregator: Aggregator) -> _Candidate:
         return _Candidate(aggregator, self._build() if self.comparison is not None else None)
 
-    def _taker(self, update: Update) -> _Candidate:
+    def _taker(self, moved: Moved) -> _Candidate:
         refusals: list[UpdateError] = []
         for candidate in self._candidates:
             try:
-                candidate.add(update, str(refusals[0]) if refusals else "")
+                candidate.add(moved, str(refusals[0]) if refusals else "")
             except UpdateError as error:
                 refusals.append(error)
             else:
                 return candidate
         another = self._candidate(self._build())
         with suppress(UpdateError):
-            another.add(update, str(refusals[0]))
+            another.add(moved, str(refusals[0]))
             self._candidates.append(another)
             return another
         raise refusals[0]
@@ -153,15 +168,15 @@ class AggregatorMerge:
         best = self._best
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
         for client, refusal, _ in others:
-            self.this_round.drop(client, refusal)
+            self.record.drop(client, refusal)
         self._candidates, self.mean = [], None
         both = [best.aggregator] if best.plain is None else [best.aggregator, best.plain]
         return both, [content for _, _, content in best.taken]
 
-    def result(self, wrapped: Wrapped) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Return the merged model, after a strategy that looks at the mean has had its turn."""
-        this_round = self.this_round
-        merged, contents = self._merged(wrapped)
+        record = self.record
+        merged, contents, kept_plain = self._merged(wrapped)
         metrics = _train_metrics(wrapped, contents) if contents else None
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
@@ -169,131 +184,109 @@ class AggregatorMerge:
         integers = integers_of(merged)
         mean, state = of_mean(merged, wrapped.weighted_by), vars(wrapped.strategy)
         before = dict(state)  # Flower's strategies replace what they keep, and change nothing in place.
+        # The plain mean has the broadcast model's own coordinates.
+        moved = None if kept_plain else moved_broadcast
         with without_metrics(wrapped.strategy):
-            arrays, _ = _aggregated(wrapped, this_round, [mean])
+            arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
         found = _restored(arrays, wrapped.broadcast, integers) if arrays is not None else None
-        if found is None or not this_round.finite(from_arrays(found)):
+        if found is None or not record.finite(from_arrays(found)):
             state.clear()
             state.update(before)
             return None, metrics
         return found, metrics
 
-    def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, list[RecordDict]]:
+    def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, list[RecordDict], bool]:
         """Return the merged model, None if the round failed, and the metrics of the clients.
 
-        The aggregators, which may be larger than the model, are released when this returns.
+        The last value tells whether a guard has kept the plain mean. The aggregators, which may be
+        larger than the model, are released when this returns.
         """
-        is_mean, this_round, comparison = self.mean is not None, self.this_round, self.comparison
+        record, comparison = self.record, self.comparison
         aggregators, contents = self.chosen()
-        this_round.accepted = len(contents)
-        if not this_round.enough(wrapped.min_replies):
-            return None, contents
+        record.accepted = len(contents)
+        if not record.enough(wrapped.min_replies):
+            return None, contents, False
         sent = wrapped.broadcast if wrapped.wrapped_class is FedAvg else plain(wrapped.broadcast)
-        if comparison is None or not comparison.needed(this_round):
-            return self._encoded(aggregators[0], is_mean, sent), contents
-        as_received = self._encoded(aggregators.pop(), is_mean, sent)
-        aligned = self._encoded(aggregators.pop(), is_mean, sent)
+        if comparison is None or not comparison.needed(record):
+            return self._encoded(aggregators[0], sent), contents, False
+        as_received = self._encoded(aggregators.pop(), sent)
+        aligned = self._encoded(aggregators.pop(), sent)
         if as_received is None or aligned is None:
-            return None, contents
-        kept = comparison.kept(this_round, aligned, as_received)
-        if kept is as_received:
-            this_round.moved_broadcast = None  # these are the broadcast model's coordinates
-        return kept, contents
+            return None, contents, False
+        kept = comparison.kept(record, aligned, as_received)
+        return kept, contents, kept is as_received
 
-    def _encoded(self, aggregator: Aggregator, is_mean: bool, sent: ArrayRecord) -> ArrayRecord | None:
+    def _encoded(self, aggregator: Aggregator, sent: ArrayRecord) -> ArrayRecord | None:
         """Return an aggregator's result encoded as ``sent``, None if it is not finite."""
-        if is_mean:
-            assert isinstance(aggregator, Mean)
+        if isinstance(aggregator, Mean):
             merged = aggregator.result("cpu", last=True)
         else:
             merged = aggregator.result()
-        self.this_round.note(aggregator.notes)
+        self.record.note(aggregator)
         found = as_sent(merged, sent)
-        return found if self.this_round.finite(from_arrays(found)) else None
+        return found if self.record.finite(from_arrays(found)) else None
 
 
-class LayerwiseMerge(AggregatorMerge):
-    """Aligns each update on a GPU layer by layer, and adds it to a mean that the GPU holds."""
-
-    def __init__(
-        self,
-        this_round: Round,
-        mean: Mean,
-        aligner: LayerwiseAligner,
-        comparison: Comparison | None = None,
-    ) -> None:
-        super().__init__(Mean, this_round, mean, comparison)
-        self._held, self._aligner = mean, aligner
-
-    def add(self, update: Update) -> bool:
-        """Align an update and add it; drop it if its statistics cannot follow."""
-        plan, anchor = self._aligner.plan, self._aligner.rule.current
-        given = (update.tensors, update.weight, anchor, plan.symmetry, plan.options, plan.device)
-        try:
-            report = fold_by_layer(self._held, *given, update.statistics)
-        except FedrotError as error:
-            self.this_round.drop(update.client, str(error))
-            return False
-        self.this_round.report(update.client, report)
-        self._candidates[0].note(update)
-        return True
-
-
-class ListMerge:
+class Listed:
     """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers.
 
     ``integers`` are the arrays of the broadcast model that the new model keeps, and that every update
     shows to the strategy: a mean of them would let one client set them, and noise would spoil them.
     """
 
-    def __init__(self, this_round: Round, integers: ArrayRecord) -> None:
-        self.this_round, self._integers = this_round, integers
+    mean: Mean | None = None
+
+    def __init__(self, record: RoundRecord, integers: ArrayRecord) -> None:
+        self.record, self._integers = record, integers
         # As floats: Flower's strategies subtract them.
         self._shown = {name: t.double() for name, t in from_arrays(integers).items()}
         self._held: list[Update] = []
 
-    def add(self, update: Update) -> bool:
+    def add(self, moved: Moved) -> bool:
         """Keep the update's message."""
-        message = with_tensors(update, self._shown)
-        self._held.append(update.holding({}, {}, message))
+        message = with_tensors(moved, self._shown)
+        self._held.append(replace(moved.update, tensors={}, statistics={}, message=message))
+        self.record.merged(moved)
         return True
 
-    def result(self, wrapped: Wrapped) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Give all updates to the strategy."""
-        this_round = self.this_round
+        record = self.record
         good, odd = with_common_layout(self._held, _layout)
         for update in odd:
             what = (
                 f"Its records and metrics are {_layout(update)}, most clients' are {_layout(good[0])}."
             )
-            this_round.drop(update.client, f"{what} Send the same metrics from every client.")
+            record.drop(update.client, f"{what} Send the same metrics from every client.")
         if equal_weights(wrapped.strategy):
             good, odd = with_common_layout(good, lambda update: (update.weight,))
             for update in odd:
                 what = f"Its weight is {update.weight:g}, most clients' is {good[0].weight:g}."
-                this_round.drop(update.client, f"{what} The privacy accountant needs equal weights.")
-        this_round.accepted = len(good)
-        if not this_round.enough(wrapped.min_replies):
+                record.drop(update.client, f"{what} The privacy accountant needs equal weights.")
+        record.accepted = len(good)
+        if not record.enough(wrapped.min_replies):
             return None, None
         with clips_zero():
-            arrays, metrics = _aggregated(wrapped, this_round, [update.message for update in good])
+            messages = [update.message for update in good]
+            arrays, metrics = _aggregated(wrapped, record.number, messages, moved_broadcast)
         if arrays is None:
             return None, metrics
         if wrapped.align:
             arrays = _restored(arrays, wrapped.broadcast, self._integers)
         elif arrays.keys() == wrapped.broadcast.keys():
             arrays = _restored(arrays, wrapped.broadcast, integers_of(arrays))
-        return arrays if this_round.finite(from_arrays(arrays)) else None, metrics
+        return arrays if record.finite(from_arrays(arrays)) else None, metrics
 
 
-def _aggregated(wrapped: Wrapped, this_round: Round, messages: list[Message]) -> Aggregated:
+def _aggregated(
+    wrapped: Wrapped, number: int, messages: list[Message], moved: Callable[[], Tensors] | None
+) -> Aggregated:
     """Let the strategy aggregate; a broadcast model that it subtracts is in the mean's coordinates."""
-    moved = this_round.moved_broadcast
     if moved is not None:
         # A broadcast model that cannot be matched stays as it is.
         with suppress(UpdateError):
             set_broadcast(wrapped.strategy, lambda: plain(as_sent(dict(moved()), wrapped.broadcast)))
-    return wrapped.aggregate(this_round.number, messages)
+    return wrapped.aggregate(number, messages)
 
 
 def _restored(arrays: ArrayRecord, broadcast: ArrayRecord, integers: ArrayRecord) -> ArrayRecord:

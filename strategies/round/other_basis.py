@@ -1,10 +1,14 @@
-"""Replies from another basis: the round's coordinates, and matching at the clients."""
+"""Replies from another basis: the round's coordinates, and matching and learning at the clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from logging import INFO, WARNING
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -13,12 +17,14 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment
-from fedrot.anchors import SAME_BASIS, Evidence, base_cosine
+from fedrot.anchors import Evidence, Finder, decided, finder, in_other_basis
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
+from fedrot.matching.descent import compact
 from fedrot.matching.tokens import tables_of
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import (
@@ -28,13 +34,19 @@ from fedrot.strategies.client_matching import (
     request,
 )
 from fedrot.strategies.lazy_grid import streamed
-from fedrot.strategies.round.round_report import Round
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.aligner import Plan, ToAnchor
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Moved, Question, Update
+from fedrot.strategies.round.waiting import Waiting
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
-from fedrot.symmetry.canonical import check_rotates
+from fedrot.symmetry.canonical import canonical, check_rotates
+from fedrot.symmetry.moves import Move
 from fedrot.symmetry.resolve import settings_of, tied_tensors
 from fedrot.tensors import Tensors, check_finite
+
+#: Share of the mean's weight above which the mean of the other clients would be rounding.
+LARGEST_SHARE = 0.999
 
 
 class Exchange(NamedTuple):
@@ -128,35 +140,7 @@ class OtherBases:
         if self.rotates:
             check_rotates(symmetry)
 
-    def base(
-        self,
-        updates: Sequence[Update],
-        places: Sequence[int],
-        broadcast: Tensors,
-        matchable: Callable[[Tensors], bool],
-    ) -> Tensors:
-        """Return the model whose coordinates the round takes, if the residual stream is matched.
-
-        This is the broadcast model. If most updates come from another basis, it is the heaviest of
-        these, which are at ``places``. If the broadcast model is not ``matchable``, it is the heaviest
-        of the majority.
-        """
-        matched = self.options is not None and "residual" in self.options.parts
-        if not matched or not places:
-            return broadcast
-        of = len(updates)
-        if 2 * len(places) > of:
-            chosen, why = places, f"{len(places)} of {of} replies come from other bases"
-        elif not matchable(broadcast):
-            chosen = [place for place in range(of) if place not in places]
-            why = "The broadcast model cannot be matched"
-        else:
-            return broadcast
-        update = max((updates[place] for place in chosen), key=lambda one: one.weight)
-        log(INFO, "%s; the anchor is client %d's model.", why, update.client)
-        return update.tensors
-
-    def counts(self, updates: Sequence[Update], symmetry: Symmetry) -> Tensor | None:
+    def counts(self, updates: Waiting, symmetry: Symmetry) -> Tensor | None:
         """Return how often each token occurs: the strategy's own counts, or the sum of the clients'.
 
         Counts that fit no table of the model are left out with a warning.
@@ -176,73 +160,228 @@ class OtherBases:
                 log(WARNING, what, update.client, len(given), " or ".join(map(str, sorted(sizes))))
         return found
 
-    def matched_at_clients(
+
+class FromOtherBases(ToAnchor):
+    """Aligns the updates of one round where some may come from another basis.
+
+    Args:
+        others: the strategy's settings, verified.
+        exchange: how clients are asked to match, or to learn; None asks none.
+    """
+
+    by_layers = False
+
+    def __init__(
         self,
-        updates: Sequence[Update],
-        base: Tensors,
-        symmetry: Symmetry,
-        exchange: Exchange,
-        this_round: Round,
-    ) -> dict[int, Alignment]:
-        """Return the alignments that clients found for their own updates, by place."""
-        symmetry = symmetry.rotated if self.rotates else symmetry
-        places = [i for i, update in enumerate(updates) if in_other_basis(update, base, symmetry)]
-        requests = [
-            request(
-                base,
-                updates[i].tensors,
-                exchange.config,
-                node_of(updates[i]),
-                canonical_form=self.rotates,
-            )
-            for i in places
+        plan: Plan,
+        others: OtherBases,
+        broadcast: Tensors,
+        record: RoundRecord,
+        shared: Mean | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.others, self.exchange = others, exchange
+        self._base, self._mixed = broadcast, True
+        self._token_counts: Tensor | None = None
+        self._matched: dict[Question, Alignment] = {}
+        super().__init__(plan, broadcast, record, shared)
+
+    def finder(self, base: Tensors) -> Finder:
+        """Return what finds one update's alignment; canonical options have to have a reason."""
+        others = (self.others.options, self.others.evidence) if self._mixed else (None, None)
+        return finder(base, self.plan.symmetry, self.plan.options, *others, self._token_counts)
+
+    @property
+    def canonical(self) -> bool:
+        """Whether the round brings its updates to canonical form."""
+        others = self.others.options if self._mixed else None
+        return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
+
+    def check(self, update: Update) -> None:
+        """Raise ``FedrotError`` if an update, or its activations, overflow where they are needed."""
+        given = (update.tensors, self.broadcast, self.plan.symmetry)
+        asked = self.others.evidence is not None and in_other_basis(*given)
+        self._check(update.tensors, with_activations=asked)
+
+    def _check(self, tensors: Tensors, with_activations: bool) -> None:
+        form = self.there(tensors)
+        if self.canonical:
+            form = canonical(form, self.plan.symmetry)
+            check_finite(form)
+        if with_activations and self.others.evidence is not None:
+            self.others.evidence(form, form)
+
+    def prepare(self, held: Waiting) -> Iterable[Update]:
+        """Choose the round's coordinates and anchor; updates that their clients matched come first."""
+        updates = held.at(self.sound(held))
+        if self.others.needs_all:
+            self._choose_coordinates(updates)
+        own = [question in self._matched for question in updates.questions]
+        rest = updates.at([place for place, matched in enumerate(own) if not matched])
+        self.look_at(rest)
+        return chain(updates.at([place for place, matched in enumerate(own) if matched]), rest)
+
+    def _choose_coordinates(self, updates: Waiting) -> None:
+        others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
+        far = [
+            i for i, one in enumerate(updates) if in_other_basis(one.tensors, self.broadcast, symmetry)
         ]
-        found: dict[int, Alignment] = {}
-        for place, answer in answers(requests, updates, places, exchange, this_round):
-            update = updates[place]
+        self.record.other_basis = len(far)
+        self._base = self._chosen_base(updates, far)
+        self._mixed = bool(far)
+        self._token_counts = others.counts(updates, symmetry)
+        if far and others.at_clients and exchange is not None:
+            self._matched = self._matched_at_clients(updates, exchange)
+        if far and others.learning_passes and len(updates) > 1 and exchange is not None:
+            self._matched = self._learned_together(updates, exchange)
+        self.rule = self.rule_at(self._base, self.shared)
+
+    def _chosen_base(self, updates: Waiting, far: Sequence[int]) -> Tensors:
+        """Return the model whose coordinates the round takes, if the residual stream is matched.
+
+        This is the broadcast model. If most updates come from another basis, it is the heaviest of
+        these, which are at the places ``far``. If the broadcast model cannot be matched, it is the
+        heaviest of the majority.
+        """
+        options = self.others.options
+        if options is None or "residual" not in options.parts or not far:
+            return self.broadcast
+        if 2 * len(far) > len(updates):
+            chosen, why = far, f"{len(far)} of {len(updates)} replies come from other bases"
+        elif not self._matchable(self.broadcast):
+            chosen = [place for place in range(len(updates)) if place not in far]
+            why = "The broadcast model cannot be matched"
+        else:
+            return self.broadcast
+        heaviest = max((updates[place] for place in chosen), key=attrgetter("weight"))
+        log(INFO, "%s; the anchor is client %d's model.", why, heaviest.client)
+        return heaviest.tensors
+
+    def _matchable(self, model: Tensors) -> bool:
+        with suppress(UpdateError):
+            self._check(model, with_activations=True)
+            return True
+        return False
+
+    @property
+    def _symmetry(self) -> Symmetry:
+        """The symmetry whose groups clients move."""
+        return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
+
+    def _matched_at_clients(self, updates: Waiting, exchange: Exchange) -> dict[Question, Alignment]:
+        """Return the alignments that clients found for their own updates."""
+        base, symmetry = self._base, self._symmetry
+        asked = [i for i, one in enumerate(updates) if in_other_basis(one.tensors, base, symmetry)]
+        rotates = self.others.rotates
+        requests = [
+            request(base, one.tensors, exchange.config, one.question.node, canonical_form=rotates)
+            for one in updates.at(asked)
+        ]
+        found: dict[Question, Alignment] = {}
+        for update, answer in self._answers(requests, updates.at(asked), exchange):
             try:
-                moves = read_moves(answer, symmetry)
-                alignment = alignment_by(moves, update.tensors, base, symmetry)
-                check_finite(alignment.apply(update.tensors))
+                found[update.question] = self._checked(update, read_moves(answer, symmetry))
             except UpdateError as error:
                 log(WARNING, "Client %d is matched at the server: %s", update.client, error)
-                continue
-            found[place] = alignment
         return found
 
-    def warn(self, count: int, of: int) -> None:
-        """Say how many replies from another basis were aligned like all others, unless asked for."""
-        if count and self.options is None and self.model is None:
-            log(
-                WARNING,
-                "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp "
-                "load it? If these clients have starts of their own, give the strategy "
-                "other_basis=OtherBasis(model=...) to match them as a whole.",
-                count,
-                of,
-            )
+    def _checked(self, update: Update, moves: Sequence[Move]) -> Alignment:
+        """Return a client's moves as an alignment; raises ``UpdateError`` if they lead to no numbers."""
+        alignment = alignment_by(moves, update.tensors, self._base, self._symmetry)
+        check_finite(alignment.apply(update.tensors))
+        return alignment
 
+    def _answers(
+        self, requests: Sequence[Message], asked: Waiting, exchange: Exchange
+    ) -> Iterator[tuple[Update, Message]]:
+        """Yield the first answer of each update's sender, as it comes."""
+        silent = {question.node: place for place, question in enumerate(asked.questions)}
+        for answer in self.record.waited(exchange.of(requests)):
+            place = silent.pop(answer.metadata.src_node_id, None)
+            if place is not None:
+                yield asked[place], answer
 
-def node_of(update: Update) -> int:
-    """Return the node that sent an update."""
-    return update.message.metadata.src_node_id
+    def _learned_together(self, updates: Waiting, exchange: Exchange) -> dict[Question, Alignment]:
+        """Return the alignments of all updates after the clients have learned a common basis.
 
+        In every pass all clients learn at the same time, each against the mean of the others as they
+        were after the pass before. A client that gives no valid answer keeps what it had, and so does
+        one that is nearly all of the mean.
+        """
+        now = self._aligned_alone(updates)
+        updates = updates.at([i for i, question in enumerate(updates.questions) if question in now])
+        for number in range(self.others.learning_passes):
+            mean = Mean()
+            for update in updates:
+                mean.add(now[update.question].apply(update.tensors), update.weight)
+            most = LARGEST_SHARE * mean.weight
+            asked = updates.at([i for i, update in enumerate(updates) if update.weight <= most])
+            requests = [self._request(one, now[one.question], mean, exchange) for one in asked]
+            learned = 0
+            for update, answer in self._answers(requests, asked, exchange):
+                try:
+                    moves = [*now[update.question].moves, *read_moves(answer, self._symmetry)]
+                    now[update.question] = self._checked(update, compact(moves))
+                except UpdateError as error:
+                    log(WARNING, "Client %d keeps its rotations: %s", update.client, error)
+                    continue
+                learned += 1
+            log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, learned, len(now))
+        return now
 
-def answers(
-    requests: Sequence[Message],
-    updates: Sequence[Update],
-    places: Iterable[int],
-    exchange: Exchange,
-    this_round: Round,
-) -> Iterator[tuple[int, Message]]:
-    """Yield the first answer of each sender of the updates at some places, as it comes."""
-    asked = {node_of(updates[place]): place for place in places}
-    for answer in this_round.waited(exchange.of(requests)):
-        place = asked.pop(answer.metadata.src_node_id, None)
-        if place is not None:
-            yield place, answer
+    def _aligned_alone(self, updates: Waiting) -> dict[Question, Alignment]:
+        """Return the alignments to start from: of the clients, or by an anchor that holds its own mean.
 
+        Updates that cannot be aligned are left out.
+        """
+        found, rule = dict(self._matched), self.rule_at(self._base, None)
+        rest = updates.at([i for i, question in enumerate(updates.questions) if question not in found])
+        if rule.needs_all:
+            rule.prepare([(self.there(update.tensors), update.weight) for update in rest])
+        for update in updates:
+            if update.question in found:
+                rule.include(found[update.question].apply(self.there(update.tensors)), update.weight)
+        for place, update in enumerate(rest):
+            tensors = self.there(update.tensors)
+            with suppress(UpdateError):
+                alignment = rule.align(tensors, place)
+                rule.accept(alignment.apply(tensors), update.weight)
+                found[update.question] = alignment
+        return found
 
-def in_other_basis(update: Update, base: Tensors, symmetry: Symmetry) -> bool:
-    """Return whether an update comes from another basis."""
-    return base_cosine(update.tensors, base, symmetry) < SAME_BASIS
+    def _request(self, update: Update, alignment: Alignment, mean: Mean, exchange: Exchange) -> Message:
+        """Return the request to learn between a client's own model and the mean of all others."""
+        own, share = alignment.apply(update.tensors), update.weight / mean.weight
+        rest = {
+            name: (total - share * own[name]) / (1 - share)
+            if own[name].is_floating_point()
+            else own[name]
+            for name, total in mean.current.items()
+        }
+        rotates, node = self.others.rotates, update.question.node
+        return request(rest, own, exchange.config, node, canonical_form=rotates, learn=True)
+
+    def move(self, update: Update) -> Moved:
+        """Return the update in the round's coordinates, by its client's own alignment if it has one."""
+        matched = self._matched.get(update.question)
+        if matched is not None:
+            return self.moved(update, update.tensors, matched)
+        if self.others.needs_all:
+            tensors = self.there(update.tensors)
+            return self.moved(update, tensors, self.rule.align(tensors, self.place_of(update)))
+        return super().move(update)
+
+    def follow(self, moved: Moved) -> None:
+        """Let an anchor that follows the round know the update."""
+        if moved.update.question in self._matched:
+            self.rule.include(moved.tensors, moved.update.weight)
+        else:
+            super().follow(moved)
+
+    def close(self) -> None:
+        """Log nothing: such replies are expected."""
+
+    def moved_broadcast(self) -> Callable[[], Tensors] | None:
+        """Return what gives the broadcast model in the round's coordinates; None if it is there."""
+        there = self._base is self.broadcast and not self.canonical
+        return None if there else partial(self.in_coordinates_of, self._base)

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, Rec
 from torch import Tensor
 
 from fedrot.strategies.flower_compat import NUMPY
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import (
     STATISTICS,
@@ -103,16 +103,17 @@ def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     return found
 
 
-def with_tensors(update: Update, integers: Tensors) -> Message:
-    """Return a copy of a reply's message with the update's tensors and without our own records.
+def with_tensors(moved: Moved, integers: Tensors) -> Message:
+    """Return a copy of a reply's message with the moved tensors and without our own records.
 
     ``integers`` take the place of the update's own.
     """
-    tensors, content = {**update.tensors, **integers}, RecordDict(dict(update.message.content))
+    update, tensors = moved.update, {**moved.tensors, **integers}
+    content = RecordDict(dict(update.message.content))
     for ours in {STATISTICS, TOKEN_COUNTS} & content.array_records.keys():
         del content[ours]
     arrays = content.array_records.get(update.record, ArrayRecord())
-    content[update.record] = replace_changed(arrays, update.received, tensors)
+    content[update.record] = replace_changed(arrays, update.tensors, tensors)
     message = copy.copy(update.message)
     message.content = content
     return message

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, Message
@@ -12,24 +13,35 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.errors import UpdateError
+from fedrot.report import AlignmentReport
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_finite, check_update, compute_dtype
 
 
+class Question(NamedTuple):
+    """A message to a node: no two updates of a round answer the same one."""
+
+    message_id: str
+    node: int
+
+
+def question_of(reply: Message) -> Question:
+    """Return the question that a reply claims to answer."""
+    return Question(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+
+
 @dataclass(frozen=True)
 class Update:
-    """One client's update.
+    """One client's update, as it was received.
 
     Attributes:
         client: see ``inbox.client_id``.
         message: the reply, with its metrics and configurations.
         record: name of the reply's ArrayRecord.
-        tensors: in the broadcast model's dtypes, in float32 where they came in wider ones; as they were
-            received, later as they were aligned.
+        tensors: in the broadcast model's dtypes, in float32 where they came in wider ones; views of the
+            message's arrays where possible.
         weight: number of examples, or another positive weight.
-        statistics: by kind, then by tensor name; they belong to ``tensors``.
-        received: the tensors as they were received: views of the message's arrays where possible.
-        received_statistics: the statistics as they were received, which belong to ``received``.
+        statistics: by kind, then by tensor name.
         token_counts: how often each token occurs in the client's texts; None if it does not say.
     """
 
@@ -39,14 +51,12 @@ class Update:
     tensors: Tensors
     weight: float
     statistics: Statistics = field(default_factory=dict)
-    received: Tensors = field(default_factory=dict)
-    received_statistics: Statistics = field(default_factory=dict)
     token_counts: Tensor | None = None
 
-    def holding(self, tensors: Tensors, statistics: Statistics, message: Message) -> Update:
-        """Return the update with another message, and these tensors and statistics, as received."""
-        found = replace(self, message=message, tensors=tensors, statistics=statistics)
-        return replace(found, received=tensors, received_statistics=statistics)
+    @property
+    def question(self) -> Question:
+        """What the client was asked."""
+        return question_of(self.message)
 
     @property
     def checksum(self) -> int:
@@ -56,6 +66,29 @@ class Update:
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             found = zlib.crc32(values.numpy().data, found)
         return found
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An update in the round's coordinates.
+
+    Attributes:
+        update: as it was received.
+        parts: the tensors on the device, in one part or layer by layer; several can be read once.
+        statistics: they belong to the moved tensors.
+        report: returns what alignment did once all parts were read; None if nothing was aligned.
+    """
+
+    update: Update
+    parts: Iterable[Tensors]
+    statistics: Statistics
+    report: Callable[[], AlignmentReport] | None = None
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of an update in one part."""
+        (whole,) = self.parts
+        return whole
 
 
 @dataclass(frozen=True)

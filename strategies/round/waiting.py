@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fedrot._io import write_tensors
 from fedrot.errors import FedrotError
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Question, Update
 from fedrot.strategies.wire.records import without_arrays
 
 #: Between kind and name of what is stored, and the kind of the update itself.
@@ -106,36 +109,50 @@ class Waiting(Sequence[Update]):
         self, store: Store, order: Callable[[Update], int] | None = None, mixes: bool = True
     ) -> None:
         self._store, self._order, self._mixes = store, order, mixes
-        self._updates: list[tuple[int, Callable[[], Update]]] = []
+        self._updates: list[_Held] = []
 
-    def add(self, update: Update | None) -> None:
-        """Keep an update; None is left out."""
-        if update is not None:
-            number = self._order(update) if self._order is not None else 0
-            self._updates.append((number, _held(update, self._store)))
+    def add(self, update: Update) -> None:
+        """Keep an update."""
+        number = self._order(update) if self._order is not None else 0
+        self._updates.append(_Held(number, update.question, _kept(update, self._store)))
 
     def close(self) -> None:
         """Sort the updates; call it once all have come."""
         if self._order is None:
             return
         if not self._mixes:
-            self._updates.sort(key=lambda held: held[0])
+            self._updates.sort(key=attrgetter("number"))
             return
-        every = sorted(number for number, _ in self._updates)
-        self._updates.sort(key=lambda held: sha256(repr((every, held[0])).encode()).digest())
+        every = sorted(held.number for held in self._updates)
+        self._updates.sort(key=lambda held: sha256(repr((every, held.number)).encode()).digest())
 
     def __len__(self) -> int:
         return len(self._updates)
 
     def __getitem__(self, index: int) -> Update:  # type: ignore[override]
-        return self._updates[index][1]()
+        return self._updates[index].read()
 
-    def remove(self, places: Collection[int]) -> None:
-        """Forget the updates at some places."""
-        self._updates = [held for i, held in enumerate(self._updates) if i not in places]
+    @property
+    def questions(self) -> list[Question]:
+        """The question that each update answers."""
+        return [held.question for held in self._updates]
+
+    def at(self, places: Iterable[int]) -> Waiting:
+        """Return the updates at some places, in this order."""
+        found = Waiting(self._store)
+        found._updates = [self._updates[place] for place in places]
+        return found
 
 
-def _held(update: Update, store: Store) -> Callable[[], Update]:
+class _Held(NamedTuple):
+    """An update that waits: the number that decides about its place, its question, how it is read."""
+
+    number: int
+    question: Question
+    read: Callable[[], Update]
+
+
+def _kept(update: Update, store: Store) -> Callable[[], Update]:
     if store.folder is None:
         return lambda: update
     tensors = {f"{_UPDATE}{_SLASH}{name}": tensor for name, tensor in update.tensors.items()}
@@ -143,7 +160,8 @@ def _held(update: Update, store: Store) -> Callable[[], Update]:
         tensors |= {f"{kind}{_SLASH}{name}": value for name, value in by_name.items()}
     message = copy.copy(update.message)
     message.content = without_arrays(message.content)
-    return partial(_read, update.holding({}, {}, message), store.put(tensors))
+    about = replace(update, tensors={}, statistics={}, message=message)
+    return partial(_read, about, store.put(tensors))
 
 
 def _read(update: Update, stored: Stored) -> Update:
@@ -152,4 +170,4 @@ def _read(update: Update, stored: Stored) -> Update:
         kind, _, name = key.partition(_SLASH)
         found.setdefault(kind, {})[name] = tensor
     tensors = found.pop(_UPDATE)
-    return update.holding(tensors, found, update.message)
+    return replace(update, tensors=tensors, statistics=found)

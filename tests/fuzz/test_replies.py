@@ -21,7 +21,7 @@ from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
 from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves
 from fedrot.strategies.round.inbox import Asked, Inbox
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import BFLOAT16, TIED, from_arrays
 from fedrot.strategies.wire.records import (
@@ -70,7 +70,7 @@ SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
 
 def inbox(needs: tuple[str, ...]) -> Inbox:
     """Return the inbox of a round that needs these statistics."""
-    return Inbox(Asked(), Schema(MODEL), Round(1), needs=needs)
+    return Inbox(Asked(), Schema(MODEL), RoundRecord(1), needs=needs)
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")

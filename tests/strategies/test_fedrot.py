@@ -27,7 +27,7 @@ import fedrot
 from fedrot.aggregation import Mean
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Execution, Reporting
 from fedrot.tensors import check_update
 from tests.models import EAGER
@@ -479,7 +479,7 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
 
 def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
     """A client that is far away counts by its distance, and not as one of two."""
-    this_round = Round(1)
+    this_round = RoundRecord(1)
     for client, before, rotated, permuted in ((0, 90.0, 45.0, 9.0), (1, 10.0, 1.0, 8.0)):
         attention = GroupReport("a", 0, "attention", before, before - rotated, 3, 4)
         neurons = GroupReport("f", 0, "ffn", permuted, 0.0, 5, 9)

@@ -20,7 +20,7 @@ from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Execution, Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
@@ -259,7 +259,7 @@ def test_what_is_not_known_or_not_lost_is_no_metric(
     of_factors: float | None, lost: float, measured: dict[str, float]
 ) -> None:
     report = SimpleNamespace(mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost)
-    this_round = Round(1)
+    this_round = RoundRecord(1)
     AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))), this_round).result()
     assert this_round.measured == measured
 

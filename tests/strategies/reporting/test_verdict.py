@@ -25,7 +25,7 @@ from fedrot.strategies.reporting.verdict import (
     run_lines,
     verdict,
 )
-from fedrot.strategies.round.round_report import FIGURES
+from fedrot.strategies.round.record import FIGURES
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, State, near

@@ -24,7 +24,7 @@ from fedrot.errors import UpdateError
 from fedrot.strategies import Aligned
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire import records
@@ -106,18 +106,18 @@ BOMBS: dict[str, Callable[[], RecordDict]] = {
 @pytest.mark.parametrize("name", sorted(BOMBS))
 def test_a_reply_of_a_megabyte_takes_bounded_time_and_memory(name: str) -> None:
     message = Message(BOMBS[name](), reply_to=ASKED)
-    inbox = Inbox(Asked([ASKED.metadata]), Schema(BASE), Round(1), copy=True)
+    inbox = Inbox(Asked([ASKED.metadata]), Schema(BASE), RoundRecord(1), copy=True)
     start = time.monotonic()
     inbox.read(message)
     # A fifth of a second on the slowest machine we know.
     assert time.monotonic() - start < 5
     tracemalloc.start()
-    inbox = Inbox(Asked([ASKED.metadata]), Schema(BASE), Round(1), copy=True)
+    inbox = Inbox(Asked([ASKED.metadata]), Schema(BASE), RoundRecord(1), copy=True)
     inbox.read(message)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 64 * MIB
-    assert all(len(reason) <= 500 and reason.isprintable() for _, reason in inbox.this_round.dropped)
+    assert all(len(reason) <= 500 and reason.isprintable() for _, reason in inbox.record.dropped)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -15,7 +15,7 @@ import fedrot
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import CHANCE, FOUND, empty_rounds
-from fedrot.strategies.round.round_report import FIGURES, Round
+from fedrot.strategies.round.record import FIGURES, RoundRecord
 from fedrot.strategies.settings import Robustness
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
@@ -137,7 +137,7 @@ def _reported(before: float, removed: float, chance: float | None) -> AlignmentR
 
 
 def test_what_is_found_is_of_the_replies_whose_chance_is_known() -> None:
-    this_round = Round(1)
+    this_round = RoundRecord(1)
     this_round.report(0, _reported(100.0, 20.0, 6.0))
     this_round.report(1, _reported(1000.0, 900.0, None))
     metrics = this_round.metrics()
@@ -145,7 +145,7 @@ def test_what_is_found_is_of_the_replies_whose_chance_is_known() -> None:
 
 
 def test_of_no_distance_chance_is_not_known() -> None:
-    this_round = Round(1)
+    this_round = RoundRecord(1)
     this_round.report(0, _reported(0.0, 0.0, 0.0))
     metrics = this_round.metrics()
     assert metrics[FOUND] == 0
@@ -164,7 +164,7 @@ class Clock:
 
 def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("fedrot.strategies.round.round_report.time", clock)
+    monkeypatch.setattr("fedrot.strategies.round.record.time", clock)
 
     def aligned(*given: Any) -> Any:
         clock.now += 5
@@ -189,7 +189,7 @@ def test_waiting_and_aligning_are_counted_apart(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lost_round_is_lost_whatever_its_aggregation_says() -> None:
-    this_round = Round(1)
+    this_round = RoundRecord(1)
     this_round.accepted, this_round.said = 3, "3 adapters: this average is exact"
     this_round.lose("the aggregation is not finite")
     said = this_round.log_end(aligned=False)

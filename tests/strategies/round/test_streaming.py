@@ -36,10 +36,10 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.strategies import Aligned, FedRot, from_arrays, to_arrays
 from fedrot.strategies.lazy_grid import LONGEST_PAUSE, LazyGrid
-from fedrot.strategies.round.aligner import Aligner
-from fedrot.strategies.round.merge import AggregatorMerge
+from fedrot.strategies.round.aligner import ToAnchor
+from fedrot.strategies.round.merge import Averaged
 from fedrot.strategies.round.outbox import as_sent, common_model
-from fedrot.strategies.round.round_report import Round
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Execution, Reporting, Robustness
@@ -815,8 +815,8 @@ class OfOneForm(Mean):
     ],
 )
 def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, ahead: str) -> None:
-    this_round = Round(1)
-    merge = AggregatorMerge(OfOneForm, this_round)
+    this_round = RoundRecord(1)
+    merge = Averaged(OfOneForm, this_round)
     message = broadcast(FedRot(CONFIG), state(), 2)[0]
     for client, form in enumerate(forms):
         tensors = {"w": torch.full((2,), float(client))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,17 +13,18 @@ from typing import Any, TypeVar
 import torch
 from flwr.common import log
 
+from fedrot.aggregation import Aggregator
 from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
 from fedrot.report import AlignmentReport, moved_units
 from fedrot.strategies.reporting import verdict
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.tensors import Tensors, check_finite
 
 T = TypeVar("T")
 
 
 @dataclass
-class Round:
+class RoundRecord:
     """What happened in one round; reports, and reasons of lost replies, come with their clients."""
 
     number: int
@@ -41,8 +42,6 @@ class Round:
     #: What the aggregation says and measures, in place of alignment.
     said: str = ""
     measured: dict[str, float] = field(default_factory=dict)
-    #: Returns the broadcast model in the round's coordinates; None if these are the broadcast model's.
-    moved_broadcast: Callable[[], Tensors] | None = None
 
     def drop(self, client: int, reason: str) -> None:
         """Note a reply that is not averaged, and why."""
@@ -80,8 +79,11 @@ class Round:
         """Log a good reply, on the level of details."""
         log(DEBUG, "Reply of client %d: weight %g", update.client, update.weight)
 
-    def report(self, client: int, report: AlignmentReport) -> None:
-        """Keep what the alignment of a reply did, and log it on the level of details."""
+    def merged(self, moved: Moved) -> None:
+        """Keep what the alignment of a merged update did, and log it on the level of details."""
+        if moved.report is None:
+            return
+        client, report = moved.update.client, moved.report()
         self.reports.append((client, report))
         message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
         log(DEBUG, message, client, report.before, report.after)
@@ -91,11 +93,13 @@ class Round:
         self.lost = reason
         log(WARNING, "Round %d failed, the model stays as it was: %s", self.number, reason)
 
-    def note(self, notes: Mapping[str, str]) -> None:
-        """Keep what the aggregation found out of the ordinary, by tensor, and log the first."""
-        self.notes = dict(notes)
-        for name, what in islice(notes.items(), 1):
-            log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(notes), what)
+    def note(self, aggregator: Aggregator) -> None:
+        """Keep what an aggregation says and measures, and its notes by tensor; log the first note."""
+        self.said = getattr(aggregator, "said", "")
+        self.measured = getattr(aggregator, "measured", {})
+        self.notes = dict(aggregator.notes)
+        for name, what in islice(self.notes.items(), 1):
+            log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(self.notes), what)
 
     def waited(self, replies: Iterable[T]) -> Iterator[T]:
         """Return the replies as they come, and count the seconds spent on waiting for them."""
@@ -192,15 +196,15 @@ class Round:
 class _Timed(Iterator[T]):
     """An iterator that counts the seconds of ``next``, and keeps nothing of what it returns."""
 
-    def __init__(self, items: Iterator[T], this_round: Round) -> None:
-        self._items, self._round = items, this_round
+    def __init__(self, items: Iterator[T], record: RoundRecord) -> None:
+        self._items, self._record = items, record
 
     def __next__(self) -> T:
         start = time.perf_counter()
         try:
             return next(self._items)
         finally:
-            self._round.waiting += time.perf_counter() - start
+            self._record.waiting += time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -213,23 +217,23 @@ class Figure:
         loss: it is reported with ``align=False``, too, unless it is 0.
     """
 
-    of: Callable[[Round], float | int | None]
+    of: Callable[[RoundRecord], float | int | None]
     default: bool = False
     loss: bool = False
 
 
-def _aligned(this_round: Round) -> list[AlignmentReport]:
-    return [report for _, report in this_round.reports]
+def _aligned(record: RoundRecord) -> list[AlignmentReport]:
+    return [report for _, report in record.reports]
 
 
-def _found(this_round: Round) -> float:
-    reports = _aligned(this_round)
+def _found(record: RoundRecord) -> float:
+    reports = _aligned(record)
     known = verdict.known_chance(reports)
     return verdict.share_found(known) if known else verdict.share_removed(reports)
 
 
-def _chance(this_round: Round) -> float | None:
-    known = verdict.known_chance(_aligned(this_round))
+def _chance(record: RoundRecord) -> float | None:
+    known = verdict.known_chance(_aligned(record))
     return verdict.share_of_chance(known) if known else None
 
 

@@ -1,0 +1,379 @@
+"""The mixin ``ReplyStrategy``: Flower's hooks, which read every reply in front of any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from logging import INFO, WARNING
+from operator import attrgetter
+from typing import Any, NoReturn
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedrot._io import append_rows
+from fedrot.aggregation import Aggregator
+from fedrot.aggregation.layerwise import checked_device
+from fedrot.errors import FedrotError
+from fedrot.strategies import arguments
+from fedrot.strategies.flower_compat import figures_of
+from fedrot.strategies.lazy_grid import LazyGrid, streamed
+from fedrot.strategies.reporting.rows import (
+    EVALUATE,
+    TRAIN,
+    Evaluate,
+    begin_rows,
+    report_metrics,
+    reporting_evaluations,
+)
+from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
+from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.loop import run
+from fedrot.strategies.round.aligner import Aligner
+from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
+from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
+from fedrot.strategies.round.outbox import common_model, plain, to_send
+from fedrot.strategies.round.play import play
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Moved, Schema
+from fedrot.strategies.round.waiting import Store, Waiting
+from fedrot.strategies.settings import Checkpointing, Execution, Reporting, Robustness
+from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.tensors import Tensors
+
+
+class ReplyStrategy(Strategy):
+    """Mixin that reads and checks every reply before the Flower strategy behind it aggregates.
+
+    It aligns nothing: ``Aligned`` and ``AlignedLoRA`` stand on it, and say by the methods below how a
+    round's updates are moved and merged. A reply is dropped with a warning if it is not a finite update
+    of the broadcast model, has no examples, comes twice, or was not asked for.
+
+    Args:
+        *args: of the strategy behind, like ``**kwargs``.
+        robustness: when a reply, or a round, is not used.
+        execution: device, precision on the wire, spill folder, determinism.
+        checkpointing: where to write checkpoints, and where to resume.
+        reporting: files that receive what happened.
+
+    Raises:
+        FedrotError: the spill folder cannot be written to. In the first round: every reply is dropped
+            for the same reason.
+    """
+
+    #: True if statistics of replies are used.
+    uses_statistics = False
+
+    #: True in simulations, where no client lies: deterministic rounds follow the clients' own ids.
+    trusts_ids = False
+
+    #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
+    not_in_checkpoints: tuple[str, ...] = (
+        *("robustness", "execution", "checkpointing", "reporting", "_checkpoints", "_device"),
+        *("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
+    )
+
+    def __init__(
+        self,
+        *args: Any,
+        robustness: Robustness | None = None,
+        execution: Execution | None = None,
+        checkpointing: Checkpointing | None = None,
+        reporting: Reporting | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.robustness = robustness or Robustness()
+        self.execution = execution or Execution()
+        self.checkpointing = checkpointing or Checkpointing()
+        self.reporting = reporting or Reporting()
+        with Store(self.execution.spill):
+            pass  # A folder that cannot be written to is an error before clients train.
+        self._device = checked_device(self.execution.device)
+        folder = self.checkpointing.folder
+        self._checkpoints = Checkpoints(folder, self.checkpointing.keep) if folder is not None else None
+        self._broadcast = ArrayRecord()
+        self._config = ConfigRecord()
+        self._grid: Grid | None = None
+        self._timeout: float | None = None
+        self._sent: list[Metadata] | None = None
+        self._sent_to_evaluate: list[Metadata] | None = None
+        self._begun: int | None = None
+        self._clients: dict[int, int] = {}
+        self._verdicts: dict[int, str] = {}
+
+    def summary(self) -> None:
+        """Log how replies are taken, then the summary of the strategy behind."""
+        streams = self.aggregator(1) is not None and not self.waits
+        how = "averaged as they arrive" if streams else "kept until all have come"
+        order = ", in an order that their contents give" if self.execution.deterministic else ""
+        where = f", in {spill}" if (spill := self.execution.spill) and self.waits else ""
+        log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
+        super().summary()  # type: ignore[safe-super]
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
+        **further: Any,
+    ) -> Result:
+        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time.
+
+        Args:
+            should_stop: as in Flower 1.43 and later. A resumed run asks it first about the checkpoint's
+                round, so that a run that it has stopped stays so.
+            **further: arguments of a later Flower, which are passed on.
+
+        Raises:
+            FedrotError: ``initial_arrays`` is no model; rounds, nodes or fractions are impossible; a
+                checkpoint is wrong, see ``loop.run``; or the installed Flower, or a run with
+                checkpoints, has no such argument.
+        """
+        self.check_initial(initial_arrays)
+        arguments.check_numbers(self._weighting, num_rounds)
+        if should_stop is not None:
+            further["should_stop"] = should_stop
+        with_loop = self._checkpoints is not None or self.checkpointing.resume is not None
+        arguments.check_further(further, super().start, run if with_loop else None)
+        self._timeout = timeout
+        self._sent = self._sent_to_evaluate = self._begun = None
+        self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
+        evaluating = reporting_evaluations(self.reporting, self.evaluating(evaluate_fn))
+        given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
+        if with_loop:
+            further |= {"checkpoints": self._checkpoints, "resume": self.checkpointing.resume}
+            result = run(self, lazy, initial_arrays, *given, **further)
+        else:
+            self.begin(None)
+            result = super().start(lazy, initial_arrays, *given, **further)
+        # Before 1.43, Flower returned no model if every round had failed.
+        result.arrays = result.arrays or initial_arrays
+        if empty := empty_rounds(self._verdicts):
+            log(WARNING, empty)
+        for line in run_lines(result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path):
+            log(INFO, line)
+        return result
+
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """Refuse Flower's legacy server, which calls this first."""
+        raise FedrotError(arguments.LEGACY.format(name=type(self).__name__))
+
+    def begin(self, after_round: int | None) -> None:
+        """Prepare for a run: the file of rows, see ``begin_rows``, and clients' own ids."""
+        begin_rows(self.reporting.rows_path, after_round)
+        self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
+        self._clients = self._clients if after_round else {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Keep the broadcast model and who was asked: ``aggregate_train`` is not given them."""
+        self._config, self._grid = config, grid
+        self._begin_round(server_round, arrays)
+        readable = plain(arrays)
+        messages = super().configure_train(  # type: ignore[safe-super]
+            server_round, readable, config, grid
+        )
+        sent = to_send(messages, readable, arrays, self.execution.wire)
+        self._sent = [message.metadata for message in sent]
+        return sent
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the model in the precision of the wire, and keep who was asked."""
+        messages = super().configure_evaluate(  # type: ignore[safe-super]
+            server_round, arrays, config, grid
+        )
+        sent = to_send(messages, arrays, arrays, self.execution.wire)
+        self._sent_to_evaluate = [message.metadata for message in sent]
+        return sent
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Read and move the replies, let the strategy behind aggregate them, and report."""
+        sent = sent_by(self._grid, self._sent)
+        if not sent and not replies:
+            self._verdicts[server_round] = NOBODY
+            return None, None
+        if not self._knows_model(server_round):
+            return self._passed_on(server_round, replies)
+        record = RoundRecord(server_round)
+        # A subclass that was given the replies first may read them before and afterwards.
+        one_pass = replies if self._in_front else streamed(replies)
+        with Store(self.execution.spill) as store:
+            merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record, store)
+            arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
+        ours = record.metrics(self.reporting.all_metrics) if self.aligns else record.losses()
+        if self.reporting.rows_path is not None:
+            append_rows(self.reporting.rows_path, record.rows())
+        self._verdicts[server_round] = record.log_end(self.aligns)
+        metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
+        report_metrics(self.reporting, server_round, TRAIN, metrics)
+        record.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())
+        return arrays, metrics
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Let the strategy behind aggregate the evaluations that it can read."""
+        asked = Asked(sent_by(self._grid, self._sent_to_evaluate))
+        readable = readable_evaluations(replies, asked, self._weighted_by)
+        if not readable:
+            return None
+        found = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
+        report_metrics(self.reporting, server_round, EVALUATE, found)
+        return found
+
+    # What a subclass may override
+
+    def schema(self, broadcast: Tensors) -> Schema:
+        """Return the tensors that a reply may hold: those of the broadcast model."""
+        return Schema(broadcast)
+
+    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+        """Return the function that builds a round's aggregator.
+
+        None gives all updates to the strategy behind.
+        """
+        return None
+
+    def needs(self, server_round: int) -> tuple[str, ...]:
+        """Return the kinds of statistics that every reply of a round must bring."""
+        return ()
+
+    @property
+    def aligns(self) -> bool:
+        """True if a round's updates are aligned, which its metrics and its verdict tell."""
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """True if a round keeps all updates until every reply has arrived."""
+        return self.execution.deterministic
+
+    def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
+        """Return what moves a round's updates."""
+        return Aligner()
+
+    def merge(self, record: RoundRecord) -> Merge:
+        """Return what takes a round's updates."""
+        build = self.aggregator(record.number)
+        return Listed(record, ArrayRecord()) if build is None else Averaged(build, record)
+
+    def check_initial(self, arrays: ArrayRecord) -> None:
+        """Check the first model before any client trains; raises ``FedrotError``."""
+        arguments.check_initial_arrays(arrays, None, align=False)
+
+    def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
+        """Return the function that evaluates a round's model at the server, given that of ``start``."""
+        return evaluate
+
+    def begin_round(self, arrays: ArrayRecord) -> None:
+        """Called with the model that a round broadcasts, before any message is made."""
+
+    def on_update(self, moved: Moved) -> None:
+        """Called with every update in the round's coordinates, before it is merged."""
+
+    @property
+    def wrapped_class(self) -> type:
+        """The class whose ``aggregate_train`` receives the updates."""
+        mro = type(self).__mro__
+        after = mro[mro.index(ReplyStrategy) + 1 :]
+        return next(cls for cls in after if "aggregate_train" in vars(cls))
+
+    def check_own_messages(self, messages: Sequence[Message]) -> None:
+        """Called with a round's messages if a subclass made them without ``configure_train`` of ours.
+
+        Raises:
+            FedrotError: the clients were not told what they need to know.
+        """
+
+    def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
+        self._begun, self._broadcast = server_round, arrays
+        self.begin_round(arrays)
+
+    def _knows_model(self, server_round: int) -> bool:
+        """Return whether the round's broadcast model is known, if need be from the messages."""
+        if self._begun == server_round:
+            return True
+        messages = [*self._grid.replies.asked.values()] if isinstance(self._grid, LazyGrid) else []
+        if not messages:
+            return bool(self._broadcast)
+        self.check_own_messages(messages)
+        arrays = common_model(messages, getattr(self._weighting, "arrayrecord_key", None))
+        if arrays is not None:
+            self._begin_round(server_round, arrays)
+        return arrays is not None
+
+    def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Let the strategy behind aggregate replies to a model that is not known."""
+        if self.aligns or self.aggregator(server_round) is not None:
+            raise FedrotError(arguments.UNKNOWN_MODEL.format(name=type(self).__name__, n=server_round))
+        arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
+        self._verdicts[server_round] = NOBODY if arrays is None else OFF
+        report_metrics(self.reporting, server_round, TRAIN, metrics)
+        return arrays, metrics
+
+    @property
+    def _in_front(self) -> str:
+        """The method ``aggregate_train`` of a subclass or of the instance, empty if it is ours."""
+        if getattr(self.aggregate_train, "__func__", None) is ReplyStrategy.aggregate_train:
+            return ""
+        first = next(cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls))
+        return f"{first.__name__}.aggregate_train"
+
+    def _played(
+        self, replies: Iterable[Message], asked: Asked, record: RoundRecord, store: Store
+    ) -> tuple[Merge, Callable[[], Tensors] | None]:
+        """Return what has taken the updates of a round, and ``Aligner.moved_broadcast``.
+
+        Everything else of the round is released.
+        """
+        broadcast = from_arrays(self._broadcast, writable=self.execution.deterministic)
+        merge = self.merge(record)
+        aligner = self.aligner(broadcast, merge, record)
+        inbox = Inbox(
+            asked,
+            self.schema(broadcast),
+            record,
+            weighted_by=self._weighted_by,
+            needs=self.needs(record.number),
+            uses_statistics=self.uses_statistics,
+            copy=self.execution.deterministic,
+            figures=figures_of(self) | figures_of(self._weighting),
+            in_front=self._in_front,
+        )
+        waiting = self._waiting(store) if self.waits else None
+        play(replies, inbox, aligner, merge, waiting=waiting, on_update=self.on_update)
+        return merge, aligner.moved_broadcast()
+
+    def _waiting(self, store: Store) -> Waiting:
+        if not self.execution.deterministic:
+            return Waiting(store)
+        if self.trusts_ids:
+            return Waiting(store, attrgetter("client"), mixes=False)
+        return Waiting(store, attrgetter("checksum"))
+
+    def _wrapped(self) -> Wrapped:
+        return Wrapped(
+            strategy=self,
+            wrapped_class=self.wrapped_class,
+            aggregate=super().aggregate_train,  # type: ignore[safe-super]
+            weighted_by=self._weighted_by,
+            broadcast=self._broadcast,
+            align=self.aligns,
+            min_replies=self.robustness.min_replies,
+        )
+
+    @property
+    def _weighting(self) -> object:
+        return getattr(self, "strategy", self)  # a privacy wrapper has the strategy that weights updates
+
+    @property
+    def _weighted_by(self) -> str:
+        return str(getattr(self._weighting, "weighted_by_key", "num-examples"))

@@ -42,7 +42,7 @@ from fedrot.aggregation.layerwise import (
     align_by_layer,
     checked_device,
     copied,
-    fold_by_layer,
+    moved_by_layer,
     parts_of,
 )
 from fedrot.symmetry.actions import HeadRotation
@@ -258,7 +258,8 @@ def clients(
     for _ in range(repeats + 1):
         clock, before = Clock(device), mean.weight
         with clock("client"):
-            fold_by_layer(mean, update, 1.0, to, symmetry, EAGER, device)
+            parts, _, _ = moved_by_layer(update, to, symmetry, EAGER, device)
+            mean.fold_parts(parts, 1.0)
         to = to.towards_last(mean.current, 1 - before / mean.weight)
         seconds.append(clock.seconds["client"])
     if device.type != "cuda":

@@ -43,7 +43,7 @@ from fedrot.simulations.report.findings.sentences import WORDS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task
 from fedrot.strategies import FedRot
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Moved
 from fedrot.tensors import Tensors
 from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
 from reproductions.ensemble import Ensemble
@@ -81,20 +81,21 @@ def evaluate_ensemble(
 
 
 def _ensemble(
-    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Update]
+    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Moved]
 ) -> dict[str, float]:
     return evaluate_ensemble(task, arm, shell, (update.tensors for update in updates))
 
 
 def _layerwise(
-    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Update]
+    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Moved]
 ) -> dict[str, float]:
-    def candidate(update: Update) -> Candidate:
+    def candidate(moved: Moved) -> Candidate:
+        update = moved.update
         rows, _ = task.client_rows(seed, update.client)
         limit = (arm.batches or STATISTICS_BATCHES) * STATISTICS_BATCH
         how = (shell, rows, limit, STATISTICS_BATCH, seed * 1_000 + update.client)
         batches = partial(training.step_batches, task, *how)
-        return Candidate(update.tensors, update.weight, batches, update.statistics.get(TRAINED))
+        return Candidate(moved.tensors, update.weight, batches, moved.statistics.get(TRAINED))
 
     arguments: dict[str, Any] = arm.arguments
     candidates = [candidate(update) for update in updates]

@@ -96,7 +96,7 @@ class _Candidate:
     def add(self, moved: Moved, refusal: str = "") -> None:
         """Add an update; raises ``UpdateError``, and has added nothing then."""
         update = moved.update
-        if isinstance(self.aggregator, Mean):
+        if type(self.aggregator) is Mean:
             self.aggregator.check(update.tensors, update.weight, moved.statistics)
             self.aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
         else:
@@ -123,7 +123,7 @@ class Averaged:
     ) -> None:
         self._build, self.record, self.comparison = build, record, comparison
         first = build()
-        self.mean = first if isinstance(first, Mean) else None
+        self.mean = first if type(first) is Mean else None
         self._candidates = [self._candidate(first)]
 
     def add(self, moved: Moved) -> bool:
@@ -218,10 +218,7 @@ class Averaged:
 
     def _encoded(self, aggregator: Aggregator, sent: ArrayRecord) -> ArrayRecord | None:
         """Return an aggregator's result encoded as ``sent``, None if it is not finite."""
-        if isinstance(aggregator, Mean):
-            merged = aggregator.result("cpu", last=True)
-        else:
-            merged = aggregator.result()
+        merged = aggregator.result("cpu", last=True) if type(aggregator) is Mean else aggregator.result()
         self.record.note(aggregator)
         found = as_sent(merged, sent)
         return found if self.record.finite(from_arrays(found)) else None

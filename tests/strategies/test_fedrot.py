@@ -484,7 +484,7 @@ def test_shares_of_a_round_are_of_all_clients_distances_together() -> None:
         attention = GroupReport("a", 0, "attention", before, before - rotated, 3, 4)
         neurons = GroupReport("f", 0, "ffn", permuted, 0.0, 5, 9)
         left = before - rotated - permuted
-        this_round.report(client, AlignmentReport((attention, neurons), before, left, 0.1))
+        this_round.reports.append((client, AlignmentReport((attention, neurons), before, left, 0.1)))
     metrics = this_round.metrics(every=True)
     assert metrics["fedrot-share-rotation"] == pytest.approx(46 / 100)
     assert metrics["fedrot-share-permutation"] == pytest.approx(17 / 100)

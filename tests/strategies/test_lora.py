@@ -20,7 +20,6 @@ from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
-from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Execution, Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
@@ -150,8 +149,10 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
 
 
 def test_arguments_of_alignment_are_refused() -> None:
-    with pytest.raises(FedrotError, match=r"FedRotLoRA has no argument 'guard'.*AdapterOptions"):
-        FedRotLoRA(CONFIG, guard="accuracy")
+    for name, value in {"guard": "accuracy", "align": True, "anchor": "global"}.items():
+        given: Any = {name: value}
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            FedRotLoRA(CONFIG, **given)
 
 
 def test_a_run_has_rows_for_a_page(tmp_path: Any) -> None:
@@ -259,9 +260,9 @@ def test_what_is_not_known_or_not_lost_is_no_metric(
     of_factors: float | None, lost: float, measured: dict[str, float]
 ) -> None:
     report = SimpleNamespace(mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost)
-    this_round = RoundRecord(1)
-    AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))), this_round).result()
-    assert this_round.measured == measured
+    average = AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))))
+    average.result()
+    assert average.measured == measured
 
 
 def test_a_privacy_wrapper_around_adapters_is_refused_before_training() -> None:

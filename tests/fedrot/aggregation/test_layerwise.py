@@ -20,11 +20,12 @@ from fedrot.aggregation import Mean, layerwise
 from fedrot.aggregation.layerwise import (
     align_by_layer,
     checked_device,
-    fold_by_layer,
     merged_report,
+    moved_by_layer,
     parts_of,
 )
 from fedrot.matching import descent
+from fedrot.report import AlignmentReport
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import KINDS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
@@ -41,6 +42,14 @@ OPTIONS = {
     "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
     "nothing": fedrot.AlignmentOptions(parts=()),
 }
+
+
+def fold_by_layer(mean: Mean, update: State, weight: float, *how: Any, **more: Any) -> AlignmentReport:
+    """Align an update layer by layer while it is added to a mean, as a round does."""
+    parts, statistics, report = moved_by_layer(update, *how, **more)
+    mean.check(update, weight, statistics)
+    mean.fold_parts(parts, weight, statistics)
+    return report()
 
 
 def _options(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:

@@ -461,6 +461,6 @@ def test_tensors_of_a_round_are_those_that_were_received() -> None:
     play(Watched(SYMMETRY, aggregation=RegMean, options=fedrot.AlignmentOptions(chance=0)), clients)
     for update, client in zip(seen, clients, strict=True):
         for name, tensor in client.update.items():
-            assert torch.equal(update.received[name].to(tensor.dtype), tensor)
+            assert torch.equal(update.update.tensors[name].to(tensor.dtype), tensor)
         for name, gram in client.statistics["gram"].items():
-            torch.testing.assert_close(update.received_statistics["gram"][name], gram)
+            torch.testing.assert_close(update.update.statistics["gram"][name], gram)

@@ -138,15 +138,14 @@ def _reported(before: float, removed: float, chance: float | None) -> AlignmentR
 
 def test_what_is_found_is_of_the_replies_whose_chance_is_known() -> None:
     this_round = RoundRecord(1)
-    this_round.report(0, _reported(100.0, 20.0, 6.0))
-    this_round.report(1, _reported(1000.0, 900.0, None))
+    this_round.reports = [(0, _reported(100.0, 20.0, 6.0)), (1, _reported(1000.0, 900.0, None))]
     metrics = this_round.metrics()
     assert (metrics[FOUND], metrics[CHANCE]) == pytest.approx((0.2, 0.06))
 
 
 def test_of_no_distance_chance_is_not_known() -> None:
     this_round = RoundRecord(1)
-    this_round.report(0, _reported(0.0, 0.0, 0.0))
+    this_round.reports = [(0, _reported(0.0, 0.0, 0.0))]
     metrics = this_round.metrics()
     assert metrics[FOUND] == 0
     assert CHANCE not in metrics

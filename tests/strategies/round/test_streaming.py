@@ -40,7 +40,7 @@ from fedrot.strategies.round.aligner import ToAnchor
 from fedrot.strategies.round.merge import Averaged
 from fedrot.strategies.round.outbox import as_sent, common_model
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Execution, Reporting, Robustness
 from tests.models import EAGER, State, config_of, near
@@ -821,7 +821,8 @@ def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, 
     for client, form in enumerate(forms):
         tensors = {"w": torch.full((2,), float(client))}
         answered = reply(message, {}, 1, client)
-        merge.add(Update(client, answered, "arrays", tensors, 1.0, {form: {}}))
+        update = Update(client, answered, "arrays", tensors, 1.0, {form: {}})
+        merge.add(Moved(update, (tensors,), update.statistics))
     (aggregator,), contents = merge.chosen()
     assert isinstance(aggregator, OfOneForm)
     assert aggregator.form == ahead
@@ -994,9 +995,9 @@ def test_the_order_of_a_clients_metrics_does_not_matter(caplog: pytest.LogCaptur
 
 def test_an_anchor_follows_only_what_is_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another aggregator takes does not move it."""
-    add, accepted = AggregatorMerge.add, []
-    monkeypatch.setattr(AggregatorMerge, "add", lambda self, one: add(self, one) and one.client != 1)
-    monkeypatch.setattr(Aligner, "accept", lambda self, one, place=0: accepted.append(one.client))
+    add, accepted = Averaged.add, []
+    monkeypatch.setattr(Averaged, "add", lambda self, one: add(self, one) and one.update.client != 1)
+    monkeypatch.setattr(ToAnchor, "follow", lambda self, one: accepted.append(one.update.client))
     strategy = FedRot(CONFIG)
     messages = broadcast(strategy, state(), 3)
     sent = [reply(m, near(state(), 0.01, i), 10, i) for i, m in enumerate(messages)]
@@ -1010,7 +1011,7 @@ def test_what_others_send_decides_who_of_two_comes_first() -> None:
     for other in range(20):
         waiting = Waiting(Store(), attrgetter("weight"))
         for number in (1, 2, 100 + other):
-            waiting.add(SimpleNamespace(weight=number))  # type: ignore[arg-type]
+            waiting.add(SimpleNamespace(weight=number, question=("", number)))  # type: ignore[arg-type]
         waiting.close()
         order = [update.weight for update in waiting]
         first.add(order.index(1) < order.index(2))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
@@ -95,8 +96,11 @@ def test_damaged_configurations_and_tokenizers_are_named(
 
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/hostname", "a/b.safetensors"])
 def test_shards_lie_in_the_folder(shard: str, copied: Path) -> None:
+    """Even a good file outside is not read."""
+    weights = load_file(copied / "model.safetensors")
     (copied / "model.safetensors").rename(copied.parent / "model.safetensors")
-    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    listed = {"weight_map": dict.fromkeys(weights, shard)}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(listed))
     code, output = invoke("check", copied)
     assert code == 2
     assert shard in output

@@ -25,10 +25,19 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Fisher
 from fedrot.collect.statistic_kinds import FISHER
-from fedrot.strategies import FedRot, Matching, align_mod, match_at_client, wanted_statistics
+from fedrot.strategies import (
+    FedRot,
+    Matching,
+    align_mod,
+    from_arrays,
+    match_at_client,
+    to_arrays,
+    wanted_statistics,
+)
 from fedrot.strategies.client_matching import request
 from fedrot.strategies.settings import Execution
 from fedrot.strategies.wire.records import STATISTICS, read_statistics, statistics_record
+from tests import families
 from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
@@ -113,6 +122,29 @@ def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_wa
     left, given = (m.content.array_records["arrays"][name].data for m in (answer, sent[0]))
     assert left == given
     assert list(answer.content["arrays"]) == list(sent[0].content["arrays"])
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
+    """In canonical form the output layer holds the last norm's gain; the token table does not."""
+    config, model = families.config_of("gpt2"), families.model_of("gpt2").float()
+    base = model.state_dict()
+    update = near(base, 0.02, 1)
+    update["lm_head.weight"] = update["transformer.wte.weight"]
+    options = fedrot.AlignmentOptions(("residual", "ffn"), canonical=canonical)
+
+    def train(message: Message) -> Message:
+        answer = reply(message, update, 10)
+        answer.content["arrays"] = to_arrays(update)
+        return answer
+
+    answer = app_of(train, [align_mod(config, options)])(instruction(base))
+    found = from_arrays(answer.content.array_records["arrays"])
+    symmetry = fedrot.symmetry_of(config, base)
+    expected = fedrot.align(update, base, symmetry, options).apply(update)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tied = found["lm_head.weight"] is found["transformer.wte.weight"]
+    assert tied is not canonical
 
 
 def test_every_action_of_training_is_aligned() -> None:

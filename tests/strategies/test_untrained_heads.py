@@ -81,6 +81,18 @@ def test_rows_of_the_head_are_averaged_over_whoever_trained_them(aggregation: An
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("align", [True, False])
+def test_a_client_that_trained_every_row_marks_none(align: bool) -> None:
+    """One client's marks are enough for the rows to be averaged over the others."""
+    bare = [replace(client, statistics={}) for client in honest()]
+    clients = [headless(bare[0], (0, 1)), *bare[1:]]
+    result, _ = play(FedRot(config_of(NAME), align=align, anchor="global"), clients)
+    for name in HEAD:
+        others = [client.weight * client.update[name][2] for client in clients[1:]]
+        expected = torch.stack(others).sum(0) / sum(client.weight for client in clients[1:])
+        torch.testing.assert_close(tensors_of(result)[name][2], expected, atol=1e-5, rtol=0)
+
+
 def test_a_client_without_a_head_has_no_inputs_of_it_either() -> None:
     """Its Gram matrices are those of the layers that it has."""
     bare = headless(honest()[1], None)

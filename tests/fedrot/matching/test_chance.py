@@ -545,6 +545,16 @@ def test_a_client_that_is_a_multiple_of_the_anchor_has_no_noise_and_none_of_noth
     assert line.size == pytest.approx((norm / chance.entries_of(group, state)) ** 0.5)
 
 
+def test_a_null_model_has_the_client_s_norm_and_projection_on_the_anchor() -> None:
+    anchor, symmetry = bert()
+    client = {n: 2 * t + 0.02 * torch.randn(t.shape, generator=seeded(1)) for n, t in anchor.items()}
+    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    name = "bert.encoder.layer.0.attention.self.key.weight"
+    a, c, drawn = (model[name].double().flatten() for model in (anchor, client, null))
+    assert float(drawn @ a / (a @ a)) == pytest.approx(float(c @ a / (a @ a)), rel=0.05)
+    assert float(drawn.norm()) == pytest.approx(float(c.norm()), rel=0.05)
+
+
 def test_tensors_of_one_null_model_have_noise_of_their_own() -> None:
     """Equal noise in all layers would agree on an order of the stream: chance would be too large."""
     anchor, symmetry = bert(layers=2)

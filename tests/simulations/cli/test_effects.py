@@ -51,6 +51,7 @@ AT_WORK = (
     "barrier a b --out o --rows 9 --methods vanilla,whole+data",
     "barrier a b --out o --rows 9 --max-length 9",
     "simulate --out o --partition dirichlet:0 --layers 1 --width 8 --heads 2 --dropout 0 --max-length 9",
+    "simulate --out o --partition dirichlet:0 --server yogi --server-lr 1",
     "simulate --out o --lora r=1,targets=q --server adam --server-lr 1",
     "diagnose a.safetensors b --config c",
     "check nowhere/nothing/at/all --seed 1 --parts ffn",

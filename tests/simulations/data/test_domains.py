@@ -64,6 +64,12 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder: P
     assert data.metrics == ("macro_f1", "unseen_macro_f1", "f1_news", "f1_talk", "f1_books")
 
 
+def test_one_data_set_is_a_domain_beside_unseen_ones(folder: Path) -> None:
+    settings = {**SMALL, "data": "news", "unseen_data": "books", "data_dir": folder, "seeds": 1}
+    data = task_of(SimulationConfig.from_flat(settings).to_json()).data
+    assert data.metrics == ("macro_f1", "unseen_macro_f1", "f1_news", "f1_books")
+
+
 def test_unknown_labels_are_no_classes_of_a_partition() -> None:
     labels = np.array([[np.nan, 1, 0], [0, np.nan, 1], [np.nan, 0, 0]], dtype=np.float32)
     assert partition_keys(labels).tolist() == [1, 2, 3]

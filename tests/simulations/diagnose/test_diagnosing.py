@@ -96,6 +96,14 @@ def _floats(state: State) -> State:
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
+def test_of_two_models_both_are_to_be_merged(save: Any) -> None:
+    """The first has only taken the base's place."""
+    folders = save(*updates(("attention", "ffn"), count=1))
+    code, output = diagnose(*folders)
+    assert code == 0, output
+    assert f"fedrot merge {folders[0]} {folders[1]}" in "".join(output.split("\n"))
+
+
 def test_noise_and_other_bases_are_told_apart(save: Any) -> None:
     (noise,) = read(*save(*updates()))
     assert noise["choice"] == "plain"

@@ -55,11 +55,11 @@ def test_the_cell_that_was_written_last_is_done_again(tmp_path: Path) -> None:
     ] * 2
     assert [(r["arm"], r["seed"]) for r in read_alignment(tmp_path)] == [("plain", 0), ("aligned", 0)]
     # Partitions of the first attempt stay beside new ones, and have to be the same.
-    second.partition("a", 0, ["x", "y"], [5], [[2, 3]])
-    second.partition("a", 1, ["x", "y"], [5], [[4, 1]])
     for sizes, counts in (([5], [[3, 2]]), ([6], [[2, 3]])):
         with pytest.raises(FedrotError, match="'a' with other rows for seed 0: the data have changed"):
             second.partition("a", 0, ["x", "y"], sizes, counts)
+    second.partition("a", 0, ["x", "y"], [5], [[2, 3]])
+    second.partition("a", 1, ["x", "y"], [5], [[4, 1]])
     held = json.loads((tmp_path / "partition.json").read_text())
     assert held["a"]["label_names"] == ["x", "y"]
     assert {seed: one["counts"] for seed, one in held["a"]["seeds"].items()} == {

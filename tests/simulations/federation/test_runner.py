@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import reproductions.arms  # noqa: F401
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
@@ -32,6 +33,15 @@ def test_arms_that_choose_need_held_out_rows_of_some_client(arm: str) -> None:
         runner.check([config])
     runner.check([config.model_copy(update={"holdout": 0.5})])
     runner.check([config.model_copy(update={"arms": ("plain", "aligned")})])
+
+
+def test_an_arm_of_some_clients_needs_held_out_rows_of_theirs() -> None:
+    """Of four clients, 1 and 3 have too few rows to hold one out."""
+    settings = {**SMALL, "train_limit": 60, "partition": "dirichlet:0.1", "holdout": 0.1}
+    config = SimulationConfig.from_flat({**settings, "arms": "aligned:loss,aligned:loss#1+2"})
+    runner.check([config])
+    with pytest.raises(FedrotError, match=r"arm 'aligned:loss#1\+3' chooses by .* with seed 0"):
+        runner.check([config.model_copy(update={"arms": ("aligned:loss#1+3",)})])
 
 
 def test_a_guard_has_a_metric_of_the_task() -> None:

@@ -308,6 +308,23 @@ def test_resuming_again_and_again(tmp_path: Path) -> None:
     assert ending(result) == expected
 
 
+def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(tmp_path: Path) -> None:
+    class Calibrated(FedAvg):
+        """Keeps what it found in round 1."""
+
+        scale = 0.0
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            if server_round == 1:
+                self.scale = 0.5
+            return super().aggregate_train(server_round, replies)
+
+    for rounds in (1, 2, 3):
+        strategy = Calibrated()
+        play(strategy, rounds=rounds, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
+        assert strategy.scale == 0.5
+
+
 def test_a_finished_run_is_returned_as_it_ended(tmp_path: Path, uninterrupted: Finished) -> None:
     folder, expected = uninterrupted("FedAdam")
     asked = grid()

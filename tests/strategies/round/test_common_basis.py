@@ -75,6 +75,31 @@ def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> Non
         assert torch.allclose(mean, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("canonical", [None, False], ids=["rotated", "permuted"])
+def test_clients_learn_the_stream_where_it_is_rotated(canonical: bool | None) -> None:
+    """A stream that is permuted stays in its order."""
+    found: set[str] = set()
+
+    def noting(seed: int) -> Client:
+        learns = node(seed)
+
+        def answer(message: Message) -> Message:
+            answered = learns(message)
+            assert answered is not None
+            found.update(answered.content.array_records[ELEMENTS])
+            return answered
+
+        return answer
+
+    options = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=canonical)
+    others = OtherBasis(options=options, learning_passes=1)
+    sent = [trained(seed) for seed in (1, 2)]
+    play(FedRot(CONFIG, other_basis=others), trained(0), sent, [noting(1), noting(2)])
+    symmetry = fedrot.symmetry_of(CONFIG, trained(0)).rotated
+    learned = {group.part for group in symmetry.groups if group.name in found}
+    assert learned == ({"attention"} if canonical is False else {"attention", "residual"})
+
+
 def test_each_update_keeps_its_function() -> None:
     class Noting(FedRot):
         def on_update(self, update: Any) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
     FedAvg,
     FedAvgM,
@@ -28,6 +29,7 @@ from flwr.serverapp.strategy import (
     FedYogi,
     Krum,
     QFedAvg,
+    Strategy,
 )
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -75,7 +77,7 @@ def replies(messages: Iterable[Message], sent: Iterable[State], **metrics: Any) 
     ]
 
 
-def behind(strategy: type[FedAvg]) -> Any:
+def behind(strategy: type[Strategy]) -> Any:
     return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
 
 
@@ -596,9 +598,15 @@ def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path:
     assert (metrics or {})["fedrot-replies-accepted"] == COUNT
 
 
+def private_q_fedavg() -> Any:
+    private: Any = behind(DifferentialPrivacyServerSideFixedClipping)
+    return private(CONFIG, QFedAvg(client_learning_rate=0.5), 0.0, 1.0, 4, anchor="global")
+
+
+@pytest.mark.parametrize("build", [lambda: HOLDING["QFedAvg"](CONFIG), private_q_fedavg])
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0])
-def test_one_clients_loss_does_not_decide_q_fedavg(loss: float) -> None:
-    strategy = HOLDING["QFedAvg"](CONFIG)
+def test_one_clients_loss_does_not_decide_q_fedavg(loss: float, build: Callable[[], Any]) -> None:
+    strategy = build()
     messages = broadcast(strategy, state(), 4)
     sent = replies(messages, updates(4), train_loss=0.5)
     sent[0] = reply(messages[0], updates(4)[0], 10, 0, train_loss=loss)
@@ -885,6 +893,21 @@ def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so() -> None:
     assert new["one"] is new["two"]
     assert (new["one"].float() - (shared + 0.5)).abs().max() < 0.03
     assert int(new["steps"]) == 3
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16])
+def test_a_model_in_bfloat16_is_sent_with_its_ties(wire: torch.dtype | None) -> None:
+    """The base strategy reads Flower's own arrays; clients receive the model's, or those of the wire."""
+    shared = torch.randn(6, 4)
+    model = to_arrays({**state(), "one": shared, "two": shared}, torch.bfloat16)
+    strategy = FedRot(CONFIG, execution=Execution(wire=wire))
+    grid = FakeGrid(dict.fromkeys((100, 101), failure))
+    messages = list(strategy.configure_train(1, model, ConfigRecord(), grid))
+    assert len(messages) == 2
+    for message in messages:
+        received = from_arrays(message.content.array_records["arrays"])
+        assert {t.dtype for t in received.values()} == {wire or torch.bfloat16}
+        assert received["one"] is received["two"]
 
 
 def test_tensors_that_are_no_longer_equal_are_no_longer_sent_as_one() -> None:

@@ -140,7 +140,8 @@ def verdict(run: RunResults) -> Section | None:
     used = {str(row[key]) for row in run.rows for key in ("start", "arm")}
     words = {word: meaning for word, meaning in sentences.WORDS.items() if word in used}
     text = " · ".join(filter(None, about))
-    return Section("Did alignment help?", text, sentences.verdicts(run.rows), words)
+    said = sentences.verdicts(run.rows)
+    return Section("Did alignment help?" if said else "What was run", text, said, words)
 
 
 @PAGE.section

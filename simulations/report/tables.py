@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from fedrot.simulations.report.summaries import (
@@ -243,10 +242,10 @@ def partition_table(
 
 
 def _counted(counts: Sequence[int], names: Sequence[str], most: int | None) -> str:
-    named = [(count, name) for count, name in zip_longest(counts, names, fillvalue="none") if count]
-    order = sorted(named, key=lambda pair: -pair[0])
-    shown = [f"{name} {count}" for count, name in order[:most]]
-    rest = order[len(shown) :]
+    order = sorted(filter(counts.__getitem__, range(len(counts))), key=lambda index: -counts[index])
+    known = dict(enumerate(names))
+    shown = [f"{known.get(index, 'none')} {counts[index]}" for index in order[:most]]
+    rest = [counts[index] for index in order[len(shown) :]]
     if rest:
-        shown.append(f"{len(rest)} others {sum(count for count, _ in rest)}")
+        shown.append(f"{len(rest)} others {sum(rest)}")
     return ", ".join(shown)

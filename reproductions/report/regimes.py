@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedrot.simulations.report.plots import as_label, new_figure, save_figure
-from fedrot.simulations.report.summaries import Paired, Row, compare_seeds, final_values, holm
-from fedrot.simulations.report.tables import BASELINE, number_style, pipe_table
+from fedrot.simulations.report.summaries import BASELINE, Paired, Row, compare_seeds, final_values
+from fedrot.simulations.report.tables import number_style, pipe_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,3 +184,17 @@ def _number(value: float) -> str:
     if math.isnan(value):
         return "nan"
     return "0.000" if abs(value) < 0.0005 else f"{value:+{number_style(value)}}"
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number (Holm 1979); NaN stays and is not counted.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    adjusted, largest = list(p_values), 0.0
+    for rank, (p, place) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[place] = largest
+    return adjusted

@@ -167,15 +167,14 @@ def report(
 ) -> None:
     """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
     from fedrot.simulations.federation.run_folder import read_rows, rows_file
-    from fedrot.simulations.report.findings.shares import share_table
+    from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import markdown_report
     from fedrot.simulations.report.strategy_page import write_strategy_report
 
     if run_or_file.is_file():
         page = write_strategy_report(run_or_file, out)
-        found = share_table(read_rows(run_or_file.parent, run_or_file.name))
-        if found is not None:
-            console.print(found.terminal())
+        for table in share_tables(read_rows(run_or_file.parent, run_or_file.name)):
+            console.print(table)
         say(f"Report: {page}")
         return
     if rows_file(run_or_file) is None:

@@ -89,18 +89,15 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 def present(out: Path, console: Console) -> None:
     """Print the tables of a run folder and write its report."""
     from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
-    from fedrot.simulations.report.findings.shares import share_table
+    from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import metrics_in
-    from fedrot.simulations.report.tables import summary_tables
+    from fedrot.simulations.report.tables import result_tables
 
     rows = read_results(out)
     metrics = metrics_in(rows)
-    for table in summary_tables(rows):
+    for table in (*result_tables(rows), *share_tables(read_alignment(out))):
         console.print(table)
-    found = share_table(read_alignment(out))
-    if found is not None:
-        console.print(found.terminal())
     headings = {
         "What scrambling the clients' coordinates cost:": costs_of_scrambling(rows, metrics),
         "Did alignment help?": verdicts(rows),

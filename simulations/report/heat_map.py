@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.report.findings.shares import shares_by
+from fedrot.simulations.report.findings.shares import shares
 from fedrot.simulations.report.plots import as_label, new_figure, save_figure
 from fedrot.simulations.report.summaries import Row
 
@@ -104,10 +104,8 @@ class Cells:
 def caption(rows: Iterable[Row]) -> str:
     """Return what the picture of these rows shows, and what its colours mean."""
 
-    def cell(row: Row) -> tuple[Any, ...]:
-        return (*(row.get(name) for name in ("start", "arm", "round")), row["part"], row["layer"])
-
-    known = {share.chance is not None for share in shares_by(rows, cell).values()}
+    cells = shares(rows, ["start", "arm", "round", "part", "layer"])
+    known = set(cells["chance"].notna())
     scales = [scale for scale, used in ((RATIO, True in known), (SHARE, False in known)) if used]
     return " ".join([CAPTION, *(scale.caption for scale in scales)])
 
@@ -125,22 +123,22 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     rounds = sorted({int(row["round"]) for row in rows})
     several = len(rounds) > 1
 
-    def column_of(row: Row) -> Any:
-        return int(row["round"]) if several else str(row.get("arm", f"round {row['round']}"))
-
+    column = "round" if several else "arm"
+    if not several:
+        rows = [{"arm": f"round {row['round']}", **row} for row in rows]
     panels: dict[str, list[Row]] = {}
     for row in rows:
         arm = str(row.get("arm", "")) if several else ""
         start = f"start: {row['start']}" if "start" in row else ""
         panels.setdefault(", ".join(filter(None, (arm, start))), []).append(row)
     lines = _lines(rows)
-    columns: list[Any] = rounds if several else list(dict.fromkeys(map(column_of, rows)))
-    cells = {title: _cells(own, lines, columns, column_of) for title, own in panels.items()}
+    columns: list[Any] = rounds if several else list(dict.fromkeys(row[column] for row in rows))
+    cells = {title: _cells(own, lines, columns, column) for title, own in panels.items()}
 
     width = min(max(CELL_WIDTH * len(columns), 1.6), PANEL_WIDTH)
     height = min(CELL_HEIGHT * len(lines), PANEL_HEIGHT)
     # Names of arms are longer than numbers of rounds.
-    below = 0.0 if several else 0.06 * max(map(len, columns))
+    below = 0.0 if several else 0.06 * max(len(name) for name in columns)
     across = max(1, min(len(cells), int(WIDTH // (width + AROUND))))
     down = math.ceil(len(cells) / across)
     scales = [scale for scale in SCALES if any(own.has(scale) for own in cells.values())]
@@ -173,14 +171,11 @@ def _lines(rows: Iterable[Row]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda line: (parts.index(line[0]), line[1]))
 
 
-def _cells(
-    rows: Iterable[Row], lines: list[tuple[str, int]], columns: list[Any], column_of: Any
-) -> Cells:
-    shares = shares_by(rows, lambda row: (str(row["part"]), int(row["layer"]), column_of(row)))
-    placed = [[shares.get((*line, column)) for column in columns] for line in lines]
-    found = [[math.nan if share is None else share.found for share in line] for line in placed]
-    ratio = [[math.nan if share is None else share.ratio for share in line] for line in placed]
-    return Cells(np.array(found), np.array(ratio))
+def _cells(rows: Iterable[Row], lines: list[tuple[str, int]], columns: list[Any], column: str) -> Cells:
+    found = shares(rows, ["part", "layer", column]).set_index(["part", "layer", column])
+    places = [(*line, own) for line in lines for own in columns]
+    placed = found.reindex(places)[["found", "ratio"]].to_numpy(float)
+    return Cells(*placed.T.reshape(2, len(lines), len(columns)))
 
 
 def _panel(ax: Axes, cells: Cells) -> dict[str, AxesImage]:

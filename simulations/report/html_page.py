@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fedrot._io import write_text
-from fedrot.simulations.report.tables import format_difference, format_score
+from fedrot.simulations.report.tables import Table, pieces
 
 Source = TypeVar("Source")
-Values: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page, shown in the order of its fields; a folded one is opened by a click.
+
+    Attributes:
+        terms: words and their meanings.
+        pictures: addresses of pictures, see ``data_uri``, by caption, which is their text, too.
+    """
+
+    title: str
+    text: str = ""
+    sentences: Sequence[str] = ()
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    code: str = ""
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
+    sections: Sequence[Section] = ()
+    folded: bool = False
+    warning: bool = False
 
 
 class HtmlPage(Generic[Source]):
     """A page with a list of sections, in the order in which they were registered.
 
-    A section is a function with a template of its name::
+    A section is a function::
 
         @PAGE.section
-        def results(source):  # templates/results.html.j2
-            return {"lines": source.lines}  # None leaves the section out
+        def results(source):
+            return Section("Results", tables=source.tables)  # None leaves the section out
     """
 
     def __init__(self) -> None:
-        self.sections: dict[str, Callable[[Source], Values | None]] = {}
-        #: The packages with a folder ``templates``. Plug-ins that register sections add theirs.
-        self.packages = ["fedrot.simulations.report"]
+        self.sections: dict[str, Callable[[Source], Section | None]] = {}
 
-    def section(self, function: Callable[[Source], Values | None]) -> Callable[[Source], Values | None]:
+    def section(
+        self, function: Callable[[Source], Section | None]
+    ) -> Callable[[Source], Section | None]:
         """Register a section."""
         self.sections[function.__name__] = function
         return function
@@ -37,25 +58,33 @@ class HtmlPage(Generic[Source]):
     def write(self, path: Path, name: str, source: Source) -> Path:
         """Render the sections of ``source`` into a file, which is replaced whole; returns its path."""
         import jinja2
-        from markupsafe import Markup
 
         environment = jinja2.Environment(
-            loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in self.packages]),
+            loader=jinja2.PackageLoader("fedrot.simulations.report"),
             autoescape=True,
             trim_blocks=True,
             lstrip_blocks=True,
             undefined=jinja2.StrictUndefined,
         )
-        environment.filters.update(score=format_score, difference=format_difference)
-        found = {name: function(source) for name, function in self.sections.items()}
-        sections = [
-            Markup(environment.get_template(f"{section}.html.j2").render(values))
-            for section, values in found.items()
-            if values is not None
-        ]
-        page = environment.get_template("page.html.j2").render(name=name, sections=sections)
+        environment.filters["broken"] = broken
+        sections = filter(None, (section(source) for section in self.sections.values()))
+        page = environment.get_template("page.html.j2").render(name=name, sections=list(sections))
         write_text(path, page)
         return path
+
+
+def list_of(title: str, sentences: Iterable[str], text: str = "") -> Section | None:
+    """Return a section of sentences; None if there are none."""
+    found = list(sentences)
+    return Section(title, text, found) if found else None
+
+
+def broken(text: str) -> str:
+    """Return a text as HTML that says where a line may end within long words."""
+    from markupsafe import Markup
+
+    mark = Markup("<wbr>")
+    return Markup(" ").join(mark.join(pieces(word)) for word in text.split())
 
 
 def data_uri(path: Path) -> str:

@@ -26,6 +26,8 @@ MARKERS = "osD^vPX*"
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Characters of a name in a picture.
 LONGEST = 80
+#: Inches of a picture that a phone shows large enough to read.
+NARROW = 5.0
 LINES = ("-", "--", "-.", ":")
 
 #: Start -> arm -> round -> seed -> value.
@@ -70,14 +72,15 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
     rounds = {r for by_arm in series.values() for by_round in by_arm.values() for r in by_round}
     if max(rounds) <= 1:
         return _points(path, series, max(rounds), metric, arms)
-    figure, axes = new_figure(1, len(series), sharey=True)
-    for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
+    figure, axes = new_figure(len(series), 1, width=NARROW, sharey=True)
+    for ax, (start, by_arm) in zip(axes.flat, series.items(), strict=True):
         for arm, by_round in by_arm.items():
             _band(ax, by_round, arm, arms.index(arm))
         ax.set_title(as_label(f"start: {start}"), loc="left")
         ax.set_xlabel("round")
         _whole_numbers(ax)
-    name_metric(axes[0][0], metric)
+    for ax in axes.flat:
+        name_metric(ax, metric)
     shared_legend(figure, axes.flat)
     return save_figure(figure, path)
 
@@ -100,8 +103,9 @@ def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
 
 
 def _points(path: Path, series: Series, final: int, metric: str, arms: Sequence[str]) -> Path:
-    figure, axes = new_figure(1, len(series), height=1.2 + 0.28 * len(arms), sharey=True)
-    for ax, (start, by_arm) in zip(axes[0], series.items(), strict=True):
+    height = 1.2 + 0.28 * len(arms)
+    figure, axes = new_figure(len(series), 1, width=NARROW, height=height, sharey=True)
+    for ax, (start, by_arm) in zip(axes.flat, series.items(), strict=True):
         for arm, by_round in by_arm.items():
             values = list(by_round.get(final, {}).values())
             place = [-arms.index(arm)] * len(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,20 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_results, rows_file
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.findings import sentences
-from fedrot.simulations.report.findings.shares import share_table
-from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
+from fedrot.simulations.report.findings.shares import share_tables
+from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri, list_of
 from fedrot.simulations.report.summaries import (
-    LOWER_IS_BETTER,
+    BASELINE,
+    Result,
     Row,
     by_setting,
+    described,
     headline,
     metrics_in,
+    results,
     setting_of,
 )
-from fedrot.simulations.report.tables import (
-    BASELINE,
-    Line,
-    markdown_table,
-    result_lines,
-)
+from fedrot.simulations.report.tables import partition_table, result_tables
 
 ROWS = "rows.jsonl"
 
@@ -70,19 +69,18 @@ OBJECTS: Mapping[str, TypeAdapter[Any]] = {
 
 @dataclass(frozen=True)
 class RunResults:
-    """The files of a run folder by name, empty if missing or unreadable, and its result table."""
+    """The files of a run folder by name, empty if missing or unreadable, and its results."""
 
     folder: Path
     rows: Sequence[Row]
     alignment: Sequence[Row]
     objects: dict[str, dict[str, Any]]
-    metrics: Sequence[str]
-    lines: Sequence[Line]
+    results: Sequence[Result]
 
     @property
-    def compared(self) -> bool:
-        """Whether any arm is compared with the baseline."""
-        return any(difference for line in self.lines for difference in line.differences)
+    def settings(self) -> Sequence[Mapping[str, Any]]:
+        """The configurations of the settings."""
+        return self.objects["config.json"].get("settings", [])
 
 
 def write_report(run_dir: Path) -> Path:
@@ -97,8 +95,7 @@ def write_report(run_dir: Path) -> Path:
     rows = read_results(run_dir) if rows_file(run_dir) else []
     alignment = read_alignment(run_dir)
     objects = {name: _object(run_dir / name) for name in OBJECTS}
-    metrics = metrics_in(rows)
-    run = RunResults(run_dir, rows, alignment, objects, metrics, result_lines(rows, metrics))
+    run = RunResults(run_dir, rows, alignment, objects, results(rows))
     return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
 
 
@@ -112,11 +109,10 @@ MARKDOWN_TABLES: list[MarkdownTable] = []
 def markdown_report(run_dir: Path) -> str:
     """Return the tables of a run folder as Markdown: results, those of plug-ins, shares found."""
     rows, settings = read_results(run_dir), _object(run_dir / "config.json").get("settings", [])
-    shares = share_table(read_alignment(run_dir))
     tables = [
-        markdown_table(rows),
+        *(table.markdown() for table in result_tables(rows)),
         *(table(rows, settings) for table in MARKDOWN_TABLES),
-        shares.markdown() if shares is not None else "",
+        *(table.markdown() for table in share_tables(read_alignment(run_dir))),
     ]
     return "\n".join(filter(None, tables))
 
@@ -135,26 +131,21 @@ PAGE: HtmlPage[RunResults] = HtmlPage()
 
 
 @PAGE.section
-def verdict(run: RunResults) -> Values | None:
+def verdict(run: RunResults) -> Section | None:
     """Date, data and models; whether alignment helped, in sentences; what their words mean."""
     if not run.rows:
         return None
-    settings = run.objects["config.json"].get("settings", [])
     date = run.objects["versions.json"].get("date", "")
-    about = [date, *(f"{name}: {', '.join(found)}" for name, found in _described(settings).items())]
+    about = [date, *(f"{name}: {', '.join(found)}" for name, found in _described(run.settings).items())]
     used = {str(row[key]) for row in run.rows for key in ("start", "arm")}
     words = {word: meaning for word, meaning in sentences.WORDS.items() if word in used}
+    text = " · ".join(filter(None, about))
     said = sentences.verdicts(run.rows)
-    return {
-        "about": " · ".join(filter(None, about)),
-        "title": "Did alignment help?",
-        "sentences": said,
-        "words": words,
-    }
+    return Section("Did alignment help?" if said else "What was run", text, said, words)
 
 
 @PAGE.section
-def incomplete(run: RunResults) -> Values | None:
+def incomplete(run: RunResults) -> Section | None:
     """Reasons why the run is not complete; left out if it is."""
     files = {**{name: run.objects[name] for name in OBJECTS if name != "status.json"}, ROWS: run.rows}
     reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
@@ -165,7 +156,7 @@ def incomplete(run: RunResults) -> Values | None:
         for row in run.rows
         if row["scope"] == CENTRAL
     }
-    for setting in run.objects["config.json"].get("settings", []):
+    for setting in run.settings:
         cells = [
             (setting["setting"], start, arm, seed, setting["rounds"])
             for start in setting["starts"]
@@ -178,56 +169,75 @@ def incomplete(run: RunResults) -> Values | None:
                 f"setting {setting['setting']}: {missing} of {len(cells)} runs (start, arm, seed) "
                 "have no final round yet"
             )
-    return {"reasons": reasons} if reasons else None
+    return Section("This run is incomplete.", sentences=reasons, warning=True) if reasons else None
 
 
 @PAGE.section
-def results(run: RunResults) -> Values:
-    """Means over seeds at the final round."""
-    return {"lines": run.lines, "metrics": run.metrics, **_columns(run.lines)}
+def scores(run: RunResults) -> Section:
+    """Means over seeds at the final round, and paired differences from the baseline, by setting."""
+    if not run.results:
+        return Section("Results", "There are no results yet.")
+    below = []
+    for setting, own in by_setting(run.rows).items():
+        tables = {metric: result_tables(own, [metric]) for metric in metrics_in(own)}
+        first = [table for metric in headline(own) for table in tables.pop(metric)]
+        others = [*chain(*tables.values())]
+        more = [Section("Other metrics", tables=others, folded=True)] if others else []
+        below.append(Section(setting or "All arms", tables=first, sections=more))
+    return Section("Results", "Held-out split, final round.", sections=below)
 
 
 @PAGE.section
-def differences(run: RunResults) -> Values | None:
-    """Paired differences from the baseline."""
-    lower = [metric for metric in run.metrics if metric in LOWER_IS_BETTER]
-    shown = {"lines": run.lines, "metrics": run.metrics, "lower": lower, "baseline": BASELINE}
-    return {**shown, **_columns(run.lines)} if run.compared else None
-
-
-@PAGE.section
-def scrambling(run: RunResults) -> Values | None:
+def scrambling(run: RunResults) -> Section | None:
     """Changes of all arms by scrambling."""
-    found = sentences.costs_of_scrambling(run.rows, run.metrics)
-    return {"sentences": found} if found else None
+    return list_of(
+        "What scrambling the clients' coordinates cost",
+        sentences.costs_of_scrambling(run.rows, metrics_in(run.rows)),
+        "Each arm against its own run from start same. Scrambling does not change what any client's "
+        "model computes; an average that is right does not see it.",
+    )
 
 
 @PAGE.section
-def shares(run: RunResults) -> Values | None:
+def shares(run: RunResults) -> Section | None:
     """Shares found by part, beside chance; left out if no row knows what chance removes."""
-    table = share_table(run.alignment)
-    return {"table": table} if table is not None else None
+    return shares_section(run.alignment)
+
+
+def shares_section(rows: Sequence[Row]) -> Section | None:
+    """Return the tables of shares; None if no row knows what chance removes."""
+    tables = share_tables(rows)
+    text = (
+        "Share of the squared distance to the anchor that the best elements remove, moved or not, and "
+        "that chance removes from noise alone. A group moves only if it removes so many times chance as "
+        "AlignmentOptions(chance=...) says."
+    )
+    return Section("What alignment found, by part", text, tables=tables) if tables else None
 
 
 @PAGE.section
-def findings(run: RunResults) -> Values:
+def findings(run: RunResults) -> Section:
     """Arms without a gain, idle layers, dropped replies and failed clients."""
     found = [
-        *sentences.doubts(run.lines, run.metrics),
+        *sentences.doubts(run.results),
         *sentences.idle_layers(run.alignment),
         *sentences.dropped(run.alignment),
         *sentences.failed(run.rows),
     ]
-    return {"findings": found, "compared": run.compared, "baseline": BASELINE}
+    compared = any(result.difference for result in run.results)
+    text = "" if found else "Nowhere in these results, as far as they have intervals."
+    if not compared:
+        text = f"There is no comparison with {BASELINE} yet."
+    return Section("Where alignment did nothing or hurt", text, found)
 
 
 @PAGE.section
-def settings(run: RunResults) -> Values:
+def settings(run: RunResults) -> Section:
     """The pictures and the partitions of every setting."""
     (run.folder / "plots").mkdir(exist_ok=True)
     rows, alignment = by_setting(run.rows), by_setting(run.alignment)
     partition = run.objects["partition.json"]
-    found, stems = [], set[str]()
+    below, stems = [], set[str]()
     for setting in dict.fromkeys([*partition, *rows]):
         described = {"label_names": [], "seeds": {}, **partition.get(setting, {})}
         names, seeds = described["label_names"], described["seeds"]
@@ -239,25 +249,29 @@ def settings(run: RunResults) -> Values:
         for seed, first in list(seeds.items())[:1]:
             caption = f"rows per client and class, own held-out rows included, seed {seed}"
             drawn[caption] = plots.partition_plot(Path(f"{stem}-partition.png"), first["counts"], names)
-        pictures = [(caption, data_uri(path)) for caption, path in drawn.items()]
-        found.append({"setting": setting, "pictures": pictures, "names": names, "seeds": seeds})
-    return {"sections": found}
+        tables = [
+            partition_table(own["counts"], names, setting, seed, most=None)
+            for seed, own in seeds.items()
+        ]
+        folded = [Section("Partition of every seed", tables=tables, folded=True)] if tables else []
+        pictures = {caption: data_uri(path) for caption, path in drawn.items()}
+        below.append(Section(setting or "All arms", pictures=pictures, sections=folded))
+    return Section("Pictures", sections=below)
 
 
 @PAGE.section
-def repeat(run: RunResults) -> Values:
+def repeat(run: RunResults) -> Section:
     """The command, the configurations and the versions."""
-    config = run.objects["config.json"]
-    shown = {"command": config.get("command"), "settings": config.get("settings", [])}
-    return {**shown, "versions": run.objects["versions.json"]}
-
-
-def _columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return the columns of names that are not the same in all lines, and the seeds if they are."""
-    names = [name for name in ("setting", "start") if len({getattr(line, name) for line in lines}) > 1]
-    seeds = {line.seeds for line in lines}
-    seeds |= {found.n for line in lines for found in line.differences if found is not None}
-    return {"names": names, "seeds": seeds.pop() if len(seeds) == 1 else 0}
+    command = run.objects["config.json"].get("command")
+    below = [
+        Section(f"Configuration of {setting['setting'] or 'this run'}", terms=setting, folded=True)
+        for setting in run.settings
+    ]
+    versions = run.objects["versions.json"]
+    if versions:
+        below.append(Section("Versions", terms=versions, folded=True))
+    text = "" if command else "The command was not recorded."
+    return Section("To repeat", text, code=command or "", sections=below)
 
 
 def file_name(name: str) -> str:
@@ -281,8 +295,7 @@ def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -
     arms = list(dict.fromkeys(str(row["arm"]) for row in rows))
     drawn = {}
     for metric in headline(rows):
-        better = "lower" if metric in LOWER_IS_BETTER else "higher"
-        caption = f"{metric} on the held-out split by round ({better} is better; band: ± sd)"
+        caption = f"{described(metric)} on the held-out split by round; band: ± sd over seeds"
         drawn[caption] = plots.metric_plot(Path(f"{stem}-{file_name(metric)}.png"), rows, metric, arms)
     aligned = [row for row in alignment if "before" in row]
     if aligned:

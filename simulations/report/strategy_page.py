@@ -12,11 +12,11 @@ from typing import Any
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report import heat_map
-from fedrot.simulations.report.findings.shares import share_table
-from fedrot.simulations.report.html_page import HtmlPage, Values, data_uri
+from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri, list_of
 from fedrot.simulations.report.plots import rounds_plot
+from fedrot.simulations.report.run_page import shares_section
 from fedrot.simulations.report.summaries import Row
-from fedrot.simulations.report.tables import number_style
+from fedrot.simulations.report.tables import Table, number_style
 from fedrot.strategies.reporting.verdict import ends
 
 #: The stages of a round that score its model, in words.
@@ -66,7 +66,7 @@ _WORDS = {
 
 
 @PAGE.section
-def verdict(of: StrategyResults) -> Values:
+def verdict(of: StrategyResults) -> Section:
     """What alignment found at the ends of the run, and how the scores changed."""
     aligned: dict[int, list[Row]] = {}
     for row in of.rows:
@@ -82,8 +82,8 @@ def verdict(of: StrategyResults) -> Values:
     told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
     said += [f"Round {n}: {told[n]}." for n in ends(told)]
     rounds = len({row["round"] for row in of.rows})
-    about, title = f"{rounds} rounds reported.", "What happened"
-    return {"about": about, "title": title, "sentences": [*said, *_changes(of.stages)], "words": _WORDS}
+    said += _changes(of.stages)
+    return Section("What happened", f"{rounds} rounds reported.", said, _WORDS)
 
 
 def _guarded(aligned: Mapping[int, float], plain: Mapping[int, float]) -> list[str]:
@@ -111,43 +111,54 @@ def _changes(stages: Iterable[Row]) -> list[str]:
 
 
 @PAGE.section
-def removed(of: StrategyResults) -> Values:
+def removed(of: StrategyResults) -> Section:
     """The heat map of the alignment."""
+    title = "What alignment found, by layer and round"
     aligned = [row for row in of.rows if "before" in row]
-    drawn = aligned and _drawn(heat_map.alignment_plot, aligned)
-    return {"heat_map": drawn, "caption": heat_map.caption(aligned)}
+    if not aligned:
+        return Section(title, "No aligned replies are reported.")
+    return Section(title, pictures={heat_map.caption(aligned): _drawn(heat_map.alignment_plot, aligned)})
 
 
 @PAGE.section
-def shares(of: StrategyResults) -> Values | None:
+def shares(of: StrategyResults) -> Section | None:
     """Shares found by part, beside chance; left out if no row knows what chance removes."""
-    table = share_table(of.rows)
-    return {"table": table} if table is not None else None
+    return shares_section(of.rows)
 
 
 @PAGE.section
-def lost(of: StrategyResults) -> Values:
+def lost(of: StrategyResults) -> Section:
     """Lost replies by client and reason, the most frequent first."""
-    found: dict[tuple[int, str, str], list[int]] = {}
+    found: dict[tuple[str, str, str], list[int]] = {}
     for row in of.rows:
         for what in [key for key in ("dropped", "failed") if key in row]:
-            found.setdefault((row["client"], what, row[what]), []).append(row["round"])
+            found.setdefault((str(row["client"]), what, str(row[what])), []).append(row["round"])
+    if not found:
+        return Section("Lost replies", "None.")
     lines = [
-        {"client": client, "what": what, "reason": reason, "rounds": sorted(rounds)}
+        [
+            client,
+            what,
+            str(len(rounds)),
+            " to ".join(map(str, sorted({min(rounds), max(rounds)}))),
+            reason,
+        ]
         for (client, what, reason), rounds in found.items()
     ]
-    return {"lost": sorted(lines, key=lambda line: (-len(line["rounds"]), line["client"]))}
+    lines.sort(key=lambda line: (-int(line[2]), int(line[0])))
+    header = ("client", "what", "times", "rounds", "reason")
+    return Section("Lost replies", tables=[Table("", header, lines, texts=("client", "what", "reason"))])
 
 
 @PAGE.section
-def failed(of: StrategyResults) -> Values | None:
+def failed(of: StrategyResults) -> Section | None:
     """Rounds that gave no model."""
-    rounds = [(row["round"], row["lost"]) for row in of.rows if "lost" in row]
-    return {"failed": rounds} if rounds else None
+    rounds = [f"Round {row['round']}: {row['lost']}" for row in of.rows if "lost" in row]
+    return list_of("Rounds without a new model", rounds)
 
 
 @PAGE.section
-def metrics(of: StrategyResults) -> Values | None:
+def metrics(of: StrategyResults) -> Section | None:
     """Curves of the metrics that change, values of those that never do."""
     series = _series(of.stages)
     rounds = {int(row["round"]) for row in of.stages}
@@ -156,8 +167,12 @@ def metrics(of: StrategyResults) -> Values | None:
     }
     same = {name: next(iter(s.values())) for name, s in alike.items()}
     changing = {name: s for name, s in series.items() if name not in same}
-    constant = [f"{name} = {value:g}" for name, value in same.items()]
-    return {"metrics": _drawn(rounds_plot, changing), "constant": constant} if changing else None
+    if not changing:
+        return None
+    constant = ", ".join(f"{name} = {value:g}" for name, value in same.items())
+    text = f"The same in all rounds: {constant}." if constant else ""
+    drawn = {"Metrics by round, a panel each": _drawn(rounds_plot, changing)}
+    return Section("Metrics by round", text, pictures=drawn)
 
 
 def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -14,30 +13,29 @@ from fedrot.simulations.federation.run_folder import CENTRAL
 
 Row: TypeAlias = Mapping[str, Any]
 
+BASELINE = "plain"
 CONFIDENCE = 0.95
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "pseudo_perplexity"})
+#: Units of metrics; others are shares, from 0 to 1.
+UNITS = {
+    "loss": "nats",
+    "perplexity": "from 1 up",
+    "pseudo_perplexity": "from 1 up",
+    "matthews": "-1 to 1",
+    "pearson": "-1 to 1",
+    "spearman": "-1 to 1",
+}
+#: Metrics of models that differ by the order of float32 sums alone differ by no more.
+ROUNDING = 1e-6
 
 
 class Place(NamedTuple):
-    """The cell of a table: an arm's metric from a start in a setting."""
+    """An arm's metric from a start in a setting."""
 
     setting: str
     start: str
     arm: str
     metric: str
-
-
-#: Metrics of models that differ by the order of float32 sums alone differ by no more.
-ROUNDING = 1e-6
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A metric of one arm at the final round, over ``n`` seeds; ``sd`` (n - 1) is NaN if undefined."""
-
-    n: int
-    mean: float
-    sd: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,25 @@ class Paired:
     ours: float = math.nan
     theirs: float = math.nan
 
+    @property
+    def smallest(self) -> float:
+        """The smallest difference outside noise with this spread; NaN without an interval."""
+        return (self.ci_high - self.ci_low) / 2
+
+
+@dataclass(frozen=True)
+class Result:
+    """A metric of an arm at the final round, over ``n`` seeds; ``sd`` (n - 1) is NaN if undefined.
+
+    ``difference`` is from the baseline; None for the baseline itself, and where there is none.
+    """
+
+    place: Place
+    n: int
+    mean: float
+    sd: float
+    difference: Paired | None = None
+
 
 def setting_of(row: Row) -> str:
     """The setting of a row, empty if it names none."""
@@ -81,16 +98,14 @@ def final_values(rows: Iterable[Row]) -> dict[Place, dict[int, float]]:
     The final round is the last one that any arm of the setting reached; seeds that are not there yet
     are left out. Of repeated rows the last one counts. Keys come in the order of the rows.
     """
-    central = [row for row in rows if row["scope"] == CENTRAL]
-    final: dict[str, int] = defaultdict(int)
-    for row in central:
-        final[setting_of(row)] = max(final[setting_of(row)], int(row["round"]))
-    values: dict[Place, dict[int, float]] = {}
-    for row in central:
-        if int(row["round"]) == final[setting_of(row)]:
-            key = Place(setting_of(row), str(row["start"]), str(row["arm"]), str(row["metric"]))
-            values.setdefault(key, {})[int(row["seed"])] = float(row["value"])
-    return values
+    import pandas
+
+    columns = [*Place._fields, "scope", "round", "seed", "value"]
+    frame = pandas.DataFrame([{"setting": "", **row} for row in rows], columns=columns)
+    central = frame[frame["scope"] == CENTRAL]
+    last = central.groupby("setting")["round"].transform("max")
+    places = central[central["round"] == last].groupby([*Place._fields], sort=False)
+    return {Place(*place): own.set_index("seed")["value"].to_dict() for place, own in places}
 
 
 def metrics_in(rows: Iterable[Row]) -> list[str]:
@@ -100,22 +115,31 @@ def metrics_in(rows: Iterable[Row]) -> list[str]:
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """The headline metric of every setting, and the loss: the columns of a narrow table."""
+    """The headline metric of every setting, and the loss."""
     first = [metric for own in by_setting(rows).values() for metric in metrics_in(own)[:1]]
     return list(dict.fromkeys([*first, *metrics_in(rows)[-1:]]))
 
 
-def summarise(rows: Iterable[Row], metrics: Sequence[str] | None = None) -> dict[Place, Summary]:
-    """Mean and spread over seeds at the final round, of the given metrics or all.
+def described(metric: str) -> str:
+    """Return a metric with its unit and its direction: ``loss (nats, lower is better)``."""
+    better = "lower" if metric in LOWER_IS_BETTER else "higher"
+    return f"{metric} ({UNITS.get(metric, '0 to 1')}, {better} is better)"
+
+
+def results(rows: Iterable[Row]) -> list[Result]:
+    """Return every arm's metrics at the final round.
 
     Args:
         rows: dictionaries with arm, start, seed, round, metric, value, scope and perhaps setting.
     """
-    return {
-        place: Summary(len(by_seed), *_mean_and_sd(list(by_seed.values())))
-        for place, by_seed in final_values(rows).items()
-        if metrics is None or place.metric in metrics
-    }
+    values, found = final_values(rows), []
+    for place, own in values.items():
+        score = Result(place, len(own), *_mean_and_sd(list(own.values())))
+        theirs = values.get(place._replace(arm=BASELINE))
+        if place.arm != BASELINE and theirs is not None:
+            score = replace(score, difference=compare_seeds(own, theirs, place.metric))
+        found.append(score)
+    return found
 
 
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
@@ -131,10 +155,12 @@ def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
     """Mean of paired differences, its interval mean ± t(0.975, n - 1) sd / sqrt(n), and verdict."""
+    from scipy import stats
+
     n = len(differences)
     if n == 0:
         return Paired(math.nan, math.nan, math.nan, 0, "no seed in common")
-    if not all(map(math.isfinite, differences)):
+    if not np.isfinite(differences).all():
         return Paired(math.nan, math.nan, math.nan, n, "not finite")
     if not any(differences):
         return Paired(0.0, 0.0, 0.0, n, "identical", 1.0)
@@ -145,30 +171,12 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
         return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
     if sd <= ROUNDING * abs(mean):
         return Paired(mean, math.nan, math.nan, n, "no spread: no interval")
-    from scipy import stats
-
-    error = sd / math.sqrt(n)
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * error
-    low, high = mean - half, mean + half
-    p = float(2 * stats.t.sf(abs(mean) / error, n - 1))
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = map(float, test.confidence_interval(CONFIDENCE))
     if low <= 0 <= high:
-        return Paired(mean, low, high, n, "within noise", p)
+        return Paired(mean, low, high, n, "within noise", float(test.pvalue))
     improved = (mean < 0) if lower_is_better else (mean > 0)
-    return Paired(mean, low, high, n, "better" if improved else "worse", p)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for their number (Holm 1979); NaN stays and is not counted.
-
-    >>> holm([0.01, 0.04, 0.03])
-    [0.03, 0.06, 0.06]
-    """
-    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
-    adjusted, largest = list(p_values), 0.0
-    for rank, (p, place) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
-        adjusted[place] = largest
-    return adjusted
+    return Paired(mean, low, high, n, "better" if improved else "worse", float(test.pvalue))
 
 
 def _mean_and_sd(values: Sequence[float]) -> tuple[float, float]:

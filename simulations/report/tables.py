@@ -1,101 +1,188 @@
-"""Tables of results: numbers and differences as text, for the terminal and for Markdown."""
+"""Tables of results: numbers and differences as text, for the terminal, for Markdown and for HTML."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fedrot.simulations.report.summaries import (
+    BASELINE,
     Paired,
-    Place,
+    Result,
     Row,
-    Summary,
     by_setting,
-    compare_seeds,
-    final_values,
+    described,
     headline,
-    summarise,
+    results,
 )
 
 if TYPE_CHECKING:
-    from rich.console import JustifyMethod, OverflowMethod
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderResult
+    from rich.table import Table as RichTable
 
-BASELINE = "plain"
-#: Classes with a column of their own in ``partition_table``; more would not fit into a terminal.
-_CLASS_COLUMNS = 8
+#: Characters of a name in one line of a table; longer names are broken, see ``pieces``.
+WIDEST = 26
+#: Characters of words that are never broken, and of the pieces of what is no name.
+SHORT = 10
+#: Classes of a client that the terminal shows.
+MOST_CLASSES = 8
+#: Verdicts on differences that are not shown.
+SAME = ("identical", "equal but for rounding")
+EXPLAINED = "Paired by seed. Within noise of x: a difference above x would have shown."
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of the result table: an arm, its metrics, and its differences from the baseline."""
+class Table:
+    """A table of at most five columns. Rich prints it, Jinja shows it as HTML.
 
-    setting: str
-    start: str
-    arm: str
-    seeds: int
-    scores: tuple[Summary | None, ...]
-    differences: tuple[Paired | None, ...]
-
-
-def result_lines(rows: Sequence[Row], metrics: Sequence[str]) -> list[Line]:
-    """One line per setting, start and arm, with a score and a difference per metric.
-
-    Differences are ``None`` for the baseline itself and where a setting and start have none.
+    Columns of ``texts`` hold names: they are left-aligned and may be broken. Others are right-aligned.
     """
-    values, scores = final_values(rows), summarise(rows, metrics)
 
-    def difference(place: Place) -> Paired | None:
-        theirs = values.get(place._replace(arm=BASELINE))
-        if place.arm == BASELINE or theirs is None:
-            return None
-        return compare_seeds(values.get(place, {}), theirs, place.metric)
+    title: str
+    header: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    texts: Container[str] = ()
+    caption: str = ""
 
-    lines = []
-    for key in dict.fromkeys(place[:3] for place in scores):
-        places = [Place(*key, metric) for metric in metrics]
-        found = tuple(map(scores.get, places))
-        seeds = max(score.n for score in found if score)
-        lines.append(Line(*key, seeds, found, tuple(map(difference, places))))
-    return lines
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        table = terminal_table(self.title, self.header, self.texts, self.caption or None, fold=True)
+        for line in self.lines:
+            # Text: brackets in names and intervals are not markup.
+            table.add_row(*(Text(" ".join(map(_broken, cell.split()))) for cell in line))
+        columns = [list(map(str, column.cells)) for column in table.columns]
+        # Of every column two spaces and a rule, and one more rule.
+        widths = _widths(columns, [*self.header], options.max_width - 3 * len(columns) - 1)
+        for column, width in zip(table.columns, widths, strict=True):
+            column.width = width
+        yield table
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, its title above it and its caption below."""
+        table = pipe_table(self.header, self.lines, self.texts)
+        title = f"**{_in_markdown(self.title)}**\n\n" if self.title else ""
+        return title + table + (f"\n{_in_markdown(self.caption)}\n" if self.caption else "")
 
 
-def format_score(score: Summary | None) -> str:
+def pieces(word: str) -> list[str]:
+    """Split a long word where a line may end: after signs, and anywhere in what is no name."""
+    if len(word) <= SHORT:
+        return [word]
+    names = re.findall(r"[^+@/,_-]*[+@/,_-]|[^+@/,_-]+", word)
+    sizes = [len(name) if len(name) <= WIDEST else SHORT for name in names]
+    return [
+        name[place : place + size]
+        for name, size in zip(names, sizes, strict=True)
+        for place in range(0, len(name), size)
+    ]
+
+
+def _broken(word: str) -> str:
+    """Return a word in lines of at most ``WIDEST`` characters."""
+    lines = [""]
+    for piece in pieces(word):
+        if len(lines[-1] + piece) > WIDEST:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
+def _widths(columns: Sequence[Sequence[str]], header: Sequence[str], room: int) -> list[int]:
+    """Return the widths of columns that fit into a line, as far as no word is cut."""
+    cells = [[name, *column] for name, column in zip(header, columns, strict=True)]
+    widths = [max(len(line) for cell in own for line in cell.splitlines()) for own in cells]
+    words = [max(len(word) for cell in own for word in cell.split()) for own in cells]
+    while sum(widths) > room and widths != words:
+        spare = [width if width > word else 0 for width, word in zip(widths, words, strict=True)]
+        widths[spare.index(max(spare))] -= 1
+    return widths
+
+
+def result_tables(rows: Sequence[Row], metrics: Sequence[str] | None = None) -> list[Table]:
+    """Return the results of the final round, a table per setting and metric.
+
+    ``metrics`` are the headline metric of the setting and the loss if None.
+    """
+    found = []
+    for setting, own in by_setting(rows).items():
+        scores = results(own)
+        for metric in headline(own) if metrics is None else metrics:
+            lines = [score for score in scores if score.place.metric == metric]
+            if lines:
+                found.append(_result_table(setting, metric, lines))
+    return found
+
+
+def _result_table(setting: str, metric: str, scores: Sequence[Result]) -> Table:
+    several = len({score.place.start for score in scores}) > 1
+    seeds = max(score.n for score in scores)
+    names = ["start", "arm"] if several else ["arm"]
+    lines = [
+        [
+            *([score.place.start] if several else []),
+            score.place.arm,
+            format_score(score) + ("" if score.n == seeds else f" ({score.n} seeds)"),
+            *_difference_cells(score.difference, seeds),
+        ]
+        for score in scores
+    ]
+    return Table(
+        ": ".join(filter(None, [setting, f"{described(metric)}, final round, {seeds} seed(s)"])),
+        [*names, "mean ± sd", f"difference from {BASELINE} [95 % t interval]", "verdict"],
+        lines,
+        texts=names,
+        caption=EXPLAINED,
+    )
+
+
+def _difference_cells(difference: Paired | None, seeds: int) -> list[str]:
+    """Return the difference with its interval, and its verdict with its seeds if they are others."""
+    if difference is None:
+        return ["-", "-"]
+    known = not math.isnan(difference.mean) and difference.verdict not in SAME
+    shown = format_interval(difference, sign="+") if known else "-"
+    counted = "" if difference.n in (0, seeds) else f" ({difference.n} seeds)"
+    return [shown, format_verdict(difference) + counted]
+
+
+def format_score(score: Result) -> str:
     """``0.694 ± 0.012``, without the spread if there is one seed."""
-    if score is None:
-        return "-"
     style = number_style(score.mean, score.sd)
     return f"{score.mean:{style}}" + ("" if math.isnan(score.sd) else f" ± {score.sd:{style}}")
 
 
-def format_difference(difference: Paired | None) -> str:
-    """``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
-    if difference is None:
-        return "-"
-    if difference.n == 0 or difference.verdict in ("identical", "equal but for rounding"):
+def format_verdict(difference: Paired) -> str:
+    """``better``, or ``within noise of 0.034``: the smallest difference that would have shown."""
+    if difference.verdict != "within noise":
         return difference.verdict
-    return f"{format_interval(difference, sign='+')} {difference.verdict}"
+    return f"within noise of {difference.smallest:{_style(difference)}}"
+
+
+def format_difference(difference: Paired) -> str:
+    """``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
+    if difference.n == 0 or difference.verdict in SAME:
+        return difference.verdict
+    return f"{format_interval(difference, sign='+')} {format_verdict(difference)}"
 
 
 def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool = True) -> str:
     """``0.412 [0.301, 0.523]``, without the interval if there is none or it is not wanted."""
     bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
-    clear = [abs(bound) for bound in bounds if value.ci_low * value.ci_high > 0]
-    # An interval that excludes 0 is not shown as [+0.000, +0.000].
-    more = 2 if clear and min(clear) < 0.0005 else 0
-    style = sign + number_style(value.mean, *bounds, decimals=3 + more)
+    style = sign + _style(value, interval)
     shown = ", ".join(f"{bound:{style}}" for bound in bounds)
     return f"{value.mean:{style}}" + (f" [{shown}]" if bounds else "")
 
 
-def _with_seeds(difference: Paired | None, seeds: int) -> str:
-    """``format_difference``, with the number of seeds where it is not that of the line."""
-    shown = format_difference(difference)
-    if difference is None or difference.n in (0, seeds):
-        return shown
-    return f"{shown} ({difference.n} seeds)"
+def _style(value: Paired, interval: bool = True) -> str:
+    bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
+    clear = [abs(bound) for bound in bounds if value.ci_low * value.ci_high > 0]
+    # An interval that excludes 0 is not shown as [+0.000, +0.000].
+    more = 2 if clear and min(clear) < 0.0005 else 0
+    return number_style(value.mean, *bounds, decimals=3 + more)
 
 
 def number_style(*values: float, decimals: int = 3) -> str:
@@ -112,7 +199,7 @@ def terminal_table(
     texts: Container[str] = (),
     caption: str | None = None,
     fold: bool = False,
-) -> Table:
+) -> RichTable:
     """Return an empty table; columns of ``texts`` are left-aligned, and cut or folded if too long."""
     from rich.table import Table
 
@@ -136,60 +223,29 @@ def _in_markdown(cell: str) -> str:
     return " ".join(cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
 
 
-def summary_tables(rows: Sequence[Row]) -> list[Table]:
-    """The final-round results for the terminal, a table per setting: headline metric and loss."""
-    found = [(metrics := headline(own), result_lines(own, metrics)) for own in by_setting(rows).values()]
-    return [_setting_table(lines, metrics) for metrics, lines in found if lines]
-
-
-def _setting_table(lines: Sequence[Line], metrics: Sequence[str]) -> Table:
-    from rich.text import Text
-
-    seeds = sorted({line.seeds for line in lines})
-    counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
-    names = ("start", "arm") if len({line.start for line in lines}) > 1 else ("arm",)
-    table = terminal_table(
-        f"{lines[0].setting}: final round, mean ± sd, {counted} seed(s)",
-        (*names, *metrics, f"{metrics[0]} - {BASELINE}"),
-        texts=names,
-        caption=f"Difference from {BASELINE}: paired by seed, two-sided 95 % t interval.",
-        fold=True,
-    )
-    for line in lines:
-        cells = [*(getattr(line, name) for name in names), *map(format_score, line.scores)]
-        # Text: brackets in names and intervals are not markup.
-        table.add_row(*map(Text, [*cells, format_difference(line.differences[0])]))
-    return table
-
-
-def markdown_table(rows: Sequence[Row], metrics: Sequence[str] | None = None) -> str:
-    """The final-round results as Markdown; ``metrics`` are the headline metric and the loss if None."""
-    metrics = list(metrics or headline(rows))
-    against = [f"{metric}: difference from {BASELINE}" for metric in metrics]
-    lines = [
-        [ln.setting, ln.start, ln.arm, str(ln.seeds)]
-        + [format_score(score) for score in ln.scores]
-        + [_with_seeds(difference, ln.seeds) for difference in ln.differences]
-        for ln in result_lines(rows, metrics)
-    ]
-    texts = ("setting", "start", "arm")
-    return pipe_table([*texts, "seeds", *metrics, *against], lines, texts)
-
-
 def partition_table(
-    counts: Sequence[Sequence[int]], names: Sequence[str], setting: str, seed: int
+    counts: Sequence[Sequence[int]],
+    names: Sequence[str],
+    setting: str,
+    seed: int,
+    most: int | None = MOST_CLASSES,
 ) -> Table:
-    """Rows of each class per client, for the terminal; ``counts`` is [clients][classes].
+    """Rows of each class per client; ``counts`` is [clients][classes].
 
-    Of many classes the most frequent have a column, and the others one together.
+    At most ``most`` classes of a client are shown, the most frequent first, and the others together.
     """
-    if len(names) > _CLASS_COLUMNS + 1:
-        totals = [sum(column) for column in zip(*counts, strict=True)]
-        kept = sorted(sorted(range(len(names)), key=lambda c: -totals[c])[:_CLASS_COLUMNS])
-        left = f"{len(names) - len(kept)} others"
-        counts = [[*(row[c] for c in kept), sum(row) - sum(row[c] for c in kept)] for row in counts]
-        names = [*(names[c] for c in kept), left]
-    table = terminal_table(f"Rows per client: {setting}, seed {seed}", ("client", "rows", *names))
-    for client, row in enumerate(counts):
-        table.add_row(*map(str, (client, sum(row), *row)))
-    return table
+    header = ("client", "rows", "rows of each class")
+    lines = [
+        [str(client), str(sum(own)), _counted(own, names, most)] for client, own in enumerate(counts)
+    ]
+    return Table(f"Rows per client: {setting}, seed {seed}", header, lines, texts=header[2:])
+
+
+def _counted(counts: Sequence[int], names: Sequence[str], most: int | None) -> str:
+    order = sorted(filter(counts.__getitem__, range(len(counts))), key=lambda index: -counts[index])
+    known = dict(enumerate(names))
+    shown = [f"{known.get(index, 'none')} {counts[index]}" for index in order[:most]]
+    rest = [counts[index] for index in order[len(shown) :]]
+    if rest:
+        shown.append(f"{len(rest)} others {sum(rest)}")
+    return ", ".join(shown)

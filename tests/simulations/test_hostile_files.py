@@ -20,7 +20,7 @@ from fedrot.simulations.federation.grid_folder import GridFolder
 from fedrot.simulations.federation.run_folder import RunFolder, read_rows
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
-from fedrot.simulations.report.tables import markdown_table
+from fedrot.simulations.report.tables import result_tables
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 
@@ -169,9 +169,11 @@ def test_names_are_text_in_the_page_and_no_paths_or_formulas_in_its_pictures(tmp
     assert not {name for name in tags.found if name.startswith("on")} | tags.found & {"q", "x"}
     written = {path.relative_to(tmp_path).parts[:4] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {("a", "b", "c", "run")}
-    markdown = markdown_table(read_rows(run))
-    assert "<script>" not in markdown
-    assert len({line.replace("\\|", "").count("|") for line in markdown.splitlines()}) == 1
+    for table in result_tables(read_rows(run)):
+        markdown = table.markdown()
+        assert "<script>" not in markdown
+        lines = [line for line in markdown.splitlines() if line.startswith("|")]
+        assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
 
 
 def test_labels_of_pictures_are_cut_and_take_dollars_as_dollars(tmp_path: Path) -> None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
-from fedrot.simulations.report.findings.shares import Layer, shares_by_layer
+from fedrot.simulations.report.findings.shares import shares
 from fedrot.simulations.report.summaries import (
+    BASELINE,
     Paired,
+    Result,
     Row,
     by_setting,
     compare_seeds,
     final_values,
     headline,
+    results,
     setting_of,
 )
-from fedrot.simulations.report.tables import (
-    BASELINE,
-    Line,
-    format_difference,
-    number_style,
-    result_lines,
-)
+from fedrot.simulations.report.tables import format_difference, number_style
 
 #: An alignment that removes a smaller share of the squared distance counts as without effect.
 NEGLIGIBLE = 0.01
@@ -32,14 +30,12 @@ IDLE = {
 }
 #: Findings by verdict of an arm's difference from the baseline.
 DOUBTS = {
-    "worse": f"{{where}} hurt {{metric}} against {BASELINE}: {{change}}.",
-    "identical": f"{{where}} gave exactly the {{metric}} of {BASELINE}.",
-    "equal but for rounding": f"{{where}} gave the {{metric}} of {BASELINE}, but for rounding.",
-    "within noise": "{where} made no measurable difference to {metric}: {change}.",
-    "not finite": f"{{where}} or {BASELINE} diverged: {{metric}} is not finite.",
+    "worse": f"{{arm}} hurt {{metric}} against {BASELINE}: {{change}}",
+    "identical": f"{{arm}} gave exactly the {{metric}} of {BASELINE}",
+    "equal but for rounding": f"{{arm}} gave the {{metric}} of {BASELINE}, but for rounding",
+    "within noise": "{arm} made no difference to {metric}: {change}",
+    "not finite": f"{{arm}} or {BASELINE} diverged: {{metric}} is not finite",
 }
-
-
 #: The arm of ``FedRot`` with its defaults.
 DEFAULT = "aligned"
 #: Arms and starts in words.
@@ -57,44 +53,52 @@ EFFECTS = {
     "not finite": "cannot be judged: values are not finite",
     "better": "helped",
     "worse": "hurt",
-    "within noise": "made no measurable difference",
+    "within noise": "made no difference within noise",
     "one seed: no interval": "cannot be judged by one seed",
     "no spread: no interval": "cannot be judged: all seeds differ alike",
     "no seed in common": "cannot be judged: no seed is in both arms",
     "equal but for rounding": "changed nothing but rounding",
     "identical": f"changed nothing: the model is that of {BASELINE}",
 }
+MIXED = "helped in one metric and hurt in another"
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per setting and start: whether the defaults of FedRot helped.
+    """Return whether the defaults of FedRot helped: a sentence per setting and start, and one before.
 
-    It is about the headline metric and the loss. Settings without their arm, or without the baseline,
-    are left out.
+    They are about the headline metric and the loss. The first sentence counts the others, if there are
+    several. Settings without the arm, or without the baseline, are left out.
     """
-    said = []
-    for own in by_setting(rows).values():
+    said, effects = [], Counter[str]()
+    for setting, own in by_setting(rows).items():
         metrics = headline(own)
-        lines = result_lines(own, metrics)
-        compared = {line.start for line in lines if line.arm == BASELINE}
-        said += [
-            _verdict(line, metrics) for line in lines if line.arm == DEFAULT and line.start in compared
-        ]
+        starts: dict[str, dict[str, Paired]] = {}
+        for result in results(own):
+            if result.place.arm == DEFAULT and result.difference is not None:
+                starts.setdefault(result.place.start, {})[result.place.metric] = result.difference
+        for start, found in starts.items():
+            differences = {metric: found[metric] for metric in metrics if metric in found}
+            effect = _effect({difference.verdict for difference in differences.values()})
+            effects[effect] += 1
+            said.append(f"{_named(setting, start)}: alignment {effect}{_changes(differences)}.")
+    if len(said) > 1:
+        counted = "; ".join(f"in {count} it {effect}" for effect, count in effects.items())
+        said.insert(0, f"Alignment in {len(said)} settings and starts: {counted}.")
     return said
 
 
-def _verdict(line: Line, metrics: Sequence[str]) -> str:
+def _effect(verdicts: set[str]) -> str:
+    effect = next(effect for verdict, effect in EFFECTS.items() if verdict in verdicts)
+    return MIXED if effect == EFFECTS["better"] and "worse" in verdicts else effect
+
+
+def _changes(differences: dict[str, Paired]) -> str:
     changes = [
         f"{metric} {_change(difference)}, {format_difference(difference)}"
-        for metric, difference in zip(metrics, line.differences, strict=True)
-        if difference is not None and difference.n
+        for metric, difference in differences.items()
+        if difference.n
     ]
-    found = {difference.verdict for difference in line.differences if difference is not None}
-    effect = next(effect for verdict, effect in EFFECTS.items() if verdict in found)
-    if effect == EFFECTS["better"] and "worse" in found:
-        effect = "helped in one metric and hurt in another"
-    shown = f" ({'; '.join(changes)})" if changes else ""
-    return f"{_named(line.setting)}, start {line.start}: alignment {effect}{shown}."
+    return f" ({'; '.join(changes)})" if changes else ""
 
 
 def _change(difference: Paired, decimals: int = 3) -> str:
@@ -102,16 +106,14 @@ def _change(difference: Paired, decimals: int = 3) -> str:
     return f"{difference.theirs:{style}} → {difference.ours:{style}}"
 
 
-def doubts(lines: Sequence[Line], metrics: Sequence[str]) -> list[str]:
+def doubts(found: Sequence[Result]) -> list[str]:
     """Return sentences on arms without a gain."""
     return [
-        DOUBTS[difference.verdict].format(
-            where=f"{_named(line.setting)}, start {line.start}: {line.arm}",
-            metric=metric,
-            change=format_difference(difference).removesuffix(f" {difference.verdict}"),
-        )
-        for line in lines
-        for metric, difference in zip(metrics, line.differences, strict=True)
+        f"{_named(setting, start)}: "
+        + DOUBTS[difference.verdict].format(arm=arm, metric=metric, change=format_difference(difference))
+        + "."
+        for result in found
+        for (setting, start, arm, metric), difference in [(result.place, result.difference)]
         if difference is not None and difference.verdict in DOUBTS
     ]
 
@@ -131,23 +133,21 @@ def costs_of_scrambling(rows: Sequence[Row], metrics: Sequence[str]) -> list[str
     return [f"{setting}, {arm}: {', '.join(said)}." for (setting, arm), said in changes.items()]
 
 
-def _named(setting: str) -> str:
-    return setting or "this run"
+def _named(setting: str, start: str) -> str:
+    return f"{setting or 'this run'}, start {start}"
 
 
 def idle_layers(alignment: Sequence[Row]) -> list[str]:
     """Return sentences on layers in which nothing was found, or nothing beyond chance if it is known."""
-    idle: dict[tuple[Layer, bool], list[str]] = {}
-    for layer, share in shares_by_layer(alignment).items():
-        known = share.chance is not None
+    names = ["setting", "start", "arm", "part", "layer"]
+    idle: dict[str, list[str]] = {}
+    for share in shares(alignment, names).sort_values("layer", kind="stable").itertuples():
+        known = not math.isnan(share.chance)
         if share.ratio <= 1 if known else share.found < NEGLIGIBLE:
-            shown = f"{layer.layer} ({', chance '.join(f'{100 * s:.2g} %' for s in share.known)})"
-            idle.setdefault((layer._replace(layer=-1), known), []).append(shown)
-    return [
-        f"{_named(of.setting)}, start {of.start}: {of.arm} {IDLE[known]} by {of.part} in layer "
-        f"{', '.join(layers)}."
-        for (of, known), layers in idle.items()
-    ]
+            of = f"{_named(share.setting, share.start)}: {share.arm} {IDLE[known]} by {share.part}"
+            chance = f", chance {100 * share.chance:.2g} %" if known else ""
+            idle.setdefault(of, []).append(f"{share.layer} ({100 * share.found:.2g} %{chance})")
+    return [f"{of} in layer {', '.join(layers)}." for of, layers in idle.items()]
 
 
 def dropped(alignment: Sequence[Row]) -> list[str]:
@@ -155,7 +155,7 @@ def dropped(alignment: Sequence[Row]) -> list[str]:
     lost = [row for row in alignment if "dropped" in row]
     reasons = Counter((setting_of(row), row.get("arm"), str(row["dropped"])) for row in lost)
     return [
-        f"{_named(setting)}: {arm} dropped a reply {count} time(s): {reason}"
+        f"{setting or 'this run'}: {arm} dropped a reply {count} time(s): {reason}"
         for (setting, arm, reason), count in reasons.items()
     ]
 
@@ -167,7 +167,7 @@ def failed(rows: Sequence[Row]) -> list[str]:
         if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
             counts[setting_of(row), str(row["start"]), str(row["arm"])] += int(row["value"])
     return [
-        f"{_named(setting)}, start {start}: {arm} went on without {count} replies of clients that "
-        "failed, over all rounds and seeds."
+        f"{_named(setting, start)}: {arm} went on without {count} replies of clients that failed, over "
+        "all rounds and seeds."
         for (setting, start, arm), count in counts.items()
     ]

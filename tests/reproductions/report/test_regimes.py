@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from fedrot.simulations.report.summaries import holm
-from reproductions.report.regimes import markdown, regime_plot, regimes, summary
+from reproductions.report.regimes import holm, markdown, regime_plot, regimes, summary
 
 #: Loss of aligned minus plain, by seed.
 DIFFERENCES = {

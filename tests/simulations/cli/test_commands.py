@@ -213,4 +213,4 @@ def test_the_report_of_a_run_is_also_written_as_markdown(
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
     assert invoke("report", tmp_path, "--markdown", tmp_path / "results.md") == (0, "")
     assert shown == [tmp_path] * 2
-    assert "| a | same | plain | 1 | 0.250 | - |" in (tmp_path / "results.md").read_text()
+    assert "| plain | 0.250 | - | - |" in (tmp_path / "results.md").read_text()

@@ -17,17 +17,12 @@ from fedrot.simulations.report.findings.sentences import costs_of_scrambling, ve
 from fedrot.simulations.report.heat_map import RATIO, SHARE
 from fedrot.simulations.report.run_page import (
     PAGE,
-    _columns,
     file_name,
     markdown_report,
     write_report,
 )
-from fedrot.simulations.report.tables import (
-    format_score,
-    markdown_table,
-    result_lines,
-    summary_tables,
-)
+from fedrot.simulations.report.summaries import results
+from fedrot.simulations.report.tables import format_score, result_tables
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -94,10 +89,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def page_of(run: Path) -> str:
+    """Write the page of a run, and return it without the places where a line may end."""
+    return write_report(run).read_text(encoding="utf-8").replace("<wbr>", "")
+
+
 class Outline(HTMLParser):
     """Checks that tags close in order and collects what the page refers to."""
 
-    VOID = frozenset({"meta", "img", "br", "link"})
+    VOID = frozenset({"meta", "img", "br", "link", "wbr"})
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Outline(HTMLParser):
 
 def test_a_complete_run(run: Path) -> None:
     path = write_report(run)
-    page = path.read_text(encoding="utf-8")
+    page = path.read_text(encoding="utf-8").replace("<wbr>", "")
     assert path == run / "report.html"
     assert "incomplete" not in page.split("</style>")[1]
     # First when and what, then the verdict, then tables.
@@ -129,12 +129,15 @@ def test_a_complete_run(run: Path) -> None:
     assert "0.611 ± 0.011" in page
     # Differences 0.1, 0.101, 0.102: 0.101 ± 4.302653 * 0.001 / sqrt(3).
     assert "+0.101 [+0.099, +0.103] better" in page
+    assert '<td class="number ">+0.101 [+0.099, +0.103]</td>' in page
+    assert '<td class="number better">better</td>' in page
     assert "hurtful hurt accuracy against plain: -0.100" in page
     assert "less than 1 % of the squared distance by ffn in layer 0 (0.1 %), 1 (0.1 %)" in page
     assert "aligned dropped a reply 1 time(s): a tensor is not finite" in page
     assert "2.9.0" in page
     assert "goemotions_ekman" in page
-    assert ">71<" in page
+    assert ">71</td>" in page
+    assert "<td>&lt;glad&gt; 40, sad 31</td>" in page
 
 
 def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:
@@ -143,11 +146,11 @@ def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:
     for row in rows[:-1]:
         row |= {"found": row["before"] - row["after"], "chance": 0.12}
     write_lines(run / "alignment.jsonl", rows)
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     Outline(page)
-    assert "What alignment found" in page
+    assert "What alignment found, by part" in page
     for cell in ("30.0 %", "6.0 %", "5.0"):
-        assert f'<td class="number">{cell}</td>' in page
+        assert f'<td class="number ">{cell}</td>' in page
     assert RATIO.caption in page
     assert (
         "found no more than chance by ffn in layer 0 (0.1 %, chance 6 %), 1 (0.1 %, chance 6 %)." in page
@@ -156,13 +159,13 @@ def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:
 
 
 def test_rows_from_before_chance_have_no_table_of_it(run: Path) -> None:
-    page = write_report(run).read_text(encoding="utf-8")
-    assert "What alignment found" not in page
+    page = page_of(run)
+    assert "What alignment found, by part" not in page
     assert SHARE.caption in page
 
 
 def test_the_page_is_self_contained_and_escaped(run: Path) -> None:
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     outline = Outline(page)
     assert len(outline.links) == 4
     assert all(link.startswith("data:image/png;base64,iVBOR") for link in outline.links)
@@ -189,7 +192,7 @@ def test_an_interrupted_run_says_so(run: Path) -> None:
     write_lines(run / "rows.jsonl", unfinished)
     with (run / "rows.jsonl").open("a") as file:
         file.write('{"setting": "main", "arm": "alig')
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     assert "This run is incomplete." in page
     assert "the run has not finished" in page
     assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
@@ -213,7 +216,7 @@ def test_a_run_is_done_when_its_last_model_is_evaluated(
             row |= instead
     assert rows != result_rows()
     write_lines(run / "rows.jsonl", rows)
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     assert "1 of 18 runs (start, arm, seed) have no final round yet" in page
 
 
@@ -222,7 +225,7 @@ def test_a_run_that_does_not_say_that_it_ended_is_incomplete(
 ) -> None:
     monkeypatch.delitem(PAGE.sections, "settings")
     (run / "status.json").write_text('{"complete": false}')
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     assert "the run has not finished" in page
     assert "have no final round yet" not in page
 
@@ -232,7 +235,7 @@ def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None
     for path in list(run.iterdir()):
         if path.name not in keep:
             path.unlink()
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     Outline(page)
     assert "This run is incomplete." in page
     assert "versions.json is missing or unreadable" in page
@@ -241,7 +244,7 @@ def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None
 
 def test_an_unreadable_file_is_named(run: Path) -> None:
     (run / "config.json").write_text('{"command": ')
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     assert "config.json is missing or unreadable" in page
     assert "The command was not recorded." in page
 
@@ -254,22 +257,24 @@ def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
 def test_one_seed_and_no_baseline(run: Path) -> None:
     rows = [r for r in result_rows() if r["seed"] == 0]
     write_lines(run / "rows.jsonl", rows)
-    assert "+0.100 one seed: no interval" in write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
+    assert "(accuracy 0.500 → 0.600, +0.100 one seed: no interval" in page
     write_lines(run / "rows.jsonl", [r for r in rows if r["arm"] == "aligned"])
-    assert "There is no comparison with plain yet." in write_report(run).read_text(encoding="utf-8")
+    assert "There is no comparison with plain yet." in page_of(run)
 
 
-def test_the_terminal_tables_one_per_setting() -> None:
+def test_the_terminal_has_a_table_per_setting_and_metric() -> None:
     text = StringIO()
-    (table,) = summary_tables(result_rows())
-    Console(file=text, width=140).print(table)
+    accuracy, loss = result_tables(result_rows())
+    Console(file=text, width=140).print(accuracy)
     assert "0.611 ± 0.011" in text.getvalue()
-    assert "+0.101 [+0.099, +0.103] better" in text.getvalue()
+    assert "+0.101 [+0.099, +0.103] │  better" in text.getvalue()
     assert "3 seed(s)" in text.getvalue()
-    both = summary_tables(result_rows("one") + result_rows("two"))
-    assert [t.row_count for t in both] == [6, 6]
-    assert [str(t.title).split(":")[0] for t in both] == ["one", "two"]
-    assert summary_tables([]) == []
+    assert loss.title.startswith("main: loss (nats, lower is better)")
+    both = result_tables(result_rows("one") + result_rows("two"))
+    assert [len(t.lines) for t in both] == [6, 6, 6, 6]
+    assert [t.title.split(":")[0] for t in both] == ["one", "one", "two", "two"]
+    assert result_tables([]) == []
 
 
 def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
@@ -296,11 +301,11 @@ def test_sentences_and_tables_compare_the_seeds_in_common() -> None:
     assert "accuracy 0.510 → 0.611, +0.101" in said
     plain, *_ = costs_of_scrambling(rows, ["accuracy"])
     assert plain == "main, plain: accuracy 0.5000 → 0.5000 (+0.0000)."
-    lines = markdown_table([row for row in rows if row["start"] == "same"], ["accuracy"]).splitlines()
-    assert "| aligned | 2 |" in lines[3]
+    (table,) = result_tables([row for row in rows if row["start"] == "same"], ["accuracy"])
+    assert table.lines[1][:2] == ["aligned", "0.611 ± 0.016 (2 seeds)"]
     fewer = [row for row in result_rows() if row["arm"] != "plain" or row["seed"] != 1]
-    lines = markdown_table([row for row in fewer if row["start"] == "same"], ["accuracy"]).splitlines()
-    assert lines[3].endswith("better (2 seeds) |") or "noise (2 seeds) |" in lines[3]
+    (table,) = result_tables([row for row in fewer if row["start"] == "same"], ["accuracy"])
+    assert table.lines[1][-1] == "better (2 seeds)"
 
 
 def test_settings_with_one_file_name_keep_their_pictures(run: Path) -> None:
@@ -309,13 +314,18 @@ def test_settings_with_one_file_name_keep_their_pictures(run: Path) -> None:
     assert len(list((run / "plots").glob("a-lr-0-1*-accuracy.png"))) == 2
 
 
-def test_the_markdown_table() -> None:
-    lines = markdown_table(result_rows(), ["accuracy"]).splitlines()
-    assert lines[0] == "| setting | start | arm | seeds | accuracy | accuracy: difference from plain |"
-    assert lines[1] == "| --- | --- | --- | ---: | ---: | ---: |"
-    assert lines[2] == "| main | same | plain | 3 | 0.510 ± 0.010 | - |"
-    assert lines[3] == "| main | same | aligned | 3 | 0.611 ± 0.011 | +0.101 [+0.099, +0.103] better |"
+def test_results_as_markdown() -> None:
+    (table,) = result_tables(result_rows(), ["accuracy"])
+    title, _, *lines, _, caption = table.markdown().splitlines()
+    assert title == "**main: accuracy (0 to 1, higher is better), final round, 3 seed(s)**"
+    assert lines[0] == (
+        "| start | arm | mean ± sd | difference from plain [95 % t interval] | verdict |"
+    )
+    assert lines[1] == "| --- | --- | ---: | ---: | ---: |"
+    assert lines[2] == "| same | plain | 0.510 ± 0.010 | - | - |"
+    assert lines[3] == "| same | aligned | 0.611 ± 0.011 | +0.101 [+0.099, +0.103] | better |"
     assert len(lines) == 8
+    assert "Within noise of x" in caption
 
 
 def test_a_diverged_arm_is_named(run: Path) -> None:
@@ -324,7 +334,7 @@ def test_a_diverged_arm_is_named(run: Path) -> None:
         if (row["arm"], row["metric"], row["round"]) == ("hurtful", "loss", ROUNDS):
             row["value"] = float("inf") if row["seed"] else float("nan")
     write_lines(run / "rows.jsonl", rows)
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     assert "hurtful or plain diverged: loss is not finite" in page
 
 
@@ -343,24 +353,17 @@ def masked_rows(setting: str = "masked") -> list[dict[str, Any]]:
 
 def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
     rows = result_rows() + masked_rows()
-    plain, masked = summary_tables(rows)
-    headers = [[str(column.header) for column in table.columns[2:]] for table in (plain, masked)]
-    assert headers[0] == ["accuracy", "loss", "accuracy - plain"]
-    assert headers[1] == ["pseudo_perplexity", "loss", "pseudo_perplexity - plain"]
-    header, _, *lines = markdown_table(rows).splitlines()
-    assert header.split(" | ")[4:7] == ["accuracy", "pseudo_perplexity", "loss"]
-    main = [line.split(" | ") for line in lines if line.startswith("| main")]
-    assert [cells[5] for cells in main] == ["-"] * 6
+    metrics = [table.title.split(" (")[0] for table in result_tables(rows)]
+    assert metrics == ["main: accuracy", "main: loss", "masked: pseudo_perplexity", "masked: loss"]
 
     write_lines(run / "rows.jsonl", rows)
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     drawn = {path.name for path in (run / "plots").iterdir()}
     assert {"main-accuracy.png", "masked-pseudo_perplexity.png", "masked-loss.png"} <= drawn
     assert not {"main-pseudo_perplexity.png", "masked-accuracy.png"} & drawn
-    assert "better for pseudo_perplexity and loss, higher for every other metric" in page
-    assert "pseudo_perplexity on the held-out split by round (lower is better" in page
+    assert "pseudo_perplexity (from 1 up, lower is better) on the held-out split by round" in page
     # 6000 / 19 = 315.8; differences -80, -82, -84: -82 ± 4.302653 * 2 / sqrt(3).
-    assert "-82.00 [-86.97, -77.03] better" in page
+    assert "-82.00 [-86.97, -77.03]</td>" in page
     assert "233.8 ± 2.0" in page
 
 
@@ -377,33 +380,26 @@ def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
     ],
 )
 def test_large_numbers_have_fewer_decimals(values: tuple[float, float], expected: str) -> None:
-    (line,) = result_lines(
+    (score,) = results(
         [
             {"setting": "s", "start": "same", "arm": "plain", "seed": seed, "round": 1}
             | {"scope": "central", "metric": "pseudo_perplexity", "value": value}
             for seed, value in enumerate(values)
-        ],
-        ["pseudo_perplexity"],
+        ]
     )
-    assert format_score(line.scores[0]) == expected
+    assert format_score(score) == expected
 
 
-@pytest.mark.parametrize("lost", [(), ("aligned", 2), ("plain", 2)])
-def test_the_page_says_one_number_of_seeds_only_if_all_numbers_are_over_it(
-    run: Path, lost: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(PAGE.sections, "settings")
+@pytest.mark.parametrize("lost", ["aligned", "plain"])
+def test_a_difference_over_fewer_seeds_than_the_table_says_so(lost: str) -> None:
     rows = [row for row in result_rows() if row["arm"] != "hurtful" and row["start"] == "same"]
-    if lost:
-        # An arm with values of other seeds: both have as many, of which they share fewer.
-        for row in rows:
-            if (row["arm"], row["seed"]) == lost:
-                row["seed"] = 7
-    write_lines(run / "rows.jsonl", rows)
-    lines = result_lines(rows, ["accuracy", "loss"])
-    assert [line.seeds for line in lines] == [3, 3]
-    assert _columns(lines) == {"names": [], "seeds": 0 if lost else 3}
-    assert ("3 seed(s)" in write_report(run).read_text(encoding="utf-8")) == (not lost)
+    # An arm with values of other seeds: both have as many, of which they share fewer.
+    for row in rows:
+        if (row["arm"], row["seed"]) == (lost, 2):
+            row["seed"] = 7
+    for table in result_tables(rows):
+        assert "3 seed(s)" in table.title
+        assert table.lines[1][-1] == "better (2 seeds)"
 
 
 def test_names_of_files_are_short_and_plain() -> None:
@@ -425,7 +421,7 @@ def test_a_partition_without_results_is_drawn_and_models_have_short_names(
     (run / "partition.json").write_text(
         json.dumps({"other": {"label_names": ["x"], "seeds": partition}})
     )
-    page = write_report(run).read_text(encoding="utf-8")
+    page = page_of(run)
     assert "2026-01-31 · data: goemotions_ekman · model: bert, minilm" in page
     assert drawn == [([[7]], ["x"])]
     assert "own held-out rows included, seed 7" in page
@@ -438,7 +434,10 @@ def test_the_markdown_of_a_run_has_all_of_its_tables(run: Path) -> None:
     for row in rows[:-1]:
         row |= {"found": row["before"] - row["after"], "chance": 0.12}
     write_lines(run / "alignment.jsonl", rows)
-    results, shares = markdown_report(run).split("\n\n")
-    assert results + "\n" == markdown_table(result_rows())
-    assert shares.startswith("| start | part | rounds | found | chance |")
-    assert "| same | attention | 1 | 30.0 % | 6.0 % | 5.0 |" in shares
+    tables = markdown_report(run)
+    for table in result_tables(result_rows()):
+        assert table.markdown() in tables
+    _, _, same, scrambled = tables.split("\n**")
+    assert same.startswith("What alignment found: main, start same**")
+    assert "| aligned, attention, round 1 | 30.0 % | 6.0 % | 5.0 | 0 of 2 |" in same
+    assert scrambled.startswith("What alignment found: main, start scrambled**")

@@ -11,11 +11,12 @@ from fedrot.simulations.report.summaries import (
     Paired,
     Place,
     compare_seeds,
+    described,
     final_values,
     headline,
     metrics_in,
     paired_difference,
-    summarise,
+    results,
 )
 from fedrot.simulations.report.tables import format_difference, number_style
 from fedrot.simulations.tasks.objectives import OBJECTIVES
@@ -43,28 +44,28 @@ ROWS = [
 
 
 def test_summary_takes_the_final_round_and_the_central_scope() -> None:
-    (place, plain), (_, aligned) = summarise(ROWS).items()
-    assert (place.arm, plain.n, place.setting) == ("plain", 3, "")
+    plain, aligned = results(ROWS)
+    assert (plain.place.arm, plain.n, plain.place.setting) == ("plain", 3, "")
     assert plain.mean == pytest.approx(0.61)
     assert plain.sd == pytest.approx(0.01)
     assert aligned.mean == pytest.approx(0.64)
 
 
 def test_one_seed_has_no_spread() -> None:
-    (only,) = summarise([row("plain", 0, 0.5)]).values()
+    (only,) = results([row("plain", 0, 0.5)])
     assert (only.n, only.mean) == (1, 0.5)
     assert math.isnan(only.sd)
 
 
 def test_an_unfinished_seed_is_left_out() -> None:
     rows = [row("plain", 0, 0.5), row("plain", 1, 0.1, round=2), row("aligned", 0, 0.2, round=2)]
-    ((place, only),) = summarise(rows).items()
-    assert (place.arm, only.n, only.mean) == ("plain", 1, 0.5)
+    (only,) = results(rows)
+    assert (only.place.arm, only.n, only.mean) == ("plain", 1, 0.5)
 
 
 def test_settings_have_their_own_final_round() -> None:
     rows = [row("plain", 0, 0.5, round=1, setting="one-shot"), row("plain", 0, 0.6, setting="many")]
-    assert [(place.setting, s.mean) for place, s in summarise(rows).items()] == [
+    assert [(found.place.setting, found.mean) for found in results(rows)] == [
         ("one-shot", 0.5),
         ("many", 0.6),
     ]
@@ -77,7 +78,6 @@ def test_settings_have_their_own_final_round() -> None:
 def test_metrics_keep_their_order_with_the_loss_last() -> None:
     rows = [row("plain", 0, 1.0, metric=metric) for metric in ("loss", "matthews", "accuracy")]
     assert metrics_in(rows) == ["matthews", "accuracy", "loss"]
-    assert [place.metric for place in summarise(rows, ["accuracy"])] == ["accuracy"]
     assert headline(rows) == ["matthews", "loss"]
     assert headline([row("plain", 0, 1.0, setting="s", metric="f1"), *rows]) == [
         "f1",
@@ -159,7 +159,7 @@ def test_a_round_ends_when_its_model_is_evaluated() -> None:
     rows += [
         row("plain", 0, 0.9, round=4, scope=scope) for scope in ("client:0", "alone:1", "alignment")
     ]
-    (only,) = summarise(rows).values()
+    (only,) = results(rows)
     assert (only.n, only.mean) == (2, 0.5)
     assert metrics_in([*rows, row("plain", 0, 1.0, metric="train-loss", scope="client:0")]) == [
         "accuracy"
@@ -183,7 +183,7 @@ def test_an_interval_that_excludes_0_does_not_look_like_0() -> None:
 
 def test_an_interval_around_0_may_look_like_it() -> None:
     found = paired_difference([2.0e-4, 3.0e-4, -1.0e-4])
-    assert format_difference(found) == "+0.000 [-0.000, +0.001] within noise"
+    assert format_difference(found) == "+0.000 [-0.000, +0.001] within noise of 0.001"
 
 
 def test_numbers_from_a_million_on_have_an_exponent() -> None:
@@ -192,3 +192,16 @@ def test_numbers_from_a_million_on_have_an_exponent() -> None:
         "1e+06",
         "2.5e+06",
     ]
+
+
+def test_a_metric_is_described_by_unit_and_direction() -> None:
+    assert described("loss") == "loss (nats, lower is better)"
+    assert described("pearson") == "pearson (-1 to 1, higher is better)"
+    assert described("macro_f1") == "macro_f1 (0 to 1, higher is better)"
+
+
+def test_of_repeated_rows_the_last_one_counts_and_values_may_be_nan() -> None:
+    rows = [row("plain", 0, 0.5), row("plain", 1, math.nan), row("plain", 0, 0.7)]
+    (values,) = final_values(rows).values()
+    assert values[0] == 0.7
+    assert math.isnan(values[1])

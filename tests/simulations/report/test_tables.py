@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from fedrot.simulations.report.tables import (
-    markdown_table,
+    Table,
     partition_table,
+    pieces,
     pipe_table,
-    result_lines,
-    summary_tables,
+    result_tables,
 )
 
 
@@ -31,41 +31,70 @@ def test_cells_of_markdown_are_text_in_one_line() -> None:
     ]
 
 
-def test_a_line_has_the_seeds_of_its_fullest_metric_and_a_table_their_range() -> None:
+def test_a_table_has_its_largest_number_of_seeds_and_lines_say_if_theirs_is_smaller() -> None:
     rows = [row("plain", seed, 0.5, metric=m) for seed in range(4) for m in ("accuracy", "loss")]
     # Of one arm a metric lacks the last seed, which was interrupted.
     rows += [row("ffn", seed, 0.5 + seed / 10) for seed in range(3)]
     rows += [row("ffn", seed, 0.5, metric="loss") for seed in range(2)]
-    assert [line.seeds for line in result_lines(rows, ["accuracy", "loss"])] == [4, 3]
-    (table,) = summary_tables(rows)
-    assert table.title == "one: final round, mean ± sd, 3 to 4 seed(s)"
-    assert markdown_table(rows).splitlines()[3].split(" | ")[-1] == "identical (2 seeds) |"
-    (table,) = summary_tables([row for row in rows if row["arm"] == "plain"])
-    assert table.title == "one: final round, mean ± sd, 4 seed(s)"
-    assert [str(column.header) for column in table.columns] == [
-        *("arm", "accuracy", "loss", "accuracy - plain")
+    accuracy, loss = result_tables(rows)
+    assert accuracy.title == "one: accuracy (0 to 1, higher is better), final round, 4 seed(s)"
+    assert accuracy.lines[1][1] == "0.600 ± 0.100 (3 seeds)"
+    assert loss.lines == [
+        ["plain", "0.500 ± 0.000", "-", "-"],
+        ["ffn", "0.500 ± 0.000 (2 seeds)", "-", "identical (2 seeds)"],
     ]
 
 
-def test_of_many_classes_the_most_frequent_have_a_column_each() -> None:
-    names = [f"c{number}" for number in range(11)]
-    # Of the second client the classes are rare where those of the first are frequent, but fewer.
-    counts = [[5, 90, 1, 80, 70, 60, 2, 50, 40, 30, 20], [5, 0, 0, 1, 2, 3, 3, 4, 5, 6, 7]]
+def test_no_difference_stands_beside_the_smallest_that_would_have_shown() -> None:
+    rows = [row("plain", seed, 0.5) for seed in range(3)]
+    rows += [row("ffn", seed, 0.5 + change) for seed, change in enumerate((0.1, -0.11, 0.12))]
+    (table,) = result_tables(rows)
+    # Mean 0.0367, sd 0.1274; t(0.975, 2) = 4.302653: half of the interval is 0.3165.
+    assert table.lines[1][2:] == ["+0.037 [-0.280, +0.353]", "within noise of 0.317"]
+    assert "a difference above x would have shown" in table.caption
+
+
+def printed(table: Table, width: int) -> list[str]:
     text = StringIO()
-    Console(file=text, width=200).print(partition_table(counts, names, "mine", 3))
-    title, _, header, _, *lines, _ = text.getvalue().splitlines()
-    assert title.strip() == "Rows per client: mine, seed 3"
-    cells = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines]
-    kept = ("c1", "c3", "c4", "c5", "c7", "c8", "c9", "c10")
-    assert [cell.strip() for cell in header.strip("┃").split("┃")] == [
-        "client",
-        "rows",
-        *kept,
-        "3 others",
+    Console(file=text, width=width).print(table)
+    return text.getvalue().splitlines()
+
+
+def test_a_table_fits_into_80_columns_and_cuts_no_word() -> None:
+    rows = [
+        row(arm, seed, 0.5 + change * seed, start=start)
+        for start in ("same", "scrambled")
+        for arm, change in (("plain", 0.0), ("attention+ffn@running*1.25", 0.1))
+        for seed in range(3)
     ]
-    assert cells == [
-        ["0", "448", "90", "80", "70", "60", "50", "40", "30", "20", "8"],
-        ["1", "36", "0", "1", "2", "3", "4", "5", "6", "7", "8"],
+    (table,) = result_tables(rows)
+    assert len(table.header) == 5
+    lines = printed(table, 80)
+    assert max(map(len, lines)) <= 80
+    words = {word for line in lines[1:-1] for word in line.replace("│", " ").replace("┃", " ").split()}
+    assert {"scrambled", "attention+ffn@running*1.25", "[-0.148,", "+0.348]"} <= words
+    assert any("attention+ffn@running*1.25" in line for line in printed(table, 140))
+
+
+def test_names_are_broken_after_signs_and_only_then_within_words() -> None:
+    assert pieces("attention+ffn@running/regmean") == ["attention+", "ffn@", "running/", "regmean"]
+    assert pieces("[+0.061,") == ["[+0.061,"]
+    assert pieces("x" * 26) == ["x" * 26]
+    assert pieces("y" * 27) == ["y" * 10, "y" * 10, "y" * 7]
+    hostile = Table("[red]", ["name"], [["[bold]" + "y" * 300]], ["name"])
+    assert max(map(len, printed(hostile, 80))) <= 80
+    assert "[bold]" in "".join(printed(hostile, 80))
+
+
+def test_classes_of_a_client_come_by_their_rows_and_the_last_ones_together() -> None:
+    names = [f"c{number}" for number in range(10)]
+    counts = [[5, 90, 1, 80, 70, 60, 2, 50, 40, 30, 20], [0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 3]]
+    table = partition_table(counts, names, "mine", 3)
+    assert table.title == "Rows per client: mine, seed 3"
+    # Rows of no class have no name.
+    assert table.lines == [
+        ["0", "448", "c1 90, c3 80, c4 70, c5 60, c7 50, c8 40, c9 30, none 20, 3 others 8"],
+        ["1", "6", "none 3, c4 2, c3 1"],
     ]
-    nine = partition_table([row[:9] for row in counts], names[:9], "mine", 3)
-    assert [str(column.header) for column in nine.columns] == ["client", "rows", *names[:9]]
+    every = partition_table(counts, names, "mine", 3, most=None)
+    assert every.lines[0][2].endswith("none 20, c0 5, c6 2, c2 1")

@@ -49,7 +49,7 @@ def moved(accuracy: float, loss: float, wobble: float = 0.001) -> list[tuple[flo
         (moved(0.1, 0.0, 0.03), "helped ("),
         (moved(-0.1, 0.3), "hurt ("),
         (moved(0.1, 0.3), "helped in one metric and hurt in another"),
-        ([(0.53, 0.9), (0.49, 1.2), (0.55, 1.15)], "made no measurable difference"),
+        ([(0.53, 0.9), (0.49, 1.2), (0.55, 1.15)], "made no difference within noise ("),
         (PLAIN, "changed nothing: the model is that of plain"),
         ([(a, b + 1e-9) for a, b in PLAIN], "changed nothing but rounding"),
         ([(0.6, float("nan"))] * 3, "cannot be judged: values are not finite"),
@@ -68,9 +68,17 @@ def test_a_sentence_has_the_numbers() -> None:
     assert said.endswith("loss 1.100 → 0.801, -0.299 [-0.301, -0.297] better).")
 
 
+def test_no_difference_is_said_beside_the_smallest_that_would_have_shown() -> None:
+    (said,) = verdicts(rows([(0.53, 0.9), (0.49, 1.2), (0.55, 1.15)]))
+    # Differences 0.03, -0.03, 0.01: sd 0.030551; t(0.975, 2) = 4.302653.
+    assert "+0.003 [-0.073, +0.079] within noise of 0.076; loss" in said
+
+
 def test_every_setting_has_a_sentence_and_other_arms_have_none() -> None:
     found = verdicts([*rows(PLAIN), *rows(moved(0.1, 0), "two"), *rows(PLAIN, "three", arm="ffn")])
-    assert [sentence.partition(",")[0] for sentence in found] == ["one", "two"]
+    assert [sentence.partition(",")[0] for sentence in found[1:]] == ["one", "two"]
+    assert found[0].startswith("Alignment in 2 settings and starts: in 1 it changed nothing")
+    assert found[0].endswith("in 1 it helped.")
     assert verdicts([row for row in rows(PLAIN) if row["arm"] == "aligned"]) == []
 
 

@@ -1,0 +1,87 @@
+"""The page in a browser: nothing scrolls sideways, on a phone and on a desk, light and dark."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrot.simulations.report.run_page import write_report
+from fedrot.simulations.report.strategy_page import write_strategy_report
+from tests.simulations.report.test_heat_map import group
+from tests.simulations.report.test_run_page import write_lines
+from tests.simulations.test_hostile_files import HOSTILE, hostile_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+SCHEMES = {"dark": 0, "light": 1}
+#: Opens what is folded; notes what is wider than the window, and pictures without a text.
+MEASURE = """<script>
+document.querySelectorAll("details").forEach(one => one.open = true);
+const wide = [...document.querySelectorAll("body *")].filter(one =>
+  one.getBoundingClientRect().right > innerWidth + 0.5 || one.scrollWidth > one.clientWidth + 1 &&
+  getComputedStyle(one).overflowX !== "visible");
+const measured = {
+  width: innerWidth, all: document.documentElement.scrollWidth,
+  wide: wide.map(one => one.outerHTML.slice(0, 80)),
+  dark: matchMedia("(prefers-color-scheme: dark)").matches,
+  page: getComputedStyle(document.body).backgroundColor,
+  tables: document.querySelectorAll("table").length,
+  columns: Math.max(...[...document.querySelectorAll("thead tr")].map(one => one.children.length)),
+  silent: [...document.images].filter(one => !one.alt).length};
+parent.document.body.setAttribute("data-measured", JSON.stringify(measured));
+</script></body>"""
+#: A window is at least 500 points wide, a frame may be as wide as a phone.
+FRAME = """<!doctype html><html style="color-scheme: light dark"><body style="margin: 0">
+<iframe width="{width}" height="900" style="border: 0" srcdoc="{page}"></iframe></body></html>"""
+
+
+def measured(page: Path, width: int, scheme: str) -> dict[str, Any]:
+    """Return what a headless Chromium measures of a copy of the page."""
+    assert CHROMIUM is not None
+    measuring = page.read_text(encoding="utf-8").replace("</body>", MEASURE)
+    frame = page.with_suffix(f".{width}.html")
+    frame.write_text(FRAME.format(width=width, page=html.escape(measuring)), encoding="utf-8")
+    command = [
+        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+        *(f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width + 200},1000"),
+        *(f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", frame.resolve().as_uri()),
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r'data-measured="([^"]*)"', shown)
+    assert found, shown[-500:]
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copytree(RESULTS / "chance", folder / "chance")
+    rows = [group(n, "ffn", 0, 0.4, found=0.8, chance=0.2) for n in (1, 2)]
+    write_lines(folder / "rows.jsonl", [*rows, {"round": 1, "client": 7, "dropped": HOSTILE}])
+    return {
+        "published": write_report(folder / "chance"),
+        "hostile": write_report(hostile_run(folder / "hostile")),
+        "strategy": write_strategy_report(folder / "rows.jsonl"),
+    }
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("name", ["published", "hostile", "strategy"])
+def test_nothing_scrolls_sideways(name: str, width: int, scheme: str, pages: dict[str, Path]) -> None:
+    found = measured(pages[name], width, scheme)
+    assert found["width"] == width
+    assert (found["all"] <= width, found["wide"]) == (True, [])
+    assert found["dark"] == (scheme == "dark")
+    assert found["page"] == ("rgb(20, 23, 27)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert found["tables"] > 0
+    assert found["columns"] <= 5
+    assert found["silent"] == 0

@@ -96,11 +96,19 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write contiguous tensors as a safetensors file; raises ``OSError`` if it cannot be written."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
+    with as_os_error(path):
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+
+
+@contextmanager
+def as_os_error(path: Path) -> Iterator[None]:
+    """Turn the error of safetensors for a file that cannot be written into an ``OSError``."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except SafetensorError as error:
         said = re.search(r"os error (\d+)", str(error))
         number = int(said[1]) if said else errno.EIO

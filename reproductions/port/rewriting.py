@@ -41,7 +41,7 @@ class Separate:
     @classmethod
     def load(cls, name: str | Path) -> Separate:
         """Load a model; raises ``FedrotError`` if it cannot be loaded or lacks a tensor."""
-        saved = open_saved_model(name, pickles=True)
+        saved = open_saved_model(name)
         model, missing, _ = saved.load(saved.model_class)
         if missing:
             raise FedrotError(

@@ -173,7 +173,7 @@ def _loaded(name: str) -> tuple[nn.Module, tuple[str, ...]]:
     if Path(name).is_file():
         advice = f" '{SUFFIX}' files lie beside their {CONFIG}." if name.endswith(SUFFIX) else ""
         raise FedrotError(f"'{name}' is a file. Give the folder of a saved model.{advice}")
-    saved = open_saved_model(name, pickles=True)
+    saved = open_saved_model(name)
     model, missing, unknown = saved.load(saved.model_class)
     class_name = type(model).__name__
     if 2 * len(missing) > len(model.state_dict()):

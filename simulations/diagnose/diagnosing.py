@@ -76,9 +76,9 @@ def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
     base, *updates = [open_saved_model(name, config) for name in names]
     for update in updates:
         check_mergeable(base, update)
-    for model in (base, *updates):
-        check_values(model)
-    ours, theirs = base.tensors.read(), [update.tensors.read() for update in updates]
+    ours, *theirs = (model.read() for model in (base, *updates))
+    for model, tensors in zip((base, *updates), (ours, *theirs), strict=True):
+        check_values(model, tensors)
     return Found("", (), diagnose(ours, theirs, symmetry_of(base.config, ours)))
 
 

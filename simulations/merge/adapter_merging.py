@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from fedrot._io import read_json, replacing, write_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
@@ -18,11 +16,10 @@ from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import (
     about,
+    below,
     clean_names,
-    read_pickle,
-    refuse_empty,
+    read_tensors,
     refuse_filled,
-    refuse_unwritten,
 )
 from fedrot.tensors import Tensors
 
@@ -125,12 +122,9 @@ def merge_adapters(
 def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
     there = [(folder / name).is_file() for name in (CONFIG, WEIGHTS, PICKLED)]
     if not there[0] or not any(there[1:]):
-        inside = sorted(str(file.parent) for file in folder.glob(f"*/{CONFIG}"))
-        advice = (
-            f"Adapters are in folders inside it: give one of {', '.join(map(repr, inside[:4]))}."
-            if inside
-            else "Give folders of LoRA adapters, as PEFT's save_pretrained writes them; whole models "
-            "are for fedrot merge."
+        advice = below(folder, CONFIG) or (
+            "Give folders of LoRA adapters, as PEFT's save_pretrained writes them; whole models are for "
+            "fedrot merge."
         )
         raise FedrotError(f"'{folder}' has no {WEIGHTS if there[0] else CONFIG}. {advice}")
     found = read_json(folder / CONFIG)
@@ -140,17 +134,8 @@ def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
 
 def _tensors(folder: Path) -> Tensors:
     """Return an adapter's tensors by names without wrappers; every factor has its partner."""
-    file = folder / WEIGHTS
-    if not file.is_file():
-        file = folder / PICKLED
-        tensors: Tensors = read_pickle(file)
-    else:
-        try:
-            tensors = load_file(file)
-        except Exception as error:
-            refuse_unwritten(file)
-            raise FedrotError(f"'{file}' cannot be read: {error}. Copy or save it again.") from error
-    refuse_empty(file, {name: tensor.shape for name, tensor in tensors.items()})
+    file = next(filter(Path.is_file, (folder / WEIGHTS, folder / PICKLED)))
+    tensors = read_tensors(file)
     names = clean_names(file, tensors, _WRAPPERS)
     found = {clean: tensors[name] for clean, name in names.items()}
     with about(file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from fedrot.simulations.models.saved_model import (
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import apply_moves
-from fedrot.tensors import check_finite, widened
+from fedrot.tensors import Tensors, check_finite, widened
 
 if TYPE_CHECKING:
     from fedrot.simulations.tasks.task import Task
@@ -80,32 +80,28 @@ class Input:
     weight: float
     alignment: Alignment
 
-    def own(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors before alignment, at least in float32; canonical if the alignment is."""
+    def own(self, tensors: Tensors, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return some of the model's tensors, at least in float32; canonical if the alignment is."""
+        chosen = list(tensors if names is None else names)
         if not self.alignment.canonical:
-            return self.stored(names)
-        chosen = self.saved.tensors.names if names is None else [*names]
+            return widened({name: tensors[name] for name in chosen})
         part = self.alignment.symmetry.around(chosen)
-        tensors = canonical(self.stored(part.shapes), part)
-        return {name: tensors[name] for name in chosen}
+        found = canonical(widened({name: tensors[name] for name in part.shapes}), part)
+        return {name: found[name] for name in chosen}
 
-    def stored(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors as they are stored, at least in float32."""
-        return widened(self.saved.tensors.read(names))
-
-    def moved(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the named tensors after alignment; no other tensor is read."""
+    def moved(self, tensors: Tensors, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return some of the model's tensors after alignment; no other tensor is read."""
         chosen = frozenset(names)
         limited = []
         for move in self.alignment.moves:
             slots = tuple(slot for slot in move.group.slots if slot.tensor in chosen)
             limited += [replace(move, group=replace(move.group, slots=slots))] if slots else []
-        return apply_moves(self.own(names), limited)
+        return apply_moves(self.own(tensors, names), limited)
 
 
 def check_mergeable(one: SavedModel, other: SavedModel) -> None:
     """Raise ``FedrotError`` if two models differ in more than the values of their tensors."""
-    ours, theirs = one.tensors.shapes, other.tensors.shapes
+    ours, theirs = one.outline.shapes, other.outline.shapes
     check_fields(one, other, ("architectures",))
     check_vocabularies(one, other)
     for name in (*ours, *(name for name in theirs if name not in ours)):
@@ -115,15 +111,13 @@ def check_mergeable(one: SavedModel, other: SavedModel) -> None:
                 f"{theirs.get(name)} in '{other.path}'. Only models of one architecture can be merged."
             )
     check_labels(one, other)
-    check_ties(one, one.tensors.first, other, other.tensors.first)
+    check_ties(one, one.outline.first, other, other.outline.first)
 
 
-def check_values(model: SavedModel) -> None:
+def check_values(model: SavedModel, tensors: Tensors) -> None:
     """Raise ``UpdateError`` if a tensor holds NaN or Inf."""
     with about(model.path):
-        # Tensor by tensor: read pages stay in memory as long as one tensor of a file is kept.
-        for name in model.tensors.names:
-            check_finite(model.tensors.read([name]))
+        check_finite(tensors)
 
 
 def aligned(
@@ -132,12 +126,12 @@ def aligned(
     options: AlignmentOptions,
     batches: Batches,
     token_order: bool = False,
-) -> list[tuple[Input, InputReport]]:
+) -> Iterator[tuple[Input, InputReport]]:
     """Align all models to the first, one at a time; two models are mapped at once."""
     first, *others = models
     for model in models:
-        check_values(model)
-    ours = first.tensors.read()
+        check_values(model, model.read())
+    ours = first.read()
     symmetry = symmetry_of(first.config, ours)
     options = options.for_model(symmetry)
     if options.rotates:
@@ -146,35 +140,24 @@ def aligned(
     counts = tokens_by_order(first) if token_order else None
     evidence = _evidence(first, symmetry, batches)
     find = finder(ours, symmetry, options, evidence=evidence, token_counts=counts)
-
-    def matched(other: SavedModel) -> Alignment:
-        theirs = other.tensors.read()
-        with about(other.path):
-            return find(theirs, anchor)
-
-    def with_report(other: SavedModel, weight: float) -> tuple[Input, InputReport]:
-        cosine = base_cosine(other.tensors.read(), first.tensors.read(), symmetry)
-        start = time.perf_counter()
-        one = Input(other, weight, matched(other))
-        seconds, distances = time.perf_counter() - start, _distances(one, still)
-        return one, InputReport(other.name, weight, cosine, *distances, seconds, one.alignment.report)
-
     nothing = AlignmentReport((), 0.0, 0.0, 0.0)
     still = Input(first, weights[0], Alignment(symmetry, (), nothing, bool(options.canonical)))
-    report = InputReport(first.name, weights[0], 1.0, 0.0, 0.0, 0.0, still.alignment.report)
-    rest = zip(others, weights[1:], strict=True)
-    return [(still, report), *(with_report(*one) for one in rest)]
-
-
-def _distances(one: Input, anchor: Input) -> tuple[float, float]:
-    """Return the squared distances to the anchor, before and after alignment."""
-    before = after = 0.0
-    for name in anchor.saved.tensors.names:
-        ours = anchor.own([name])[name]
-        if ours.is_floating_point():
-            before += squared_distance([(ours, one.own([name])[name])])
-            after += squared_distance([(ours, one.moved([name])[name])])
-    return before, after
+    yield still, InputReport(first.name, weights[0], 1.0, 0.0, 0.0, 0.0, nothing)
+    for other, weight in zip(others, weights[1:], strict=True):
+        theirs = other.read()
+        cosine = base_cosine(theirs, ours, symmetry)
+        start = time.perf_counter()
+        with about(other.path):
+            alignment = find(theirs, anchor)
+        seconds, one = time.perf_counter() - start, Input(other, weight, alignment)
+        before = after = 0.0
+        for name in first.outline.names:
+            wanted = still.own(ours, [name])[name]
+            if wanted.is_floating_point():
+                before += squared_distance([(wanted, one.own(theirs, [name])[name])])
+                after += squared_distance([(wanted, one.moved(theirs, [name])[name])])
+        report = alignment.report
+        yield one, InputReport(other.name, weight, cosine, before, after, seconds, report)
 
 
 def _evidence(saved: SavedModel, symmetry: Symmetry, batches: Batches) -> Evidence | None:

@@ -18,6 +18,7 @@ from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.alike import label_elsewhere
 from fedrot.simulations.report.summaries import LOWER_IS_BETTER
 from fedrot.simulations.report.tables import number_style, terminal_table
+from fedrot.tensors import widened
 
 #: Titles of the models that are made.
 PLAIN, MERGED = "plain average", "merged"
@@ -74,18 +75,16 @@ def _states(
     inputs: Sequence[Input], merged: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Yield the tensors of every model, one model at a time, by its title."""
-    names = [Path(one.saved.name).resolve().name for one in inputs]
-    for one, name in zip(inputs, names, strict=True):
-        yield (name if names.count(name) == 1 else one.saved.name), one.stored()
-    total = sum(one.weight for one in inputs)
-    plain = inputs[0].stored()
-    for name, tensor in plain.items():
-        if tensor.is_floating_point():
-            plain[name] = sum(
-                (one.stored([name])[name] * (one.weight / total) for one in inputs[1:]),
-                start=tensor * (inputs[0].weight / total),
-            )
-    yield PLAIN, plain
+    titles = [Path(one.saved.name).resolve().name for one in inputs]
+    total, plain = sum(one.weight for one in inputs), dict[str, Tensor]()
+    for one, title in zip(inputs, titles, strict=True):
+        tensors = widened(one.saved.read())
+        yield (title if titles.count(title) == 1 else one.saved.name), tensors
+        for name in merged:
+            if tensors[name].is_floating_point():
+                share = tensors[name] * (one.weight / total)
+                plain[name] = plain[name] + share if name in plain else share
+    yield PLAIN, {**merged, **plain}
     yield MERGED, merged
 
 

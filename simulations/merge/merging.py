@@ -33,6 +33,7 @@ from fedrot.simulations.models.model_files import about, refuse_filled, write_mo
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import WHOLE_MODEL, symmetry_of
+from fedrot.tensors import Tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -86,9 +87,9 @@ def merge(
 ) -> MergeReport:
     """Align saved models to one of them, merge them, and write the result.
 
-    Files are mapped, and tensors are read when they are needed. At most two models are in memory at a
-    time; the mean holds its result beside them, methods with statistics hold float64 sums and a model
-    to run. Everything is computed in float32 or better.
+    Files are mapped, two models at a time, and tensors are read when they are needed. The mean holds its
+    result beside them, in float32, however many models are merged; methods with statistics hold float64
+    sums and a model to run. Everything is computed in float32 or better.
 
     Args:
         models: two or more folders written by ``save_pretrained``, bare ``.safetensors`` files or names
@@ -122,8 +123,7 @@ def merge(
     batches, note = batches_of(first, settings, rows) if settings.data else ([], "")
     still: dict[str, str] = {}
     if settings.parts == "whole":
-        with torch.device("meta"):
-            symmetry = symmetry_of(first.config, first.build().state_dict())
+        symmetry = symmetry_of(first.config, first.shell().state_dict())
         asked, options = options.parts, options.movable(symmetry)
         still = {part: symmetry.refused[part] for part in asked if part not in options.parts}
     inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
@@ -132,7 +132,7 @@ def merge(
     dtype = DTYPES.get(settings.dtype or "")
     written = _written(merged, first, dtype)
     if out is not None and not dry_run:
-        write_model(out, written, first.config_file, first.beside, dtype)
+        write_model(out, written, first.shell(), first.config_file, first.beside, dtype)
     held = [f"Part '{part}' was not moved: {why}" for part, why in still.items()]
     said = (*filter(None, [note, unscored]), *held, *_remarks(saved, reports, options), *notes)
     seconds = time.perf_counter() - start
@@ -192,15 +192,17 @@ def _merged(
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
-    every = first.tensors.names
+    every = first.outline.names
+    aggregators = {names: build() for names in ([(n,) for n in every] if method.by_tensor else [every])}
+    for one in inputs:
+        tensors = one.saved.read()
+        with about(one.saved.path):
+            found = _statistics(one, tensors, method.needs, model, every, batches) if model else None
+            for names, aggregator in aggregators.items():
+                aggregator.add(one.moved(tensors, names), one.weight, found)
     merged: dict[str, Tensor] = {}
     notes: dict[str, list[str]] = {}
-    for names in [(name,) for name in every] if method.by_tensor else [every]:
-        aggregator = build()
-        for one in inputs:
-            with about(one.saved.path):
-                statistics = _statistics(one, method.needs, model, names, batches) if model else None
-                aggregator.add(one.moved(names), one.weight, statistics)
+    for aggregator in aggregators.values():
         merged |= aggregator.result()
         for name, note in aggregator.notes.items():
             notes.setdefault(note, []).append(name)
@@ -208,7 +210,12 @@ def _merged(
 
 
 def _statistics(
-    one: Input, kinds: Sequence[str], model: nn.Module, names: Collection[str], batches: Batches
+    one: Input,
+    tensors: Tensors,
+    kinds: Sequence[str],
+    model: nn.Module,
+    names: Collection[str],
+    batches: Batches,
 ) -> Statistics:
     """Collect statistics of the named tensors in the anchor's coordinates; ``model`` is overwritten.
 
@@ -217,7 +224,8 @@ def _statistics(
     found: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
         follows = kind_named(kind).follows_rotations
-        model.load_state_dict(one.own() if follows else one.alignment.apply(one.own()))
+        own = one.own(tensors)
+        model.load_state_dict(own if follows else one.alignment.apply(own))
         collected = kind_named(kind).collected(model, batches, limited=False)
         for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
             # Tied tensors are merged once, under their first name.
@@ -230,10 +238,11 @@ def _written(
 ) -> dict[str, Tensor]:
     """Return the tensors in ``dtype``, or in the dtypes of the anchor's tensors if None."""
     found = {}
-    for name, like in anchor.tensors.read(merged).items():
-        floating = like.is_floating_point()
-        found[name] = merged[name].to((dtype or like.dtype) if floating else like.dtype)
-        if floating and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
+    stored = anchor.read()
+    for name, tensor in merged.items():
+        own = stored[name].dtype
+        found[name] = tensor.to(dtype or own if own.is_floating_point else own)
+        if own.is_floating_point and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
             raise FedrotError(
                 f"The merged tensor '{name}' has values beyond {found[name].dtype}. Choose another "
                 "--dtype, such as float32."
@@ -262,10 +271,10 @@ def _remarks(
             )
         if getattr(model.config, "id2label", None) != labels:
             yield f"'{report.name}' names its labels differently than the anchor."
-        if model.tensors.unknown:
+        if model.outline.unknown:
             yield (
                 f"'{report.name}' also stores tensors that a {model.model_class.__name__} does not "
-                f"have; they are left out: {', '.join(model.tensors.unknown)}"
+                f"have; they are left out: {', '.join(model.outline.unknown)}"
             )
 
 

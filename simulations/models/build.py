@@ -14,7 +14,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.models.federated import with_adapter
-from fedrot.simulations.models.model_files import unwrapped
+from fedrot.simulations.models.model_files import WRAPPERS, clean_names, read_files
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 
@@ -64,10 +64,12 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
     folder, plain = Path(source["pretrained_model_name_or_path"]), source.keys() <= {_SOURCE}
     with loading(name), no_bar_for_files(name):
         quantised = getattr(settings, "quantization_config", None)
-        tensors = unwrapped(folder) if folder.is_dir() and plain and not quantised else None
-        if tensors is not None:
+        stored = read_files(folder) if folder.is_dir() and plain and not quantised else {}
+        names = clean_names(folder, stored, WRAPPERS)
+        if names.keys() != stored.keys():
             with torch.device("meta"):
                 auto_model = type(auto_model.from_config(settings))
+            tensors = {clean: stored[name] for clean, name in names.items()}
             source = {_SOURCE: None, "state_dict": tensors}
         model, found = auto_model.from_pretrained(**source, config=settings, output_loading_info=True)
     new = sorted(found["missing_keys"])

@@ -1,25 +1,24 @@
-"""Files of a saved model: their names, how their tensors are mapped, and how they are written."""
+"""Files of a saved model: their names, how they are read, and how they are written."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedrot._io import read_json, refuse_pointer, replacing, write_tensors
+from fedrot._io import as_os_error, read_json, refuse_pointer, replacing, write_tensors
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.packaged import loading
+from fedrot.simulations.models.packaged import no_bars
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SUFFIX = ".safetensors"
@@ -32,7 +31,7 @@ BESIDE = (
     *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
-#: Weights as older versions of transformers save them; they cannot be mapped.
+#: Weights as older versions of transformers save them.
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 SAVE_AGAIN = "Load it with transformers and save it with save_pretrained."
@@ -43,11 +42,10 @@ _DEQUANTISE = "Give the model before quantisation, or dequantize() it with trans
 _INSTEAD = {
     "adapter_config.json": "Average adapters by fedrot merge-adapters; or load it with peft, "
     "merge_and_unload it into its base model, and save that.",
-    **dict.fromkeys(PICKLED, SAVE_AGAIN),
 }
 
 #: Names that data parallelism, compilation, sharding and adapters add to those of modules.
-_WRAPPERS = re.compile(
+WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\.(?=.)"
 )
 
@@ -66,10 +64,7 @@ _NOT_PLAIN = (
 )
 
 #: Dtypes of weights that are not quantised: 8 bits and fewer need scales from another tensor.
-_WEIGHTS_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-
-#: A file, and the name of a tensor in it.
-Place = tuple[Path, str]
+_WEIGHTS_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 @contextmanager
@@ -88,12 +83,12 @@ def refuse_unwritten(file: Path) -> None:
     refuse_pointer(file)
 
 
-def refuse_empty(file: Path, shapes: Mapping[str, Iterable[int]]) -> None:
+def _refuse_empty(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise ``FedrotError`` if a tensor of a file has no entries, as DeepSpeed's ZeRO-3 leaves them."""
-    empty = [name for name, shape in shapes.items() if 0 in shape]
+    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
     if empty:
         raise FedrotError(
-            f"'{file}' holds '{empty[0]}' without entries ({len(empty)} of {len(shapes)} tensors are "
+            f"'{file}' holds '{min(empty)}' without entries ({len(empty)} of {len(tensors)} tensors are "
             "empty), as sharded training (ZeRO-3, FSDP) leaves weights that are not gathered. Gather "
             "them and save again: for DeepSpeed by stage3_gather_16bit_weights_on_model_save, or by its "
             "zero_to_fp32.py; for FSDP with a full state dict."
@@ -117,16 +112,25 @@ def clean_names(path: Path, names: Iterable[str], wrappers: re.Pattern[str]) -> 
     return found
 
 
-def read_pickle(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickle, mapped where its format allows; no code in it is run.
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file or a pickle, mapped where the format allows it.
+
+    No code of a pickle is run.
 
     Raises:
         FedrotError: it is empty or damaged, or holds anything but tensors by name.
     """
     refuse_unwritten(file)
     try:
-        # Before PyTorch 1.6 files were no archives: they cannot be mapped.
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        if file.suffix == SUFFIX:
+            found = load_file(file)
+        else:
+            # Before PyTorch 1.6 files were no archives: they cannot be mapped.
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    except SafetensorError as error:
+        raise FedrotError(
+            f"'{file}' is damaged or no safetensors file: {error}. Copy or save it again."
+        ) from error
     except Exception as error:  # of many kinds
         raise FedrotError(
             f"'{file}' cannot be loaded: it is damaged, or holds more than tensors, which is not safe. "
@@ -134,21 +138,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
         raise FedrotError(f"'{file}' holds no tensors by name. {SAVE_AGAIN}")
-    refuse_empty(file, {name: tensor.shape for name, tensor in found.items()})
+    _refuse_empty(file, found)
     return dict(found)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises ``FedrotError`` if it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            yield handle
-    except SafetensorError as error:
-        refuse_unwritten(file)
-        raise FedrotError(
-            f"'{file}' is damaged or no safetensors file: {error}. Copy or save it again."
-        ) from error
 
 
 def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
@@ -161,68 +152,54 @@ def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
         )
 
 
-def stored_tensors(path: Path) -> dict[str, Place]:
-    """Return where each tensor of a bare safetensors file or a folder is stored.
+def read_model(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a bare file or a folder by the model's own names; see ``read_tensors``.
 
-    Keys are the model's own names, without the additions of wrappers such as ``module.``.
+    Names are without the additions of wrappers such as ``module.``. Files stay mapped as long as one of
+    their tensors is kept.
 
     Raises:
         FedrotError: a file is missing or damaged, a shard lacks a tensor of the index, or the tensors
             are those of an adapter, of a quantised model or of several models.
     """
-    listed = _listed(path)
-    for name, (file, dtype) in listed.items():
+    stored = read_files(path)
+    return {clean: stored[name] for clean, name in clean_names(path, stored, WRAPPERS).items()}
+
+
+def read_files(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of ``read_model`` by the names that are stored."""
+    there = (path / name for name in (WEIGHTS, INDEX, *PICKLED))
+    file = path if path.is_file() else next(filter(Path.is_file, there), None)
+    if file is None:
+        raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
+    return _read_shards(file) if file.suffix == ".json" else _read_plain(file)
+
+
+def _read_plain(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file; raises ``FedrotError`` if they are those of no plain model."""
+    tensors = read_tensors(file)
+    for name, tensor in tensors.items():
         for pattern, owner, advice in _NOT_PLAIN:
             if pattern.search(name):
                 raise FedrotError(f"'{file}' holds '{name}', a tensor of {owner}. {advice}")
-        if name.endswith(".weight") and dtype not in _WEIGHTS_DTYPES:
+        if name.endswith(".weight") and tensor.dtype not in _WEIGHTS_DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise FedrotError(
                 f"'{file}' holds '{name}' as {dtype}, so it is quantised and cannot be moved. "
                 f"{_DEQUANTISE}"
             )
-    names = clean_names(path, listed, _WRAPPERS)
-    return {clean: (listed[name][0], name) for clean, name in names.items()}
+    return tensors
 
 
-def unwrapped(folder: Path) -> dict[str, Tensor] | None:
-    """Return all tensors of a folder by names without wrappers; None if no name has one.
-
-    Raises as ``stored_tensors`` does; pickles are read, too, see ``read_pickle``.
-    """
-    there = [file for file in (WEIGHTS, INDEX, *PICKLED) if (folder / file).is_file()]
-    if not there or there[0] not in PICKLED:
-        stored = stored_tensors(folder)
-        wrapped = any(name != as_stored for name, (_, as_stored) in stored.items())
-        return read_places(stored) if wrapped else None
-    index = folder / PICKLED[1]
-    files = [folder / there[0]] if there[0] == PICKLED[0] else [*dict.fromkeys(_shards(index).values())]
-    missing = next((file for file in files if not file.is_file()), None)
-    if missing:
-        raise FedrotError(f"'{index}' lists '{missing}', which is not there. Copy all shards.")
-    tensors = {name: tensor for file in files for name, tensor in read_pickle(file).items()}
-    names = clean_names(folder, tensors, _WRAPPERS)
-    return (
-        None
-        if all(map(str.__eq__, names, names.values()))
-        else {c: tensors[n] for c, n in names.items()}
-    )
-
-
-def _listed(path: Path) -> dict[str, tuple[Path, str]]:
-    """Return the file and the dtype of every tensor, by its name there."""
-    single, index = (path, None) if path.is_file() else (path / WEIGHTS, path / INDEX)
-    if single.is_file():
-        return {name: (single, dtype) for name, dtype in _dtypes(single).items()}
-    if index is None or not index.is_file():
-        raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
+def _read_shards(index: Path) -> dict[str, Tensor]:
     files = _shards(index)
-    dtypes = {file: _dtypes(file) for file in dict.fromkeys(files.values()) if file.is_file()}
+    held = {file: _read_plain(file) for file in dict.fromkeys(files.values()) if file.is_file()}
     for name, file in files.items():
-        if name not in dtypes.get(file, ()):
+        if name not in held.get(file, ()):
             raise FedrotError(
                 f"'{index}' lists '{name}' in '{file}', which is not there. Copy all shards."
             )
-    return {name: (file, dtypes[file][name]) for name, file in files.items()}
+    return {name: held[file][name] for name, file in files.items()}
 
 
 def _shards(index: Path) -> dict[str, Path]:
@@ -234,25 +211,6 @@ def _shards(index: Path) -> dict[str, Path]:
     if outside is not None:
         raise FedrotError(f"'{index}' is damaged: '{outside}' is no file of its folder.")
     return {name: index.parent / file for name, file in shards.items()}
-
-
-def read_places(places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """Return the tensors at these places, as views of the mapped files.
-
-    A file and the pages that were read stay in memory as long as one of its tensors is kept.
-    """
-    with ExitStack() as stack:
-        files = dict.fromkeys(file for file, _ in places.values())
-        handles = {file: stack.enter_context(_opened(file)) for file in files}
-        return {name: handles[file].get_tensor(stored) for name, (file, stored) in places.items()}
-
-
-def _dtypes(file: Path) -> dict[str, str]:
-    with _opened(file) as handle:
-        names = handle.keys()
-        slices = {name: handle.get_slice(name) for name in names}
-        refuse_empty(file, {name: own.get_shape() for name, own in slices.items()})
-        return {name: own.get_dtype() for name, own in slices.items()}
 
 
 def instead(folder: Path) -> str:
@@ -288,6 +246,7 @@ def refuse_filled(out: Path) -> None:
 def write_model(
     out: Path,
     tensors: Mapping[str, Tensor],
+    shell: Any,
     config_file: Path,
     beside: Path | None = None,
     dtype: torch.dtype | None = None,
@@ -296,7 +255,8 @@ def write_model(
 
     Args:
         out: a bare file if it ends in ``.safetensors``, else a folder that ``from_pretrained`` loads.
-        tensors: contiguous, tied ones once.
+        tensors: by the names of the state dict, tied ones once.
+        shell: a model of the class without values; its ``save_pretrained`` writes them.
         config_file: copied into the folder as ``config.json``.
         beside: the folder whose tokenizer and generation configuration are copied too.
         dtype: written into the configuration unless None.
@@ -307,12 +267,12 @@ def write_model(
     refuse_filled(out)
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as target:
+    with replacing(out) as target, no_bars():
         if out.suffix == SUFFIX:
-            write_tensors(target, tensors, {"format": "pt"})
+            write_tensors(target, {n: t.contiguous() for n, t in tensors.items()}, {"format": "pt"})
             return
-        target.mkdir()
-        write_tensors(target / WEIGHTS, tensors, {"format": "pt"})
+        with as_os_error(target):
+            shell.save_pretrained(target, state_dict=dict(tensors))
         (target / CONFIG).write_text(_config_text(config_file, dtype), encoding="utf-8")
         for file in (beside / name for name in BESIDE) if beside else ():
             if file.is_file():
@@ -329,55 +289,6 @@ def _config_text(file: Path, dtype: torch.dtype | None) -> str:
     return json.dumps({**settings, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"
 
 
-@dataclass(frozen=True)
-class MappedTensors:
-    """The tensors of a model on disk by the names of its state dict; values are read on demand.
-
-    Attributes:
-        first: for every name, the first of the names that share its tensor.
-        places: where each tensor is stored, by first name.
-        unknown: stored names that the state dict does not have.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    first: Mapping[str, str]
-    places: Mapping[str, Place]
-    unknown: tuple[str, ...]
-
-    @classmethod
-    def of(cls, path: Path, config_file: Path, model_class: Any, config: Any) -> MappedTensors:
-        """Find the tensors of a class with a configuration in a folder or file.
-
-        Raises ``FedrotError`` if one is missing or of another shape, or if tied tensors differ.
-        """
-        with loading(config_file), torch.device("meta"):
-            model = model_class(config)
-        first = first_names(model)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        stored = stored_tensors(path)
-        unknown = tuple(sorted(stored.keys() - first.keys()))
-        found = cls(shapes, first, _places(path, stored, first, model_class.__name__), unknown)
-        for name, tensor in found.read().items():
-            if tuple(tensor.shape) != shapes[name]:
-                raise FedrotError(
-                    f"'{path}': the tensor '{name}' has shape {list(tensor.shape)}, but should have "
-                    f"{list(shapes[name])} by '{config_file}'. Check that they belong together."
-                )
-        return found
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names under which ``save_pretrained`` stores the tensors: tied ones once."""
-        return tuple(self.places)
-
-    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors by name, all by default; tied names share one. See ``read_places``."""
-        wanted = list(self.first if names is None else names)
-        first = dict.fromkeys(self.first[name] for name in wanted)
-        found = read_places({name: self.places[name] for name in first})
-        return {name: found[self.first[name]] for name in wanted}
-
-
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return for every name of a state dict the first of the names that share its tensor."""
     names: dict[int, str] = {}
@@ -385,67 +296,24 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
-#: Beginnings of the names of classes that transformers stores under other names than in memory.
-_RENAMED = ("ViT", "DeiT", "GPTNeoX", "Mixtral")
-
-
-def _places(
-    path: Path, stored: Mapping[str, Place], first: Mapping[str, str], model_class: str
-) -> dict[str, Place]:
-    """Return the place of each tensor; of tied tensors the first copy, after a check of the others."""
-    copies: dict[str, list[str]] = defaultdict(list)
-    for name, one in first.items():
-        copies[one] += [name] if name in stored else []
-    missing = [name for name, names in copies.items() if not names]
-    unknown = sorted(stored.keys() - first.keys())
-    if missing and unknown and model_class.startswith(_RENAMED):
-        raise FedrotError(
-            f"'{path}' has '{unknown[0]}' where a {model_class} in memory has '{missing[0]}': such "
-            "models (ViT, DeiT, GPT-NeoX, Mixtral) are stored by transformers under other names, which "
-            "this command does not translate. Load them with from_pretrained, and use fedrot.align in "
-            "Python."
-        )
-    if missing and unknown:
-        raise FedrotError(
-            f"'{path}' stores '{unknown[0]}', which a {model_class} does not have, and lacks "
-            f"'{missing[0]}' ({len(missing)} missing in all). Check that it and its configuration "
-            f"belong together. {_prefixed(unknown, missing) or _TRANSLATED}"
-        )
-    if missing:
-        raise FedrotError(
-            f"'{path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), which a "
-            f"{model_class} has. Check that it and its configuration belong together. {SAVE_AGAIN}"
-        )
-    for one, *others in copies.values():
-        for other in others:
-            if not torch.equal(*read_places({name: stored[name] for name in (one, other)}).values()):
-                raise FedrotError(
-                    f"'{path}' holds different values in '{one}' and '{other}', which its configuration "
-                    "ties. Set its 'tie_word_embeddings' to what the model was trained with."
-                )
-    return {one: stored[names[0]] for one, names in copies.items()}
-
-
-_TRANSLATED = (
-    "Some classes (ViT, DeiT) are stored by transformers under other names than they have in memory, "
-    "which this command does not translate: load them with from_pretrained, merge with fedrot.align and "
-    "save the result."
-)
+def refuse_missing(path: Path, model: nn.Module, missing: Sequence[str], unknown: Sequence[str]) -> None:
+    """Raise ``FedrotError`` if a saved model lacks tensors of its class, with what it has in place."""
+    if not missing:
+        return
+    name = type(model).__name__
+    stored = f"'{path}' stores '{unknown[0]}', which a {name} does not have. " if unknown else ""
+    raise FedrotError(
+        f"'{path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), which a {name} has. "
+        f"{stored}Check that it and its configuration belong together. "
+        f"{_prefixed(unknown, missing) or SAVE_AGAIN}"
+    )
 
 
 def _prefixed(stored: Sequence[str], wanted: Sequence[str]) -> str:
-    """Return a sentence if the stored names have a prefix more, or less, than those of the class."""
-    for longer, shorter in ((stored, wanted), (wanted, stored)):
-        endings = {name.partition(".")[2]: name.partition(".")[0] for name in longer}
-        same = [endings[name] for name in shorter if name in endings]
-        if same and longer is stored:
-            return (
-                f"The stored names have a prefix '{same[0]}.': save the model inside of the wrapper "
-                f"(wrapper.{same[0]}.save_pretrained)."
-            )
-        if same:
-            return (
-                f"The stored names lack '{same[0]}.': it is the bare model, without this class's head. "
-                f"Name the bare model's class under 'architectures' in its {CONFIG}."
-            )
-    return ""
+    """Return a sentence if the stored names have a prefix more than those of the class."""
+    wrappers = {name.partition(".")[2]: name.partition(".")[0] for name in stored}
+    prefix = next((wrappers[name] for name in wanted if name in wrappers), "")
+    return prefix and (
+        f"The stored names have a prefix '{prefix}.': save the model inside of the wrapper "
+        f"(wrapper.{prefix}.save_pretrained)."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,13 +114,19 @@ def _damaged(folder: Path) -> str:
 @contextmanager
 def no_bar_for_files(model: str) -> Iterator[None]:
     """Turn the progress bars of ``transformers`` off while a model is read from this machine's disk."""
+    with no_bars() if Path(source_of(model)).exists() else nullcontext():
+        yield
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Turn the progress bars of ``transformers`` off."""
     from transformers.utils import logging
 
-    if not Path(source_of(model)).exists() or not logging.is_progress_bar_enabled():
-        yield
-        return
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,18 +24,40 @@ from fedrot.simulations.models.model_files import (
     SAVE_AGAIN,
     TOKENIZER,
     WEIGHTS,
-    MappedTensors,
     about,
+    first_names,
     instead,
+    read_model,
+    refuse_missing,
     refuse_quantised,
     refuse_unwritten,
-    unwrapped,
 )
-from fedrot.simulations.models.packaged import PACKAGED, loading, source_of
+from fedrot.simulations.models.packaged import PACKAGED, loading, no_bars, source_of
 from fedrot.symmetry import check_family
+from fedrot.tensors import Tensors
 
 #: ``name`` or ``owner/name`` of a model on the hub.
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a saved model's tensors without their values.
+
+    Attributes:
+        shapes: by the names of the state dict.
+        first: for every name, the first of the names that share its tensor.
+        unknown: stored names that the class does not have.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    first: Mapping[str, str]
+    unknown: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors, tied ones once."""
+        return tuple(dict.fromkeys(self.first.values()))
 
 
 @dataclass(frozen=True)
@@ -108,41 +129,79 @@ class SavedModel:
             ) from error
 
     @cached_property
-    def tensors(self) -> MappedTensors:
-        """The tensors, read on demand; raises ``FedrotError`` unless they are those of the class."""
+    def outline(self) -> Outline:
+        """The names and shapes of the tensors; raises ``FedrotError`` as ``read`` does."""
+        model, unknown = self._whole()
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return Outline(shapes, first_names(model), tuple(unknown))
+
+    def read(self) -> Tensors:
+        """Return the tensors by the names of the state dict; tied names share one.
+
+        Files are mapped: pages are read when they are needed, and stay as long as a tensor is kept.
+
+        Raises:
+            FedrotError: they cannot be loaded, or one of the class that the configuration names is
+                missing or of another shape.
+        """
+        return dict(self._whole()[0].state_dict())
+
+    def _whole(self) -> tuple[nn.Module, list[str]]:
         named = self.config.architectures or []
         if len(named) != 1:
             raise FedrotError(
                 f"'{self.config_file}' names {named or 'nothing'} under 'architectures'; it should name "
                 f'one model class of transformers, such as ["BertForMaskedLM"]. {SAVE_AGAIN}'
             )
-        return MappedTensors.of(self.path, self.config_file, self.model_class, self.config)
+        model, missing, unknown = self.load(self.model_class)
+        refuse_missing(self.path, model, missing, unknown)
+        first, tied = first_names(model), first_names(self.shell())
+        for name, one in first.items():
+            if one != tied[name]:  # transformers ties no tensors that differ
+                raise FedrotError(
+                    f"'{self.path}' holds different values in '{tied[name]}' and '{name}', which its "
+                    "configuration ties. Set its 'tie_word_embeddings' to what the model was trained "
+                    "with."
+                )
+        return model, unknown
 
     def build(self) -> nn.Module:
         """Return a float32 model of the class, in evaluation mode, with random weights."""
         return self.model_class(self.config).float().eval()
 
+    def shell(self) -> Any:
+        """Return a model of the class whose tensors have shapes, but no values."""
+        with torch.device("meta"):
+            return self.model_class(copy.deepcopy(self.config))
+
     def load(self, model_class: Any) -> tuple[nn.Module, list[str], list[str]]:
-        """Load the model as a class of transformers; see ``stored_tensors`` for names and errors.
+        """Load the model as a class of transformers; see ``read_model`` for names and errors.
 
         Files are read safely: safetensors, or pickles that contain only tensors. No code of the model is
         run. Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the
         names that the files lack, which are random; and the stored names that the class does not have.
         """
-        tensors = unwrapped(self.path)
-        with loading(self.name), _no_bars():
+        stored = read_model(self.path)
+        with loading(self.name), no_bars():
             model, found = model_class.from_pretrained(
-                None if tensors else self.path,
+                None,
                 config=self.config,
-                state_dict=tensors,
+                state_dict=dict(stored),
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
+        for name, here, wanted in sorted(found["mismatched_keys"]):
+            raise FedrotError(
+                f"'{self.path}': the tensor '{name}' has shape {list(here)}, but should have "
+                f"{list(wanted)} by '{self.config_file}'. Check that they belong together."
+            )
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in stored and stored[name].dtype != tensor.dtype:
+                tensor.data = stored[name]  # transformers casts to the dtype of the configuration
         return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
 
 
-def open_saved_model(
-    name: str | Path, config: Path | None = None, *, pickles: bool = False
-) -> SavedModel:
+def open_saved_model(name: str | Path, config: Path | None = None) -> SavedModel:
     """Find a saved model and read its configuration; one of the hub is downloaded into the hub's cache.
 
     Args:
@@ -150,7 +209,6 @@ def open_saved_model(
             the name of a packaged model.
         config: for a bare file, its ``config.json`` or a folder with one, whose tokenizer is the
             model's too.
-        pickles: whether weights of the hub may be pickles if there are no safetensors files.
 
     Raises:
         FedrotError: it is missing or damaged, of a family that is not supported, or quantised.
@@ -166,7 +224,7 @@ def open_saved_model(
     # Before its weights are downloaded, so that an unsupported model is refused at once.
     model = _with_config(folder, name, None)
     _downloaded(name, "model*.safetensors", INDEX, *BESIDE)
-    if pickles and not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+    if not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
         _downloaded(name, "pytorch_model*.bin", *PICKLED)
     return model
 
@@ -234,19 +292,6 @@ def check_bundled(model: SavedModel) -> None:
             f"'{model.path}' has no tokenizer, and the bundled one has {size} tokens where the model "
             f"has {model.config.vocab_size}. Save the model's tokenizer into that folder."
         )
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

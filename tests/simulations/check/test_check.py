@@ -333,7 +333,7 @@ def test_a_refused_part_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
         ({"model_type": "xlnet"}, "The architecture 'xlnet' is not supported"),
         ({"model_type": None}, "The architecture 'None' is not supported"),
         ({"architectures": ["MyBert"]}, "is a MyBert, which transformers does not have"),
-        ({"hidden_size": 64}, "cannot be loaded"),
+        ({"hidden_size": 64}, "has shape [32], but should have [64] by '"),
         ({"num_hidden_layers": 30}, "most of the model would be random"),
     ],
 )

@@ -134,7 +134,7 @@ def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(config))
     for other, expected in (
         (pointer, "is a pointer of git-lfs"),
-        (deep.parent, f"Adapters are in folders inside it: give one of '{deep}'."),
+        (deep.parent, f"There is one below it: give '{deep}'."),
         (more, "All need the same modules_to_save and bias"),
         (moved, "If it is the same base by another name or path, write the same into both"),
         (later, "later' has revision 'v2'"),
@@ -229,12 +229,14 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
         code, said = invoke("merge-adapters", a, folder, "--out", tmp_path / "out")
         assert (code, expected in said, str(folder) in said) == (2, True, True), said
         assert "Send" not in said
-    for text, expected in (
-        (b"", "is empty. Copy it again"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of git-lfs"),
-        (b"\x00" * 9, "cannot be"),
+    damaged = "is damaged or no safetensors file", "cannot be loaded: it is damaged"
+    for text, messages in (
+        (b"", ("is empty. Copy it again",) * 2),
+        (b"version https://git-lfs.github.com/spec/v1\n", ("is a pointer of git-lfs",) * 2),
+        (b"\x00" * 9, damaged),
     ):
-        for file in ("adapter_model.safetensors", "adapter_model.bin"):
+        files = ("adapter_model.safetensors", "adapter_model.bin")
+        for file, expected in zip(files, messages, strict=True):
             folder = saved(tmp_path / f"{len(text)} {file}", 2)
             (folder / "adapter_model.safetensors").unlink()
             (folder / file).write_bytes(text)
@@ -248,7 +250,7 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     saved(tmp_path / "deep" / "inside", 3)
     code, said = invoke("merge-adapters", a, tmp_path / "deep", "--out", tmp_path / "out")
-    assert (code, f"folders inside it: give one of '{tmp_path / 'deep' / 'inside'}'" in said) == (
+    assert (code, f"There is one below it: give '{tmp_path / 'deep' / 'inside'}'" in said) == (
         2,
         True,
     )

@@ -23,19 +23,11 @@ from tests.simulations.commands import invoke
 MEMBERS = {families.config_of(name).model_type: name for name in reversed(families.MEMBERS)}
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
 
-_STORED = "vit deit gpt_neox mixtral"
-_IMAGES = "clip clip_vision_model"
+_IMAGES = "clip clip_vision_model vit deit"
 #: What is refused, by command and ``model_type``, with a part of the reason.
 REFUSED: dict[str, dict[str, str]] = {
-    "merge": {
-        **dict.fromkeys(_STORED.split(), "does not translate"),
-        "xglm": "Leave 'residual' out of the parts",
-    },
-    "diagnose": dict.fromkeys(_STORED.split(), "does not translate"),
-    "merge --data": {
-        **dict.fromkeys(_STORED.split(), "does not translate"),
-        **dict.fromkeys(_IMAGES.split(), "reads images: --data gives texts alone"),
-    },
+    "merge": {"xglm": "Leave 'residual' out of the parts"},
+    "merge --data": dict.fromkeys(_IMAGES.split(), "reads images: --data gives texts alone"),
     "barrier": dict.fromkeys(
         ["clip", "clip_text_model", "clip_vision_model", "t5", "mt5", "mistral", "electra"],
         "a class that no task trains",

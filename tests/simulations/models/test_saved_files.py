@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedrot.simulations.models.model_files import stored_tensors
+from fedrot.simulations.models.model_files import read_model
 from tests.models import State, fresh_model
 from tests.simulations import commands
 
@@ -82,7 +82,7 @@ def test_wrapped_models_are_checked_like_their_own(how: str, model: Path) -> Non
 def test_wrapped_models_are_merged_under_their_own_names(how: str, model: Path, tmp_path: Path) -> None:
     before = load_file(model / "model.safetensors")
     change(model, WRAPPED[how])
-    assert set(stored_tensors(model)) == set(before)
+    assert set(read_model(model)) == set(before)
     code, output = merge(model, "--out", tmp_path / "out")
     assert code == 0, output
     after = load_file(tmp_path / "out" / "model.safetensors")
@@ -152,10 +152,6 @@ def pointer(folder: Path) -> None:
             lambda folder: change(folder, prefixed("model.")),
             "have a prefix 'model.': save the model inside of the wrapper (wrapper.model.save",
         ),
-        (
-            lambda folder: change(folder, renamed("bert.", "")),
-            "lack 'bert.': it is the bare model, without this class's head.",
-        ),
     ],
 )
 def test_files_that_a_copy_or_a_wrapper_left_incomplete_are_explained(
@@ -172,12 +168,18 @@ def _pickled(folder: Path, prefix: str = "", **also: Any) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def test_pickles_can_be_checked_but_not_mapped(model: Path) -> None:
+def test_pickles_and_names_without_the_prefix_of_the_class_are_merged_too(
+    model: Path, tmp_path: Path
+) -> None:
+    before = load_file(model / "model.safetensors")
+    change(model, renamed("bert.", ""))
     _pickled(model)
     assert check(model)[0] == 0
-    code, output = merge(model, "--dry-run")
-    assert code == 2
-    assert "There is 'pytorch_model.bin' instead. Load it with transformers and save it" in output
+    code, output = merge(model, "--out", tmp_path / "out")
+    assert code == 0, output
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 class _Code:
@@ -258,9 +260,12 @@ def _scaled(folder: Path) -> None:
             _said_to_be_quantised,
             "is quantised (gptq): its weights cannot be moved. Give the model before",
         ),
-        (_quantised(torch.int8), f"holds '{QUERY}.weight' as I8, so it is quantised"),
-        (_quantised(torch.uint8), f"holds '{QUERY}.weight' as U8, so it is quantised"),
-        (_quantised(torch.float8_e4m3fn), f"holds '{QUERY}.weight' as F8_E4M3, so it is quantised"),
+        (_quantised(torch.int8), f"holds '{QUERY}.weight' as int8, so it is quantised"),
+        (_quantised(torch.uint8), f"holds '{QUERY}.weight' as uint8, so it is quantised"),
+        (
+            _quantised(torch.float8_e4m3fn),
+            f"holds '{QUERY}.weight' as float8_e4m3fn, so it is",
+        ),
         (_packed("qweight"), f"holds '{QUERY}.qweight', a tensor of a quantised model"),
         (_packed("weight_packed"), f"holds '{QUERY}.weight_packed', a tensor of a quantised model"),
         (_scaled, f"holds '{QUERY}.SCB', a tensor of a quantised model"),

@@ -30,7 +30,7 @@ def test_it_is_loaded_as_the_class_of_a_task(prefix: str, model: Path) -> None:
     assert (missing, unknown, loaded.training) == ([], [], False)
     state = loaded.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
-    assert all(torch.equal(saved.tensors.read([name])[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(saved.read()[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_task_of_another_kind_lacks_tensors(model: Path) -> None:

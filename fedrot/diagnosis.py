@@ -10,8 +10,7 @@ from fedrot.alignment import Alignment, align
 from fedrot.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
 from fedrot.errors import FedrotError
 from fedrot.matching.chance import null_model
-from fedrot.matching.problem import Anchor
-from fedrot.matching.stages import COUPLED
+from fedrot.matching.problem import COUPLED, Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry

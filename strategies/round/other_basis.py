@@ -18,8 +18,8 @@ from fedrot.anchors import SAME_BASIS, Evidence, base_cosine
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
+from fedrot.collect.token_counts import tables_of
 from fedrot.errors import SymmetryError, UpdateError
-from fedrot.matching.tokens import tables_of
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import (
     OTHER_BASIS_OPTIONS,

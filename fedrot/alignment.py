@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
-from fedrot.collect.statistic_kinds import TRAINED, transport_statistics
+from fedrot.collect.statistics import TRAINED, transport_statistics
 from fedrot.collect.token_counts import by_frequency
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
@@ -73,8 +73,8 @@ class Alignment:
         Args:
             statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
                 of a layer's inputs, ``[in, in]``, blocks ``[heads, d, d]`` or diagonals ``[in]``.
-                ``fisher``, ``exp_avg``, ``exp_avg_sq``: in the shape of the tensor. ``trained``: masks
-                ``[rows]``. Other kinds: see ``fedrot.collect.statistic_kinds``.
+                ``fisher``: in the shape of the tensor. ``trained``: masks ``[rows]``. Other kinds: see
+                ``fedrot.collect.statistics``.
 
         Raises:
             FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.report.findings.shares import shares_by
+from fedrot.report import shares_by
 from fedrot.simulations.report.plots import as_label, new_figure, save_figure
 from fedrot.simulations.report.summaries import Row
 
@@ -107,7 +107,7 @@ def caption(rows: Iterable[Row]) -> str:
     def cell(row: Row) -> tuple[Any, ...]:
         return (*(row.get(name) for name in ("start", "arm", "round")), row["part"], row["layer"])
 
-    known = {share.chance is not None for share in shares_by(rows, cell).values()}
+    known = {share.chance_share is not None for share in shares_by(rows, cell).values()}
     scales = [scale for scale, used in ((RATIO, True in known), (SHARE, False in known)) if used]
     return " ".join([CAPTION, *(scale.caption for scale in scales)])
 
@@ -178,7 +178,7 @@ def _cells(
 ) -> Cells:
     shares = shares_by(rows, lambda row: (str(row["part"]), int(row["layer"]), column_of(row)))
     placed = [[shares.get((*line, column)) for column in columns] for line in lines]
-    found = [[math.nan if share is None else share.found for share in line] for line in placed]
+    found = [[math.nan if share is None else share.share for share in line] for line in placed]
     ratio = [[math.nan if share is None else share.ratio for share in line] for line in placed]
     return Cells(np.array(found), np.array(ratio))
 

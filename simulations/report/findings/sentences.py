@@ -139,9 +139,10 @@ def idle_layers(alignment: Sequence[Row]) -> list[str]:
     """Return sentences on layers in which nothing was found, or nothing beyond chance if it is known."""
     idle: dict[tuple[Layer, bool], list[str]] = {}
     for layer, share in shares_by_layer(alignment).items():
-        known = share.chance is not None
-        if share.ratio <= 1 if known else share.found < NEGLIGIBLE:
-            shown = f"{layer.layer} ({', chance '.join(f'{100 * s:.2g} %' for s in share.known)})"
+        known = share.chance_share is not None
+        if share.ratio <= 1 if known else share.share < NEGLIGIBLE:
+            both = [s for s in (share.share, share.chance_share) if s is not None]
+            shown = f"{layer.layer} ({', chance '.join(f'{100 * s:.2g} %' for s in both)})"
             idle.setdefault((layer._replace(layer=-1), known), []).append(shown)
     return [
         f"{_named(of.setting)}, start {of.start}: {of.arm} {IDLE[known]} by {of.part} in layer "

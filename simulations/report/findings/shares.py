@@ -1,92 +1,29 @@
-"""Shares of the squared distance that alignment found, beside chance: sums over rows, and tables."""
+"""Tables of the share of the squared distance that alignment found, beside chance."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from fedrot.report import Shares, shares_by
 from fedrot.simulations.report.summaries import Row, setting_of
 from fedrot.simulations.report.tables import pipe_table, terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Key = TypeVar("Key", bound=Hashable)
-
-#: Headers of the cells of ``Share.cells``.
+#: Headers of the cells of ``cells``.
 CELLS = ("found", "chance", "found / chance", "groups moved")
 
 
-@dataclass(frozen=True)
-class Share:
-    """What alignment found in some rows, as a share of their squared distance to the anchor.
-
-    Attributes:
-        found: the share that best elements remove, moved or not; what was removed if ``chance`` is None.
-        chance: the share that chance removes; None if a row does not say (older rows, parts that depend
-            on each other).
-        moved, groups: the number of groups that were moved, and of all.
-    """
-
-    found: float
-    chance: float | None = None
-    moved: int = 0
-    groups: int = 0
-
-    @property
-    def ratio(self) -> float:
-        """``found / chance``: 0 if both are 0, NaN if chance is not known."""
-        if self.chance is None:
-            return math.nan
-        if self.chance == 0:
-            return math.inf if self.found > 0 else 0.0
-        return self.found / self.chance
-
-    @property
-    def known(self) -> tuple[float, ...]:
-        """The share found, and that of chance if it is known."""
-        return (self.found,) if self.chance is None else (self.found, self.chance)
-
-    def cells(self) -> list[str]:
-        """Return ``12.7 %``, ``6.1 %``, ``2.1`` and ``12 of 16``; ``-`` for what is not known."""
-        chance = "-" if self.chance is None else f"{100 * self.chance:.1f} %"
-        ratio = f"{self.ratio:.1f}" if math.isfinite(self.ratio) else "-"
-        return [f"{100 * self.found:.1f} %", chance, ratio, f"{self.moved} of {self.groups}"]
-
-
-def shares_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Share]:
-    """Return what alignment found, by key.
-
-    Distances are summed over the rows with the same key before they are divided. Rows of dropped
-    replies do not count.
-    """
-    # Squared distances (before alignment, removed, found, of chance; NaN if a row lacks one), and counts
-    # of groups (moved, all).
-    sums: dict[Key, np.ndarray] = defaultdict(lambda: np.zeros(6))
-    for row in rows:
-        if "before" in row:
-            own, before = key(row), float(row["before"])
-            removed, moved = before - float(row["after"]), row.get("moved", 0) > 0
-            sums[own] += (before, removed, _given(row, "found"), _given(row, "chance"), moved, 1)
-    return {own: _share(distances) for own, distances in sums.items()}
-
-
-def _given(row: Row, name: str) -> float:
-    value = row.get(name)
-    return math.nan if value is None else float(value)
-
-
-def _share(sums: np.ndarray) -> Share:
-    before, removed, found, chance, moved, groups = sums.tolist()
-    scale = 1 / before if before > 0 else 0.0
-    if math.isnan(found + chance):
-        return Share(scale * removed, None, int(moved), int(groups))
-    return Share(scale * found, scale * chance, int(moved), int(groups))
+def cells(shares: Shares) -> list[str]:
+    """Return ``12.7 %``, ``6.1 %``, ``2.1`` and ``12 of 16``; ``-`` for what is not known."""
+    known, ratio = shares.chance_share, shares.ratio
+    chance = "-" if known is None else f"{100 * known:.1f} %"
+    times = f"{ratio:.1f}" if math.isfinite(ratio) else "-"
+    return [f"{100 * shares.share:.1f} %", chance, times, f"{shares.moved} of {shares.groups}"]
 
 
 class Layer(NamedTuple):
@@ -99,7 +36,7 @@ class Layer(NamedTuple):
     layer: int
 
 
-def shares_by_layer(rows: Iterable[Row]) -> dict[Layer, Share]:
+def shares_by_layer(rows: Iterable[Row]) -> dict[Layer, Shares]:
     """Return what alignment found by setting, start, arm, part and layer, layers ascending."""
 
     def key(row: Row) -> Layer:
@@ -144,7 +81,7 @@ def share_table(rows: Sequence[Row]) -> ShareTable | None:
     removes.
     """
     aligned = [row for row in rows if "before" in row]
-    if all(math.isnan(_given(row, "chance")) for row in aligned):
+    if all(Shares.of(row).chance is None for row in aligned):
         return None
     names = [name for name in ("setting", "start", "arm") if len({row.get(name) for row in aligned}) > 1]
     spans = _spans(aligned)
@@ -155,7 +92,7 @@ def share_table(rows: Sequence[Row]) -> ShareTable | None:
     found = {span: shares_by(within, key) for span, within in spans.items()}
     lines = []
     for own in dict.fromkeys(map(key, aligned)):
-        lines += [[*own, span, *shares[own].cells()] for span, shares in found.items() if own in shares]
+        lines += [[*own, span, *cells(shares[own])] for span, shares in found.items() if own in shares]
     return ShareTable((*names, "part", "rounds"), lines)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedrot.report import Shares, shares_by
 from fedrot.simulations.report.findings.shares import (
     CELLS,
     Layer,
-    Share,
+    cells,
     share_table,
-    shares_by,
     shares_by_layer,
 )
 
@@ -32,17 +32,17 @@ def test_shares_weigh_rows_by_their_distance() -> None:
         {"arm": "aligned", "start": "same", "dropped": "not finite"},
     ]
     assert shares_by_layer(rows) == {
-        Layer("", "same", "aligned", "ffn", 0): Share(0.5, None, 0, 2),
-        Layer("", "same", "aligned", "ffn", 1): Share(0.0, None, 0, 1),
+        Layer("", "same", "aligned", "ffn", 0): Shares(before=4.0, removed=2.0, groups=2),
+        Layer("", "same", "aligned", "ffn", 1): Shares(groups=1),
     }
 
 
 def test_what_is_found_counts_whether_or_not_it_was_moved() -> None:
     rows = [row(found=0.5, chance=0.1, after=1.5, moved=4), row(before=6.0, found=0.3, chance=0.3)]
     (share,) = shares_by(rows, lambda row: 0).values()
-    assert (share.found, share.chance) == (pytest.approx(0.1), pytest.approx(0.05))
+    assert (share.share, share.chance_share) == (pytest.approx(0.1), pytest.approx(0.05))
     assert share.ratio == pytest.approx(2)
-    assert share.cells() == ["10.0 %", "5.0 %", "2.0", "1 of 2"]
+    assert cells(share) == ["10.0 %", "5.0 %", "2.0", "1 of 2"]
 
 
 @pytest.mark.parametrize("unknown", [{}, {"chance": None}, {"chance": math.nan}])
@@ -50,16 +50,16 @@ def test_a_row_without_chance_leaves_what_was_removed(unknown: dict[str, Any]) -
     """Even if it says what was found: parts that depend on each other find the same distance twice."""
     rows = [row(found=1.0, chance=0.1, after=1.5), row(found=1.5, after=1.0, **unknown)]
     (share,) = shares_by(rows, lambda row: 0).values()
-    assert (share.found, share.chance) == (0.375, None)
+    assert (share.share, share.chance_share) == (0.375, None)
     assert math.isnan(share.ratio)
-    assert share.cells() == ["37.5 %", "-", "-", "0 of 2"]
+    assert cells(share) == ["37.5 %", "-", "-", "0 of 2"]
 
 
 @pytest.mark.parametrize(("found", "ratio", "cell"), [(0.0, 0.0, "0.0"), (0.2, math.inf, "-")])
 def test_where_chance_removes_nothing(found: float, ratio: float, cell: str) -> None:
-    share = Share(found, 0.0)
+    share = Shares(1.0, 0.0, found, 0.0)
     assert share.ratio == ratio
-    assert share.cells()[1:3] == ["0.0 %", cell]
+    assert cells(share)[1:3] == ["0.0 %", cell]
 
 
 ROWS = [
@@ -121,7 +121,7 @@ def test_the_table_as_text() -> None:
 
 def test_a_row_that_does_not_say_what_was_found_leaves_what_was_removed() -> None:
     (share,) = shares_by([row(chance=0.1, after=1.5)], lambda row: 0).values()
-    assert (share.found, share.chance) == (0.25, None)
+    assert (share.share, share.chance_share) == (0.25, None)
 
 
 def test_layers_ascend_and_parts_keep_their_order() -> None:

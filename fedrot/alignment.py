@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
-from fedrot.collect.statistic_kinds import TRAINED, transport_statistics
+from fedrot.collect.statistics import TRAINED, transport_statistics
+from fedrot.collect.token_counts import by_frequency
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
-from fedrot.matching.pairs import squared_distance
-from fedrot.matching.problem import Anchor, Problem
-from fedrot.matching.tokens import by_frequency
+from fedrot.matching.problem import Anchor, Problem, Side, squared_distance
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
@@ -74,8 +73,8 @@ class Alignment:
         Args:
             statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
                 of a layer's inputs, ``[in, in]``, blocks ``[heads, d, d]`` or diagonals ``[in]``.
-                ``fisher``, ``exp_avg``, ``exp_avg_sq``: in the shape of the tensor. ``trained``: masks
-                ``[rows]``. Other kinds: see ``fedrot.collect.statistic_kinds``.
+                ``fisher``: in the shape of the tensor. ``trained``: masks ``[rows]``. Other kinds: see
+                ``fedrot.collect.statistics``.
 
         Raises:
             FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not
@@ -119,7 +118,7 @@ def align(
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
-    The stages (``fedrot.matching.stages.STAGES``) run in a fixed order, each in closed form given the
+    The stages (``fedrot.matching.problem.STAGES``) run in a fixed order, each in closed form given the
     stages before it: head permutation, rotation (Zhang et al. 2025, Eq. 8-10), scale (Eq. 11-12), neuron
     permutation (Eq. 7). No stage increases the squared distance to the anchor by more than rounding.
 
@@ -156,13 +155,16 @@ def align(
     problem = _problem(update, anchor, symmetry, options, activations, token_counts)
     try:
         with torch.no_grad():
-            moves, report = solve(problem, groups)
+            found = solve(problem, groups)
     except (FedrotError, torch.cuda.OutOfMemoryError):
         raise
     except (ArithmeticError, ValueError, RuntimeError) as error:
         raise UpdateError(f"The update cannot be matched to its anchor: {error}.") from error
-    report = replace(report, seconds=time.perf_counter() - start)
-    return Alignment(symmetry, moves, report, bool(options.canonical))
+    report = replace(found.report, seconds=time.perf_counter() - start)
+    alignment = Alignment(symmetry, found.moves, report, bool(options.canonical))
+    if token_counts is None:
+        anchor.note(alignment.moved, found.certified)
+    return alignment
 
 
 def _problem(
@@ -177,15 +179,16 @@ def _problem(
     if options.canonical:
         # The stream alone is matched in one pass, in which each tensor is read once.
         form = CanonicalView if {*options.parts} == {"residual"} else canonical
-        anchor = anchor.in_canonical_form(form(anchor.tensors, symmetry))
+        side: Side = anchor.in_canonical_form(form(anchor.tensors, symmetry))
         update = form(update, symmetry)
     else:
+        side = anchor
         check_folded(anchor.tensors, symmetry)
         check_folded(update, symmetry)
     if token_counts is not None:
-        anchor = Anchor(by_frequency(anchor.tensors, symmetry, token_counts))
+        side = Side(by_frequency(side.tensors, symmetry, token_counts))
         update = by_frequency(update, symmetry, token_counts)
-    return Problem(anchor, update, symmetry, options, activations)
+    return Problem(side, update, symmetry, options, activations)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:

@@ -95,7 +95,7 @@ class GlobalAnchor:
             if self.current is self.broadcast:
                 raise
             alignment = self.find(update, self.broadcast)
-            self.current = self.current.forgetful()  # it knows nothing of this update
+            self.current.forget()
             return alignment
 
     def accept(self, aligned: Tensors, weight: float) -> None:
@@ -160,9 +160,9 @@ class ConsensusAnchor(GlobalAnchor):
             anchor = Anchor(mean.current, running.current.spread)
             for place, alignment in self._found.items():
                 update, weight = updates[place]
-                own = anchor.containing(weight / mean.weight, alignment.moved)
+                spread = anchor.spread.containing(weight / mean.weight, alignment.moved)
                 with suppress(UpdateError):  # the mean cannot be matched: the alignment stays
-                    self._found[place] = self.find(update, own)
+                    self._found[place] = self.find(update, replace(anchor, spread=spread))
             total = sum(updates[place][1] * found.report.after for place, found in self._found.items())
             if total >= previous * (1 - CONSENSUS_TOLERANCE):
                 break

@@ -10,21 +10,17 @@ from fedrot.alignment import Alignment, align
 from fedrot.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
 from fedrot.errors import FedrotError
 from fedrot.matching.chance import null_model
-from fedrot.matching.problem import Anchor
-from fedrot.matching.stages import COUPLED
+from fedrot.matching.problem import COUPLED, Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.report import AlignmentReport
+from fedrot.report import TIMES_CHANCE, AlignmentReport, Shares, shares_by, total
 from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
 
 #: What to do with updates: average them as they are, align them first, or match the whole models.
 PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
 
-#: Alignment is advised where the rotations of all heads together remove more than so many times chance,
-#: which is more evidence than ``AlignmentOptions.chance`` asks for by default,
-TIMES_CHANCE = 1.5
-
-#: or where at least this share of the groups does, each of them alone.
+#: Alignment is advised where the rotations of all heads together remove more than ``TIMES_CHANCE`` times
+#: chance, or where at least this share of the groups does, each of them alone.
 GROUPS_BEYOND = 0.1
 
 #: The name of a line about all parts.
@@ -34,43 +30,14 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Shares):
     """What the best elements of one part and layer remove, summed over groups and updates.
 
-    Attributes:
-        layer: None for groups of the whole model, and for a sum over layers.
-        before: squared distance of the groups' weights to their anchors.
-        found: squared distance that the best elements remove.
-        chance: squared distance that chance removes, None if not known.
-        groups, moved, beyond: number of groups, of those that move, and of those of them that remove
-            more than ``TIMES_CHANCE`` times chance.
+    ``layer`` is None for groups of the whole model, and for a sum over layers.
     """
 
-    part: str
-    layer: int | None
-    before: float
-    found: float
-    chance: float | None
-    groups: int
-    moved: int
-    beyond: int
-
-    @property
-    def share(self) -> float:
-        """The share of the squared distance that the best elements remove."""
-        return self.found / self.before if self.before > 0 else 0.0
-
-    @property
-    def chance_share(self) -> float | None:
-        """The share that chance removes, None if not known."""
-        if self.chance is None:
-            return None
-        return self.chance / self.before if self.before > 0 else 0.0
-
-    @property
-    def ratio(self) -> float | None:
-        """``found`` in units of ``chance``, None unless both are above 0."""
-        return self.found / self.chance if self.chance and self.chance > 0 and self.found > 0 else None
+    part: str = TOGETHER
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +84,7 @@ class Diagnosis:
         shown = next(filter(beyond_chance, both), both[0] if both else ())
         turned, groups = summed(shown, ROTATED), summed(shown)
         whole = summed(self.whole, TOGETHER)
-        by_weights = whole.chance is None or whole.found > whole.chance
+        by_weights = whole.chance is None or whole.exceeds(1)
         return {
             "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
             "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times it",
@@ -153,8 +120,7 @@ def choice(clients: Sequence[Evidence], base: Sequence[Evidence], whole: Sequenc
 def beyond_chance(lines: Sequence[Evidence]) -> bool:
     """Return whether rotations together, or enough groups alone, remove more than chance."""
     turned, groups = summed(lines, ROTATED), summed(lines)
-    together = turned.chance is not None and turned.found > TIMES_CHANCE * turned.chance
-    return together or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
+    return turned.exceeds(TIMES_CHANCE) or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
 
 
 def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> Diagnosis:
@@ -236,8 +202,10 @@ def _coupled(rows: Iterable[Row]) -> bool:
 
 def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
     """Return the rows of a whole model; what the null model loses is what chance removes."""
-    total = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
-    given, drawn = ([*r.rows(), {**total, "before": r.before, "after": r.after}] for r in (report, null))
+    all_parts = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
+    given, drawn = (
+        [*r.rows(), {**all_parts, "before": r.before, "after": r.after}] for r in (report, null)
+    )
     return [_whole_row(row, _removed(other)) for row, other in zip(given, drawn, strict=True)]
 
 
@@ -271,34 +239,18 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
 
 def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
     """Return the evidence of rows by part and layer, in the order of the rows."""
-    found: dict[tuple[str, int], list[Evidence]] = {}
-    for row in rows:
-        chance, moved = row.get("chance"), row["moved"] > 0
-        beyond = moved and chance is not None and row["found"] > TIMES_CHANCE * chance
-        layer = None if row["layer"] == NO_LAYER else row["layer"]
-        numbers = (float(row["before"]), float(row["found"]), chance, 1, int(moved), int(beyond))
-        one = Evidence(row["part"], layer, *numbers)
-        found.setdefault((row["part"], row["layer"]), []).append(one)
-    return tuple(_sum(lines, lines[0].part, lines[0].layer) for lines in found.values())
+
+    def key(row: Row) -> tuple[str, int | None]:
+        return row["part"], None if row["layer"] == NO_LAYER else row["layer"]
+
+    found = shares_by(rows, key).items()
+    return tuple(Evidence(**vars(shares), part=part, layer=layer) for (part, layer), shares in found)
 
 
 def summed(lines: Iterable[Evidence], part: str | None = None) -> Evidence:
     """Return the evidence of all layers of a part, of all parts if None."""
-    return _sum([line for line in lines if part in (None, line.part)], part or TOGETHER, None)
-
-
-def _sum(lines: Sequence[Evidence], part: str, layer: int | None) -> Evidence:
-    known = [line.chance for line in lines if line.chance is not None]
-    return Evidence(
-        part,
-        layer,
-        before=sum(line.before for line in lines),
-        found=sum(line.found for line in lines),
-        chance=sum(known) if known and len(known) == len(lines) else None,
-        groups=sum(line.groups for line in lines),
-        moved=sum(line.moved for line in lines),
-        beyond=sum(line.beyond for line in lines),
-    )
+    of_part = total(line for line in lines if part in (None, line.part))
+    return Evidence(**vars(of_part), part=part or TOGETHER)
 
 
 def _shares(line: Evidence) -> str:

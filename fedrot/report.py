@@ -1,16 +1,23 @@
-"""Reports of an alignment as plain data: one row per group, and totals."""
+"""Reports of an alignment as plain data: one row per group, and sums over rows as shares."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from fedrot.symmetry.groups import Group
+
+#: A group that moves is beyond chance if it removes more than so many times what chance removes. That is
+#: more evidence than ``AlignmentOptions.chance`` asks for by default.
+TIMES_CHANCE = 1.5
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,105 @@ class AlignmentReport:
         """Return the report as plain data."""
         totals = {"before": self.before, "after": self.after, "seconds": self.seconds}
         return {"groups": self.rows(), **totals}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What alignment found in some rows of groups, as shares of their squared distance to the anchor.
+
+    Attributes:
+        before: the squared distance.
+        removed: how much of it alignment removed.
+        found: how much of it the best elements remove, moved or not; None if a row does not say.
+        chance: how much of it chance removes; None if a row does not say (older rows, parts that depend
+            on each other), and without rows.
+        groups, moved, beyond: number of groups, of those that moved, and of those of them that remove
+            more than ``TIMES_CHANCE`` times chance.
+    """
+
+    before: float = 0.0
+    removed: float = 0.0
+    found: float | None = None
+    chance: float | None = None
+    groups: int = 0
+    moved: int = 0
+    beyond: int = 0
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Shares:
+        """Return the shares of one row, see ``GroupReport.row``."""
+        before, found, chance = float(row["before"]), _given(row, "found"), _given(row, "chance")
+        moved = row.get("moved", 0) > 0
+        one = cls(before, before - float(row["after"]), found, chance, 1, int(moved))
+        return replace(one, beyond=int(moved and one.exceeds(TIMES_CHANCE)))
+
+    @property
+    def share(self) -> float:
+        """The share found; the share removed if chance is not known.
+
+        Parts that depend on each other find the same distance twice.
+        """
+        found = self.removed if self.found is None or self.chance is None else self.found
+        return found / self.before if self.before > 0 else 0.0
+
+    @property
+    def chance_share(self) -> float | None:
+        """The share that chance removes, None if not known."""
+        if self.found is None or self.chance is None:
+            return None
+        return self.chance / self.before if self.before > 0 else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """``found / chance``: 0 if both are 0, NaN if chance is not known."""
+        if self.found is None or self.chance is None:
+            return math.nan
+        if self.chance == 0:
+            return math.inf if self.found > 0 else 0.0
+        return self.found / self.chance
+
+    def exceeds(self, times: float) -> bool:
+        """Return whether more was found than so many times chance; False if chance is not known."""
+        return self.found is not None and self.chance is not None and self.found > times * self.chance
+
+
+def _given(row: Mapping[str, Any], name: str) -> float | None:
+    value = row.get(name)
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def total(given: Iterable[Shares]) -> Shares:
+    """Return the shares of all rows together."""
+    parts = list(given)
+    return Shares(
+        sum(part.before for part in parts),
+        sum(part.removed for part in parts),
+        _sum([part.found for part in parts]),
+        _sum([part.chance for part in parts]),
+        sum(part.groups for part in parts),
+        sum(part.moved for part in parts),
+        sum(part.beyond for part in parts),
+    )
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def shares_by(
+    rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
+) -> dict[Key, Shares]:
+    """Return what alignment found, by key, in the order of the rows.
+
+    Distances are summed over the rows with the same key before they are divided. Rows of dropped
+    replies, which have no distances, do not count.
+    """
+    found: dict[Key, list[Shares]] = {}
+    for row in rows:
+        if "before" in row:
+            found.setdefault(key(row), []).append(Shares.of(row))
+    return {own: total(shares) for own, shares in found.items()}
 
 
 def moved_units(reports: Iterable[AlignmentReport], part: str) -> int:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from fedrot.alignment import Alignment
 from fedrot.anchors import ANCHORS, GlobalAnchor, Weighted
 from fedrot.errors import UpdateError
-from fedrot.matching.chance import Spread
-from fedrot.matching.problem import Anchor
+from fedrot.matching.problem import Anchor, Spread
 from fedrot.tensors import Tensors
 
 

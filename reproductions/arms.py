@@ -14,7 +14,7 @@ from torch import nn
 import reproductions.anchors
 import reproductions.lora_rivals
 import reproductions.soup  # noqa: F401
-from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.collect.statistics import TRAINED
 from fedrot.simulations.arm import (
     ADAPTER_OPTIONS,
     OF_ADAPTERS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.regmean import RegMean
 from fedrot.collect.gram import collect_gram
-from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors
 

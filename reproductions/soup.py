@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistic_kinds import Statistics
+from fedrot.collect.statistics import Statistics
 from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors
 

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 from fedrot.aggregation import Aggregator
-from fedrot.collect.statistic_kinds import TRAINED, Statistics
+from fedrot.collect.statistics import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.lora.adapters import LoraSettings, pairs_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError
-from fedrot.matching.tokens import check_counts
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.wire.arrays import PRECISIONS
 

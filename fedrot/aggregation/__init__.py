@@ -12,7 +12,7 @@ from fedrot.aggregation.registry import (
     register_aggregation,
 )
 from fedrot.aggregation.regmean import RegMean
-from fedrot.collect.statistic_kinds import Statistics, check_statistics
+from fedrot.collect.statistics import Statistics, check_statistics
 
 __all__ = [
     "Aggregator",

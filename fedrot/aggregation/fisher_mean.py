@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistic_kinds import (
+from fedrot.collect.statistics import (
     FISHER,
     TRAINED,
     Statistics,

@@ -46,13 +46,13 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
     options = (options or AlignmentOptions()).for_model(symmetry)
     symmetry = symmetry.rotated if options.rotates else symmetry
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
-    redundant_biases = symmetry.redundant_biases if options.canonical else ()
-    folds = symmetry.folds if options.canonical else ()
+    if not options.canonical:
+        symmetry = replace(symmetry, redundant_biases=(), folds=(), centred=())
     layers: dict[object, set[str]] = {}
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
         layers.setdefault(key, set()).update(slot.tensor for slot in group.slots)
-    bound = [redundant.tensors for redundant in redundant_biases] + [fold.tensors for fold in folds]
+    bound = [r.tensors for r in symmetry.redundant_biases] + [fold.tensors for fold in symmetry.folds]
     joined: list[set[str]] = []
     for names in (*layers.values(), *bound):
         touching = [other for other in joined if other & names]
@@ -68,15 +68,7 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
         room -= sizes[name]
     order = {name: place for place, name in enumerate(symmetry.shapes)}
     return tuple(
-        replace(
-            symmetry,
-            groups=tuple(g for g in groups if g.slots[0].tensor in names),
-            shapes={name: symmetry.shapes[name] for name in sorted(names, key=order.__getitem__)},
-            tied=(),
-            redundant_biases=tuple(g for g in redundant_biases if g.bias.tensor in names),
-            folds=tuple(fold for fold in folds if fold.gain in names),
-            centred=tuple(place for place in symmetry.centred if folds and place[0] in names),
-        )
+        symmetry.restricted(names, tuple(g for g in groups if g.slots[0].tensor in names))
         for names in sorted(joined, key=lambda names: min(map(order.__getitem__, names)))
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistic_kinds import TRAINED, Statistics, along_rows, check_statistics
+from fedrot.collect.statistics import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
 

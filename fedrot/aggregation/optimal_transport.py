@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistic_kinds import TRAINED, Statistics
+from fedrot.collect.statistics import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.pairs import by_sign, pairs
+from fedrot.matching.problem import by_sign, pairs
 from fedrot.precision import full_float32
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.describe.mixture import ExpertPermutation

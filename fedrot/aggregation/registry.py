@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from fedrot.collect.statistic_kinds import Statistics, kind_named
+from fedrot.collect.statistics import Statistics, kind_named
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistic_kinds import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
+from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import LARGEST_NORM, Tensors
 

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.symmetry.actions import HeadRotation, InsideHeads
+from fedrot.symmetry.actions import InsideHeads
 from fedrot.symmetry.canonical import check_folded
 from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
 from fedrot.symmetry.moves import Move
-from fedrot.tensors import Tensors, check_update, diagonal_blocks
+from fedrot.tensors import Tensors, check_update
 
 #: Choices of the layers that show the residual stream (Verma & Elbayad 2024, section 3.3).
 RESIDUAL_SITES = ("last", "all", "first", "identity")
 
-#: Correlations, covariances, or covariances of whitened heads.
-Moments = Literal["correlation", "covariance", "whitened"]
-MOMENTS = ("correlation", "covariance", "whitened")
+Moments = Literal["correlation", "covariance"]
+MOMENTS = ("correlation", "covariance")
 
 
 @dataclass(frozen=True)
@@ -94,27 +93,16 @@ class _Moments:
         )
 
 
-def _scaled(action: object, how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
+def _scaled(how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
     """Return cross moments with a trace of at most 1 from the covariances."""
     if how == "correlation":
         deviation = torch.outer(a.diagonal().clamp_min(0).sqrt(), c.diagonal().clamp_min(0).sqrt())
         floor = 1e-12 * float(deviation.max()) if deviation.numel() else 0.0
         return torch.where(deviation > floor, ac / deviation.clamp_min(floor or 1.0), 0.0) / len(ac)
-    if how == "whitened" and isinstance(action, HeadRotation):
-        left, right = (
-            torch.block_diag(*map(_inverse_root, diagonal_blocks(m, action.dim))) for m in (a, c)
-        )
-        return left @ ac @ right / len(ac)
     traces = torch.stack([a.trace(), c.trace()]).clamp_min(0)
     size = traces.prod().sqrt()
     # Constant activations tell nothing: their moments are rounding.
     return torch.where(size > 1e-12 * traces.max(), ac / size, 0.0)
-
-
-def _inverse_root(m: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(m)
-    values = values.clamp_min(1e-6 * float(values.max().clamp_min(1e-30)))
-    return vectors * values.rsqrt() @ vectors.mT
 
 
 @dataclass(frozen=True)
@@ -194,7 +182,7 @@ def collect_activations(
             rotates the residual stream; or its activations overflow.
     """
     check_symmetry(symmetry)
-    known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS[:2]}
+    known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS}
     for (name, choices), choice in zip(known.items(), (residual, heads, units), strict=True):
         if choice not in choices:
             raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(choices)}.")
@@ -228,7 +216,7 @@ def collect_activations(
             chosen = chosen[:1] if residual == "first" else chosen[-1:]
         for m in chosen:
             m.check(name)
-        scaled = [_scaled(group.kind, how, *m.centred()) for m in chosen]
+        scaled = [_scaled(how, *m.centred()) for m in chosen]
         matrices[name] = torch.stack(scaled).mean(0)
     return Activations(matrices, {name: by_name[name].within for name in matrices})
 

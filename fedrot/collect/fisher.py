@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.collect.statistic_kinds import FISHER
+from fedrot.collect.statistics import FISHER, collects
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors, compute_dtype
 
@@ -19,6 +19,7 @@ from fedrot.tensors import Tensors, compute_dtype
 EXACT_LABELS = 8
 
 
+@collects(FISHER)
 def collect_fisher(
     model: nn.Module,
     batches: Iterable[Tensors],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.collect.statistic_kinds import GRAMS, INPUT_AXIS, Statistics
+from fedrot.collect.statistics import GRAMS, INPUT_AXIS, Statistics, collects
 from fedrot.errors import FedrotError
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
@@ -37,6 +37,8 @@ def _readers(model: nn.Module) -> dict[str, int]:
     }
 
 
+# The matrices of Conv1D layers are collected together with the others.
+@collects(GRAMS[1])
 def collect_gram(
     model: nn.Module,
     batches: Iterable[Tensors],

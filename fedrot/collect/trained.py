@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fedrot.collect.statistic_kinds import TRAINED, along_rows
+from fedrot.collect.statistics import TRAINED, along_rows
 from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors, check_update
 

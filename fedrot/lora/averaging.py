@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.collect.statistic_kinds import Statistics
+from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import (
     METHODS,

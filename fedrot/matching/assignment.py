@@ -14,8 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedrot.matching.pairs import Pair
-
 #: A permutation must gain more than this share of ``|trace|`` over the identity to be accepted.
 MINIMUM_GAIN = 1e-6
 
@@ -31,7 +29,7 @@ _ROWS = 256
 SLACK = 1 + 1e-5
 
 
-def row_distances(blocks: Sequence[Pair]) -> Tensor:
+def row_distances(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return ``|f_i - a_i|^2`` for every neuron, shape ``[n]``, over all slots together."""
     return sum(((c - a).square_().sum(1).double() for a, c in blocks), start=torch.zeros(())).double()
 

@@ -15,13 +15,13 @@ import math
 import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fedrot.matching.pairs import count_once, entries_once
+from fedrot.matching.problem import Problem, Spread, count_once, entries_once
 from fedrot.symmetry.actions import Orders
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move
@@ -29,9 +29,6 @@ from fedrot.tensors import SMALLEST_NORM, Tensors
 
 #: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.
 NEAR = 0.05
-
-#: Variances below this, in units of an update's, are rounding.
-NO_NOISE = 1e-6
 
 #: Null models are drawn until their free dimensions or units are so many, but at most ``MOST_DRAWS``.
 ENOUGH, MOST_DRAWS = 2000, 8
@@ -44,50 +41,21 @@ ONCE_IN = 10_000_000
 _LEVELS, _STEP = 100, 1.2
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The variance of an anchor's own noise, in units of an update's.
+def chance_known(problem: Problem) -> bool:
+    """Return whether chance can be told: not where groups depend on each other or activations count."""
+    return not problem.options.coupled and problem.activations is None
 
-    The broadcast model has none. A mean of ``k`` updates has ``1 / k``. Where updates were moved to each
-    other, they agree in the directions in which their groups move; there the mean has more.
 
-    Attributes:
-        across: the variance of the anchor's entries.
-        along: by group, the variance in the directions in which the group moves; ``across`` if absent.
+def near_chance(problem: Problem, group: Group, before: float) -> float | None:
+    """Return the squared distance that chance removes from a group, None if no formula tells it.
+
+    Whether chance changes an order or a sign depends on the single units.
     """
-
-    across: float = 0.0
-    along: Mapping[str, float] = field(default_factory=dict)
-
-    def towards(self, share: float, moved: Mapping[str, bool]) -> Spread:
-        """Return the spread of an anchor that goes ``share`` of the way to an update.
-
-        ``moved`` says of each group whether the update had been moved to this anchor.
-        """
-
-        def mixed(variance: float) -> float:
-            return (1 - share) ** 2 * variance + share**2
-
-        before = {name: self.along.get(name, self.across) for name in moved}
-        along = {name: before[name] if moved[name] else mixed(before[name]) for name in moved}
-        return Spread(mixed(self.across), along)
-
-    def containing(self, share: float, moved: Mapping[str, bool]) -> Spread:
-        """Return the spread as seen by an update that is ``share`` of the anchor itself."""
-        return Spread(
-            self.across - 2 * share,
-            {n: self.along.get(n, self.across) - (0 if was else 2 * share) for n, was in moved.items()},
-        )
-
-    def factor(self, group: Group, entries: int) -> float:
-        """Return the factor on the share that chance removes from isotropic noise on ``entries``.
-
-        Of an anchor that is hardly more than the update itself, nothing is known: the factor is 1.
-        """
-        share = group.kind.free / entries
-        across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
-        known = min(across, along) > NO_NOISE
-        return along / (share * along + (1 - share) * across) if share and known else 1.0
+    if not chance_known(problem) or not group.kind.free:
+        return None
+    anchor = problem.anchor
+    share = near_share(group, anchor.tensors, anchor.size(group), before, anchor.spread)
+    return None if share is None else share * before
 
 
 def near_share(
@@ -137,6 +105,41 @@ def requirement(
     times = factor * share / (1 + (factor - 1) * share)
     of_share = before * _quantile(group.kind.free, share) if group.kind.free else math.inf
     return max(before * times, min(of_share, quantile))
+
+
+def required(
+    problem: Problem, group: Group, before: float, chance: float | None, quantile: float = math.inf
+) -> float:
+    """Return the squared distance that a group of a problem has to remove to be beyond chance.
+
+    Inside a moved head it is nothing: the head's place was chosen for the best element. Without a
+    normal scale no element is beyond chance.
+    """
+    if not _scaled(problem, group, before):
+        return math.inf
+    if chance is None or group.within in problem.applied:
+        return 0.0
+    return requirement(group, before, chance, problem.options.chance, quantile)
+
+
+def least(problem: Problem, group: Group, before: float) -> float:
+    """Return a lower bound of ``required``, for groups that need not be solved exactly."""
+    chance = near_chance(problem, group, before)
+    needed = required(problem, group, before, chance)
+    times = 0.0 if chance is None else problem.options.chance * chance
+    return needed if needed == math.inf else min(needed, times)
+
+
+def _scaled(problem: Problem, group: Group, before: float) -> bool:
+    """Return whether anchor and client can be compared: their blocks are not 0 or denormal.
+
+    Products of smaller numbers vanish in float32, so that the best element would be rounding.
+    """
+    if before <= problem.anchor.size(group) / 4:
+        return True  # neither can be 0
+    pairs = problem.pairs(group)
+    blocks = (torch.stack([torch.linalg.vector_norm(t) for t in pair]) for pair in pairs)
+    return float(torch.stack(list(blocks)).amax(0).min()) >= SMALLEST_NORM
 
 
 def quantile(

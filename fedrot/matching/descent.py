@@ -14,13 +14,30 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedrot.matching.chance import beyond, line_of, null_models, quantile, without_common_tensors
-from fedrot.matching.pairs import distance_once
-from fedrot.matching.problem import Match, Problem
-from fedrot.matching.stages import COUPLED, STAGES, match_stage, solver_of, stage_of
+from fedrot.matching.chance import (
+    beyond,
+    chance_known,
+    line_of,
+    near_chance,
+    null_models,
+    quantile,
+    required,
+    without_common_tensors,
+)
+from fedrot.matching.problem import (
+    COUPLED,
+    STAGES,
+    Match,
+    Problem,
+    distance_once,
+    match_stage,
+    solver_of,
+    stage_of,
+)
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.groups import Group, Slot
 from fedrot.symmetry.moves import Move
+from fedrot.tensors import Tensors
 
 #: Largest number of passes over all stages, where groups depend on each other.
 SWEEPS = 20
@@ -28,8 +45,18 @@ SWEEPS = 20
 #: Passes stop when one lowers the objective by less than this share.
 TOLERANCE = 1e-4
 
-#: The moves, one per moved group in the order of application, and the report, without the time.
-Solution = tuple[tuple[Move, ...], AlignmentReport]
+
+@dataclass(frozen=True)
+class Solution:
+    """The best moves found, one per moved group in the order of application, and their report.
+
+    The report is without the time. ``certified`` are ``Match.certified`` by group; empty where groups
+    depend on each other.
+    """
+
+    moves: tuple[Move, ...]
+    report: AlignmentReport
+    certified: Tensors
 
 
 def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
@@ -77,6 +104,7 @@ class _Descent:
         self.coupled = _coupled(groups)
         self.moves: list[Move] = []
         self.rows: dict[str, GroupReport] = {}
+        self.certified: dict[str, Tensor] = {}
         self.first_seen = 0.0
         self._seen = dict[tuple[str, int], Tensor]()
 
@@ -141,11 +169,11 @@ class _Descent:
         Far from the anchor it is drawn, unless nothing depends on it.
         """
         problem = self.problem
-        if not problem.chance_known:
+        if not chance_known(problem):
             return [_Chance(None)] * len(groups)
         asked, found, far = problem.options.chance > 0, list[_Chance](), dict[Group, Tensor]()
         for group, match in zip(groups, matches, strict=True):
-            near = problem.near_chance(group, match.before)
+            near = near_chance(problem, group, match.before)
             found.append(_Chance(0.0 if near is None and match.element is None else near))
             if near is None and match.element is not None and asked:
                 far[group] = match.element
@@ -154,14 +182,14 @@ class _Descent:
 
     def _drawn(self, elements: Mapping[Group, Tensor]) -> dict[str, _Chance]:
         """Return what chance removes from each group by null models; ``elements`` are the best found."""
-        anchor, client = self.problem.anchor.forgetful(), self.problem.client
+        anchor, client = self.problem.anchor, self.problem.client
         options = replace(self.problem.options, chance=0.0)
         drawn: dict[str, _Chance] = {}
         for batch in without_common_tensors(elements):
             lines = {group: line_of(group, anchor.tensors, client) for group in batch}
             gains: dict[str, list[float]] = {group.name: [] for group in batch}
             for null in null_models(lines, anchor.tensors, client):
-                problem = replace(self.problem, anchor=anchor, client=null, options=options)
+                problem = replace(self.problem, client=null, options=options)
                 for group, match in zip(batch, match_stage(batch, problem), strict=True):
                     gains[group.name].append(match.gain)
             for group, line in lines.items():
@@ -177,13 +205,12 @@ class _Descent:
         """Return the names of the groups that remove enough; those of one action are judged together."""
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
-            needed = self.problem.required(group, match.before, chance.mean, chance.quantile)
+            needed = required(self.problem, group, match.before, chance.mean, chance.quantile)
             by_action.setdefault(type(group.kind), []).append((group.name, match.gain, needed))
         names: set[str] = set()
         for rows in by_action.values():
-            given, gains, required = zip(*rows, strict=True)
-            enough = beyond(gains, required)
-            names |= {name for name, ok in zip(given, enough, strict=True) if ok}
+            own, gains, needs = zip(*rows, strict=True)
+            names |= {name for name, ok in zip(own, beyond(gains, needs), strict=True) if ok}
         return names
 
     def _accepted(self, group: Group, match: Match, chance: float | None, enough: bool) -> Move | None:
@@ -191,7 +218,9 @@ class _Descent:
         element = match.element if enough else None
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after
-        self._note(group, match.before, after, match.certified, skipped)
+        self._note(group, match.before, after, match.certified is not None, skipped)
+        if match.certified is not None and not self.problem.options.coupled:
+            self.certified[group.name] = match.certified
         row = self.rows[group.name]
         self.rows[group.name] = replace(row, found=row.found + match.gain, chance=chance)
         return None if element is None else Move(group, element)
@@ -229,8 +258,6 @@ class _Descent:
 
     def solution(self, before: float, after: float) -> Solution:
         moves = compact(self.moves)
-        moved = {move.group.name for move in moves}
-        self.problem.anchor.note_moved({group.name: group.name in moved for group in self.groups})
         elements = {move.group.name: move.element for move in moves}
         rows = []
         for group in self.groups:
@@ -238,7 +265,7 @@ class _Descent:
             if element is not None:
                 row = replace(row, skipped=False).moved_by(group, element)
             rows.append(row)
-        return moves, AlignmentReport(tuple(rows), before, after, 0.0)
+        return Solution(moves, AlignmentReport(tuple(rows), before, after, 0.0), self.certified)
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:

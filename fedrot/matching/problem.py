@@ -1,90 +1,168 @@
-"""The matching problem of one client: ``Anchor``, ``Problem``, and ``Match``, the result per group."""
+"""The matching problem: ``Anchor``, ``Problem`` of one client, its solvers by action, and ``Match``.
+
+A group's action (``fedrot.symmetry.actions``) names its stage. A new kind of group needs an action,
+and a solver that is registered for it::
+
+    @solves(StreamRotation)
+    def match_stream(groups, problem):
+        return [Match(best_rotation(problem.pairs(group)), before, after) for group in groups]
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
-from fedrot.errors import UpdateError
+from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching import assignment
-from fedrot.matching.chance import Spread, near_share, requirement
-from fedrot.matching.pairs import Pair, by_sign, distance_once, pairs, squared_distance
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.groups import Group, Symmetry
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.describe.mixture import ExpertNeurons
+from fedrot.symmetry.groups import Group, Slot, Symmetry
 from fedrot.symmetry.moves import Move, apply_moves
-from fedrot.tensors import SMALLEST_NORM, Tensors, check_finite
+from fedrot.tensors import Tensors, check_finite, compute_dtype
 
-#: The fields of an anchor that hold what is computed from its tensors.
-_OF_TENSORS = ("_separation", "_sizes", "_squares")
+#: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.
+Pair = tuple[Tensor, Tensor]
+
+#: Entries of a block of ``blocks_of``: 64 MiB in float32.
+_BLOCK = 2**24
+
+#: Variances below this, in units of an update's, are rounding.
+NO_NOISE = 1e-6
+
+T = TypeVar("T")
 
 
-@dataclass
-class Anchor:
-    """An anchor's tensors, with bounds on its neurons' separation that all clients share.
+@dataclass(frozen=True)
+class Spread:
+    """The variance of an anchor's own noise, in units of an update's.
 
-    ``spread`` is its own noise, which decides what chance removes.
+    The broadcast model has none. A mean of ``k`` updates has ``1 / k``. Where updates were moved to each
+    other, they agree in the directions in which their groups move; there the mean has more.
+
+    Attributes:
+        across: the variance of the anchor's entries.
+        along: by group, the variance in the directions in which the group moves; ``across`` if absent.
+    """
+
+    across: float = 0.0
+    along: Mapping[str, float] = field(default_factory=dict)
+
+    def towards(self, share: float, moved: Mapping[str, bool]) -> Spread:
+        """Return the spread of an anchor that goes ``share`` of the way to an update.
+
+        ``moved`` says of each group whether the update had been moved to this anchor.
+        """
+
+        def mixed(variance: float) -> float:
+            return (1 - share) ** 2 * variance + share**2
+
+        before = {name: self.along.get(name, self.across) for name in moved}
+        along = {name: before[name] if moved[name] else mixed(before[name]) for name in moved}
+        return Spread(mixed(self.across), along)
+
+    def containing(self, share: float, moved: Mapping[str, bool]) -> Spread:
+        """Return the spread as seen by an update that is ``share`` of the anchor itself."""
+        return Spread(
+            self.across - 2 * share,
+            {n: self.along.get(n, self.across) - (0 if was else 2 * share) for n, was in moved.items()},
+        )
+
+    def factor(self, group: Group, entries: int) -> float:
+        """Return the factor on the share that chance removes from isotropic noise on ``entries``.
+
+        Of an anchor that is hardly more than the update itself, nothing is known: the factor is 1.
+        """
+        share = group.kind.free / entries
+        across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
+        known = min(across, along) > NO_NOISE
+        return along / (share * along + (1 - share) * across) if share and known else 1.0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was computed from a side's tensors.
+
+    ``bounds``, by group and number of columns, are those of ``assignment.separation`` and the norm of
+    the largest neuron; ``squares``, by group, the sums of the squared norms of its blocks.
+    """
+
+    bounds: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    squares: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The anchor's side of the matching problems of a round, in the form in which tensors are compared.
+
+    What is computed from its tensors is computed once, for all clients. ``spread`` is the noise of the
+    anchor, which decides what chance removes.
     """
 
     tensors: Tensors
     spread: Spread = field(default_factory=Spread, repr=False)
-    _separation: dict[tuple[str, int | None], Tensor] = field(default_factory=dict, repr=False)
-    _last: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _sizes: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _moved: dict[str, bool] = field(default_factory=dict, repr=False)
-    _squares: dict[str, float] = field(default_factory=dict, repr=False)
-    _canonical: dict[str, dict[Any, Any]] = field(default_factory=dict, repr=False)
+    _known: _Known = field(default_factory=_Known, repr=False)
 
     def size(self, group: Group) -> float:
-        """Return the sum of the squared norms of a group's blocks; computed once.
+        """Return the sum of the squared norms of a group's blocks.
 
-        Of an anchor that follows the clients (``towards_last``) it is that of the round's first one: it
-        decides about near and far alone.
+        Of an anchor that follows the clients (``Anchor.towards_last``) it is that of the round's first
+        one: it decides about near and far alone.
         """
-        if group.name not in self._squares:
+        squares = self._known.squares
+        if group.name not in squares:
             blocks = (slot.of(self.tensors[slot.tensor].detach()).float() for slot in group.slots)
             norms = torch.stack([torch.linalg.vector_norm(block) for block in blocks])
-            self._squares[group.name] = float(norms.double().square().sum())
-        return self._squares[group.name]
+            squares[group.name] = float(norms.double().square().sum())
+        return squares[group.name]
 
     def separation(self, group: Group, columns: int | None) -> Tensor:
-        """Return the bound of ``assignment.separation`` for one group; computed once."""
-        key = (group.name, columns)
-        if key not in self._separation:
+        """Return the bound of ``assignment.separation`` for one group."""
+        bounds, key = self._known.bounds, (group.name, columns)
+        if key not in bounds:
             blocks = [a for a, _ in pairs(group, self.tensors, self.tensors)]
-            self._separation[key] = assignment.separation(*by_sign(group, blocks), columns)
-            self._sizes.setdefault(group.name, assignment.largest(blocks))
-        return self._separation[key]
+            bound = assignment.separation(*by_sign(group, blocks), columns)
+            bounds[key] = bound, assignment.largest(blocks)
+        return bounds[key][0]
 
-    def note(self, group: Group, distances: Tensor) -> None:
-        """Store the squared distances ``[n]`` of a client whose neurons keep their order."""
-        self._last[group.name] = distances
 
-    def note_moved(self, moved: Mapping[str, bool]) -> None:
-        """Store which groups of the last client are moved."""
-        self._moved.update(moved)
+@dataclass(frozen=True)
+class Anchor(Side):
+    """A model that the updates of a round are aligned to.
+
+    Besides what is computed once for all clients, it keeps how the last client was aligned: that tells
+    what is known of an anchor between the two (``towards_last``).
+    """
+
+    _canonical: _Known = field(default_factory=_Known, repr=False)
+    _last: dict[str, tuple[bool, Tensor | None]] = field(default_factory=dict, repr=False)
+
+    def in_canonical_form(self, tensors: Tensors) -> Side:
+        """Return the side of problems in canonical form, given the anchor's tensors in that form."""
+        return Side(tensors, self.spread, self._canonical)
+
+    def note(self, moved: Mapping[str, bool], distances: Tensors) -> None:
+        """Note which groups of the last client are moved.
+
+        ``distances`` are the squared distances ``[n]`` of neurons that keep their order, by group.
+        """
+        self._last.update({name: (was, distances.get(name)) for name, was in moved.items()})
+
+    def forget(self) -> None:
+        """Forget the last client: it was aligned to another anchor."""
+        self._last.clear()
 
     def spread_after(self, share: float) -> Spread:
         """Return the spread of an anchor that goes ``share`` of the way to the last client."""
-        return self.spread.towards(share, self._moved)
-
-    def containing(self, share: float, moved: Mapping[str, bool]) -> Anchor:
-        """Return this anchor for an update that is ``share`` of it; ``moved`` as for its spread."""
-        return replace(self, spread=self.spread.containing(share, moved))
-
-    def in_canonical_form(self, tensors: Tensors) -> Anchor:
-        """Return this anchor with its tensors in canonical form, and what is known of them alone."""
-        known: dict[str, Any] = {name: self._canonical.setdefault(name, {}) for name in _OF_TENSORS}
-        return replace(self, tensors=tensors, **known)
-
-    def forgetful(self) -> Anchor:
-        """Return this anchor with notes of its own; the bounds stay shared."""
-        return replace(self, _last={}, _moved={})
+        return self.spread.towards(share, {name: moved for name, (moved, _) in self._last.items()})
 
     def towards_last(self, tensors: Tensors, share: float) -> Anchor:
         """Return an anchor with new tensors, ``share`` (0 to 1) of the way to the last aligned client.
@@ -93,15 +171,15 @@ class Anchor:
         separation stay valid once reduced by the neuron's own movement, by the largest movement, and
         by the rounding error.
         """
-        moved = Anchor(tensors, self.spread_after(share), _squares=self._squares)
-        for (name, columns), bound in self._separation.items():
-            if name in self._last:
-                way = share * self._last[name].sqrt() * assignment.SLACK
-                size = self._sizes[name] + way.max()
+        known = _Known(squares=self._known.squares)
+        for key, (bound, size) in self._known.bounds.items():
+            _, distances = self._last.get(key[0], (False, None))
+            if distances is not None:
+                way = share * distances.sqrt() * assignment.SLACK
+                size = size + way.max()
                 rounding = 4 * torch.finfo(torch.float32).eps * size
-                moved._separation[name, columns] = (bound - way - way.max() - rounding).clamp_min(0)
-                moved._sizes[name] = size
-        return moved
+                known.bounds[key] = (bound - way - way.max() - rounding).clamp_min(0), size
+        return Anchor(tensors, self.spread_after(share), known)
 
 
 @dataclass(frozen=True)
@@ -115,15 +193,16 @@ class Match:
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation inside the heads,
             and where activations enter the objective. Where no element gains what is required
-            (``Problem.required``), it may be an upper bound, beside the identity.
-        certified: True if the identity is proved to be optimal without solving an assignment.
+            (``fedrot.matching.chance.required``), it may be an upper bound, beside the identity.
+        certified: squared distances ``[n]`` of the units, if they prove that the identity is optimal
+            without solving an assignment.
     """
 
     element: Tensor | None
     before: float
     after: float
     gain: float = 0.0
-    certified: bool = False
+    certified: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -133,57 +212,12 @@ class Problem:
     ``applied`` names the groups whose moves the client's tensors contain.
     """
 
-    anchor: Anchor
+    anchor: Side
     client: Tensors
     symmetry: Symmetry
     options: AlignmentOptions
     activations: Activations | None = None
     applied: frozenset[str] = frozenset()
-
-    @property
-    def chance_known(self) -> bool:
-        """False where groups depend on each other, or activations have a say."""
-        return not self.options.coupled and self.activations is None
-
-    def near_chance(self, group: Group, before: float) -> float | None:
-        """Return the squared distance that chance removes from a group, None if no formula tells it."""
-        if not self.chance_known:
-            return None
-        if not group.kind.free:
-            return None  # whether chance changes an order or a sign depends on the single units
-        anchor = self.anchor
-        share = near_share(group, anchor.tensors, anchor.size(group), before, anchor.spread)
-        return None if share is None else share * before
-
-    def required(
-        self, group: Group, before: float, chance: float | None, quantile: float = math.inf
-    ) -> float:
-        """Return the squared distance that a group has to remove to be beyond chance.
-
-        Inside a moved head it is nothing: the head's place was chosen for the best element. Without a
-        normal scale no element is beyond chance.
-        """
-        if not self.scaled(group, before):
-            return math.inf
-        if chance is None or group.within in self.applied:
-            return 0.0
-        return requirement(group, before, chance, self.options.chance, quantile)
-
-    def least(self, group: Group, before: float, chance: float | None) -> float:
-        """Return a lower bound of what is required, for groups that need not be solved exactly."""
-        needed = self.required(group, before, chance)
-        times = 0.0 if chance is None else self.options.chance * chance
-        return needed if needed == math.inf else min(needed, times)
-
-    def scaled(self, group: Group, before: float) -> bool:
-        """Return whether anchor and client can be compared: their blocks are not 0 or denormal.
-
-        Products of smaller numbers vanish in float32, so that the best element would be rounding.
-        """
-        if before <= self.anchor.size(group) / 4:
-            return True  # neither can be 0
-        blocks = (torch.stack([torch.linalg.vector_norm(t) for t in pair]) for pair in self.pairs(group))
-        return float(torch.stack(list(blocks)).amax(0).min()) >= SMALLEST_NORM
 
     def moved(self, moves: Sequence[Move]) -> Problem:
         """Return the problem with the moves applied to the client."""
@@ -245,3 +279,151 @@ class Problem:
             _, addition = self.evidence(group)
             value -= 0.0 if addition is None else 2 * float(addition.trace())
         return value
+
+
+#: The stages in the order in which they run; each stage sees the elements of those before it.
+STAGES = ("residual", "output", "heads", "queries", "attention", "rescale", "experts", "ffn")
+
+#: Stages whose groups share tensors with the groups of other stages: several sweeps are needed.
+COUPLED = ("residual", "output")
+
+#: Finds the best element of each group, given all others; one ``Match`` per group, in order.
+Solver = Callable[[Sequence[Group], Problem], list[Match]]
+
+AnySolver = TypeVar("AnySolver", bound=Solver)
+
+#: The solvers by action, which is of exactly this type.
+SOLVERS: dict[type, Solver] = {}
+
+
+def solves(*actions: type) -> Callable[[AnySolver], AnySolver]:
+    """Return a decorator that registers a solver for actions of exactly these types."""
+
+    def register(solver: AnySolver) -> AnySolver:
+        SOLVERS.update(dict.fromkeys(actions, solver))
+        return solver
+
+    return register
+
+
+def solver_of(group: Group) -> Solver:
+    """Return the solver of a group.
+
+    Raises:
+        SymmetryError: no solver is registered for the group's action.
+    """
+    action = type(group.kind)
+    if action not in SOLVERS:
+        raise SymmetryError(
+            f"The group '{group.name}' cannot be matched: no solver is registered for its action "
+            f"{action.__name__}. Register one with @fedrot.matching.problem.solves({action.__name__})."
+        )
+    return SOLVERS[action]
+
+
+def stage_of(group: Group) -> str:
+    """Return the stage in which a group is matched: its action's, or the one named like its part.
+
+    Raises:
+        SymmetryError: there is no such stage.
+    """
+    stage = group.kind.stage or group.part
+    if stage not in STAGES:
+        raise SymmetryError(
+            f"The group '{group.name}' cannot be matched: the stage '{stage}' of its action "
+            f"{type(group.kind).__name__} is not in fedrot.matching.problem.STAGES: {', '.join(STAGES)}."
+        )
+    return stage
+
+
+def match_stage(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    """Match the groups of one stage, each solver's groups together; return the matches in order."""
+    matches: dict[str, Match] = {}
+    for solver in dict.fromkeys(map(solver_of, groups)):
+        own = [group for group in groups if solver_of(group) is solver]
+        matches |= {g.name: m for g, m in zip(own, solver(own, problem), strict=True)}
+    return [matches[group.name] for group in groups]
+
+
+def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
+    """Return the pairs of all slots of a group; views of the models where dtype and layout allow it."""
+    return [_pair(slot, anchor, client) for slot in group.slots]
+
+
+def _pair(slot: Slot, anchor: Tensors, client: Tensors) -> Pair:
+    """Return the pair of one slot; views of the models where dtype and layout allow it."""
+    a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
+    dtype = compute_dtype(c)
+    return slot.rows(a, dtype), slot.rows(c, dtype)
+
+
+def blocks_of(slot: Slot, anchor: Tensors, client: Tensors) -> Iterator[Pair]:
+    """Yield the pair of one slot in blocks of columns, so that little of it is in memory in float32."""
+    a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
+    dtype = compute_dtype(c)
+    # Rows in the tensor's own dtype are a view: only blocks are converted.
+    a, c = slot.rows(a, a.dtype), slot.rows(c, c.dtype)
+    columns = max(1, _BLOCK // len(a))
+    for ours, theirs in zip(a.split(columns, 1), c.split(columns, 1), strict=True):
+        yield ours.to(dtype), theirs.to(dtype)
+
+
+def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Split one item per slot into slots that keep their signs, and slots whose signs may change."""
+    signed = isinstance(group.kind, SignedPermutation | ExpertNeurons)
+    sides: tuple[list[T], list[T]] = ([], [])
+    for slot, block in zip(group.slots, blocks, strict=True):
+        sides[signed and not slot.unsigned].append(block)
+    return sides
+
+
+def distance_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> float:
+    """Return the squared distance of all entries on the slots, each entry counted once."""
+    return float(sum(_squares([pair]) for pair in entries_once(slots, anchor, client)))
+
+
+def entries_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> Iterator[Pair]:
+    """Yield all entries on the slots as pairs of blocks (anchor, client), each entry once."""
+    for name, by_axis in _masks(slots, {name: tuple(t.shape) for name, t in client.items()}).items():
+        c = client[name].detach()
+        a, c = (t.to(compute_dtype(c)) for t in (anchor[name].detach(), c))
+        if not any(bool(mask.all()) for mask in by_axis.values()):
+            for axis, mask in by_axis.items():
+                yield _where(a, mask, axis), _where(c, mask, axis)
+                a, c = _where(a, ~mask, axis), _where(c, ~mask, axis)
+            continue
+        yield a, c
+
+
+def count_once(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of entries on the slots, each entry counted once."""
+    entries = 0
+    for name, by_axis in _masks(slots, shapes).items():
+        left = [n - int(by_axis[d].sum()) if d in by_axis else n for d, n in enumerate(shapes[name])]
+        entries += math.prod(shapes[name]) - math.prod(left)
+    return entries
+
+
+def _masks(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, Tensor]]:
+    """Return by tensor and axis which entries of the axis lie on a slot, bool ``[length]``."""
+    masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for slot in slots:
+        length = shapes[slot.tensor][slot.axis]
+        mask = masks[slot.tensor].setdefault(slot.axis, torch.zeros(length, dtype=torch.bool))
+        mask |= slot.slice.mask(length)
+    return masks
+
+
+def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
+    return tensor.index_select(axis, mask.nonzero()[:, 0].to(tensor.device))
+
+
+def squared_distance(blocks: Sequence[Pair]) -> float:
+    """Return the sum of squared differences over all pairs."""
+    return float(_squares(blocks))
+
+
+def _squares(blocks: Sequence[Pair]) -> Tensor:
+    # A scalar on the pairs' device: the host waits only where it reads the value.
+    squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
+    return sum(squares, start=torch.zeros((), dtype=torch.float64))

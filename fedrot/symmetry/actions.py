@@ -23,7 +23,7 @@ class Kind(Protocol):
     """The action of a group: how its elements act, compose and are drawn.
 
     Attributes:
-        stage: when its groups are matched, one of ``fedrot.matching.stages.STAGES``; empty for the
+        stage: when its groups are matched, one of ``fedrot.matching.problem.STAGES``; empty for the
             stage named like the group's part.
     """
 

@@ -230,14 +230,21 @@ class Symmetry:
         while len(chosen) != size:
             size = len(chosen)
             chosen = chosen.union(*(tensors for tensors in bound if tensors & chosen))
+        return self.restricted(chosen)
+
+    def restricted(self, names: Collection[str], groups: tuple[Group, ...] = ()) -> Symmetry:
+        """Return the symmetry of some tensors alone, with these groups.
+
+        The tensors of a fold or of a redundant bias have to be all among ``names``, or none of them.
+        """
         return replace(
             self,
-            groups=(),
-            shapes={name: shape for name, shape in self.shapes.items() if name in chosen},
+            groups=groups,
+            shapes={name: shape for name, shape in self.shapes.items() if name in names},
             tied=(),
-            redundant_biases=tuple(r for r in self.redundant_biases if r.tensors & chosen),
-            folds=tuple(fold for fold in self.folds if fold.tensors & chosen),
-            centred=tuple(place for place in self.centred if place[0] in chosen),
+            redundant_biases=tuple(r for r in self.redundant_biases if r.bias.tensor in names),
+            folds=tuple(fold for fold in self.folds if fold.gain in names),
+            centred=tuple(place for place in self.centred if place[0] in names),
         )
 
     def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:

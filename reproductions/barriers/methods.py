@@ -122,7 +122,6 @@ _ALL: dict[str, MatchingMethod] = {
     "whole+data@0.2": MatchingMethod(replace(WHOLE, activation_weight=0.2), "data"),
     "whole+data@0.8": MatchingMethod(replace(WHOLE, activation_weight=0.8), "data"),
     "whole+data@1": MatchingMethod(replace(WHOLE, activation_weight=1.0), "data"),
-    "whole+data@whitened": MatchingMethod(WHOLE, "data", heads="whitened"),
     "whole+data+repair": MatchingMethod(WHOLE, "data", repair=_repaired),
     "learned": MatchingMethod(WHOLE, "data", refine=_learned),
     "whole+tokens": MatchingMethod(WHOLE, frequencies="counted"),

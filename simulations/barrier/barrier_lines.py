@@ -16,7 +16,7 @@ from torch import nn
 from fedrot import interpolation
 from fedrot._io import json_line, write_text
 from fedrot.interpolation import Barrier, loss_barrier
-from fedrot.matching.pairs import squared_distance
+from fedrot.matching.problem import squared_distance
 from fedrot.simulations.barrier.barrier_methods import (
     METHODS,
     Batches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -179,7 +180,8 @@ def tables(found: Found) -> Iterator[Table]:
 def _cells(line: Evidence) -> tuple[str, ...]:
     layer = "model" if line.layer is None else str(line.layer)
     chance = "not known" if line.chance_share is None else f"{line.chance_share:.1%}"
-    ratio = "-" if line.ratio is None else f"{line.ratio:{number_style(line.ratio, decimals=2)}}"
+    known = 0 < line.ratio < math.inf
+    ratio = f"{line.ratio:{number_style(line.ratio, decimals=2)}}" if known else "-"
     return (line.part, layer, f"{line.share:.1%}", chance, ratio, f"{line.moved} of {line.groups}")
 
 

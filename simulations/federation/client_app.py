@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing, write_tensors
-from fedrot.collect.statistic_kinds import Statistics, kind_named
+from fedrot.collect.statistics import Statistics, kind_named
 from fedrot.collect.token_counts import token_counts
 from fedrot.lora import train_only
 from fedrot.options import AlignmentOptions

@@ -16,8 +16,7 @@ from fedrot.alignment import Alignment
 from fedrot.anchors import Evidence, base_cosine, finder
 from fedrot.collect.activations import probing
 from fedrot.errors import FedrotError
-from fedrot.matching.pairs import squared_distance
-from fedrot.matching.problem import Anchor
+from fedrot.matching.problem import Anchor, squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.merge.merge_settings import MergeSettings

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedrot.aggregation import RegMean, Statistics, aggregation_named
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
-from fedrot.collect.statistic_kinds import kind_named
+from fedrot.collect.statistics import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.merge.merge_inputs import (

@@ -14,7 +14,7 @@ from flwr.app import Error, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedrot.collect.statistic_kinds import brings
+from fedrot.collect.statistics import brings
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord

@@ -23,9 +23,9 @@ from fedrot.anchors import Evidence, Finder, decided, finder, in_other_basis
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
+from fedrot.collect.token_counts import tables_of
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.descent import compact
-from fedrot.matching.tokens import tables_of
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import (
     OTHER_BASIS_OPTIONS,

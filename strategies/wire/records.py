@@ -9,9 +9,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
-from fedrot.collect.statistic_kinds import check_statistics
+from fedrot.collect.statistics import check_statistics
+from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.tokens import check_counts
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
 from fedrot.tensors import SMALLEST_WEIGHT

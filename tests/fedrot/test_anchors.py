@@ -10,9 +10,11 @@ import torch
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.anchors import SAME_BASIS, AlignedUpdate, base_cosine
+from fedrot.alignment import Alignment
+from fedrot.anchors import SAME_BASIS, AlignedUpdate, RunningAnchor, base_cosine
 from fedrot.collect.activations import probing
 from fedrot.matching.problem import Anchor
+from fedrot.tensors import Tensors
 from tests.models import (
     BARE,
     EAGER,
@@ -491,3 +493,24 @@ def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: pytes
     updates = [(near(base, 0.01, seed), weight) for seed, weight in ((1, 1.0), (2, 3.0), (3, 4.0))]
     _round(updates, base, symmetry_for(name), "running")
     assert shares == pytest.approx([1.0, 0.75, 0.5])
+
+
+def test_an_anchor_forgets_whom_it_was_not_moved_towards() -> None:
+    """An update is aligned to it and dropped; the next one is aligned to the broadcast model."""
+    name = FEW[0]
+    base, symmetry = state_of(name), symmetry_for(name)
+    broadcast, refused = Anchor(base), list[Anchor]()
+
+    def find(update: Tensors, to: Anchor) -> Alignment:
+        if any(to is one for one in refused):
+            raise fedrot.UpdateError("cannot be matched")
+        return fedrot.align(update, to, symmetry)
+
+    rule = RunningAnchor(broadcast, find)
+    first, dropped, last = (near(base, 1e-3, seed) for seed in (1, 2, 3))
+    rule.accept(rule.align(first).apply(first), 1.0)
+    rule.align(dropped)
+    refused.append(rule.current)
+    rule.accept(rule.align(last).apply(last), 1.0)
+    assert not rule.current.spread.along
+    assert not rule.current._known.bounds

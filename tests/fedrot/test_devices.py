@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.anchors import ANCHORS
 from fedrot.matching import procrustes
 from fedrot.precision import full_float32
 from tests.families import config_of, state_of, symmetry_for
@@ -206,7 +207,7 @@ def test_optimal_transport_solves_on_the_host_and_mixes_on_the_device() -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("anchor", fedrot.anchors.ANCHORS)
+@pytest.mark.parametrize("anchor", ANCHORS)
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> None:
     symmetry = symmetry_for(family)

@@ -48,7 +48,7 @@ def diagnosis(base: State, updates: list[State]) -> Diagnosis:
 
 
 def line(found: float, chance: float | None, part: str = "attention", **counts: int) -> Evidence:
-    return Evidence(part, 0, 100.0, found, chance, **{"groups": 20, "moved": 0, "beyond": 0, **counts})
+    return Evidence(100.0, found, found, chance, **{"groups": 20, **counts}, part=part, layer=0)
 
 
 # What is found
@@ -113,7 +113,6 @@ def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
     assert len(found.base) == len(found.clients) == 2 * LAYERS
     together = summed(found.whole, TOGETHER)
     assert together.share > 0.9
-    assert together.ratio is not None
     assert together.ratio > 2
     assert {each.part for each in found.whole} == {*fedrot.WHOLE_MODEL, TOGETHER}
     assert {each.layer for each in found.whole} == {None, *range(LAYERS)}

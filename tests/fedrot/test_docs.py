@@ -12,7 +12,7 @@ import torch
 from flwr.app import Message
 
 from fedrot.aggregation import aggregations_table, registry
-from fedrot.collect.statistic_kinds import STATISTIC_KINDS, kinds_table
+from fedrot.collect.statistics import STATISTIC_KINDS, kinds_table
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -92,7 +92,7 @@ def test_the_page_about_aggregations_lists_all_of_them() -> None:
 
 def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
-    monkeypatch.setattr("fedrot.collect.statistic_kinds.STATISTIC_KINDS", dict(STATISTIC_KINDS))
+    monkeypatch.setattr("fedrot.collect.statistics.STATISTIC_KINDS", dict(STATISTIC_KINDS))
     scope = _executed("how-to/aggregation.md", 3)
     name = "bert.embeddings.word_embeddings.weight"
     last = scope["model"].state_dict()[name]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fedrot
 from fedrot.alignment import Alignment
-from fedrot.collect.statistic_kinds import check_statistics
+from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
 from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedrot.aggregation import Fisher, RegMean
-from fedrot.collect.statistic_kinds import check_statistics
+from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRotLoRA

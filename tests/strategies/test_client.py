@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher
-from fedrot.collect.statistic_kinds import FISHER
+from fedrot.collect.statistics import FISHER
 from fedrot.strategies import (
     FedRot,
     Matching,

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, FedAvg, FedMedian
 from flwr.supercore.differential_privacy import KEY_NORM_BIT
 
-from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.averaging import MeanOfFactors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
-from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import FedRot
 from tests.models import EAGER, WIDTH, config_of
 from tests.strategies.aggregating import (

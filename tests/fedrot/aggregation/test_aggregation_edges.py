@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean, check_statistics
-from fedrot.collect.statistic_kinds import transport_statistics
+from fedrot.collect.statistics import transport_statistics
 from fedrot.symmetry.moves import Move
 from tests.fedrot.oracles import Array, seeded
 from tests.models import (

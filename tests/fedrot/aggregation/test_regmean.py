@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.aggregation import RegMean
-from fedrot.collect.statistic_kinds import brings
+from fedrot.collect.statistics import brings
 from tests.fedrot.oracles import Array, seeded
 from tests.fedrot.pairs import scrambled
 from tests.models import (

@@ -113,24 +113,9 @@ def _covariance(a: Array, c: Array) -> Array:
     return np.asarray(x.T @ y / np.sqrt((x**2).sum() * (y**2).sum()))
 
 
-def _whitened(a: Array, c: Array) -> Array:
-    """Heads whitened each on its own, then compared across."""
-
-    def white(x: Array) -> Array:
-        out = np.zeros_like(x)
-        for head in range(HEADS):
-            own = slice(head * DIM, (head + 1) * DIM)
-            values, vectors = np.linalg.eigh(x[:, own].T @ x[:, own] / len(x))
-            out[:, own] = x[:, own] @ (vectors / np.sqrt(values) @ vectors.T)
-        return out
-
-    return np.asarray(white(_centred(a)).T @ white(_centred(c)) / len(a) / a.shape[1])
-
-
 MOMENTS: dict[str, Callable[[Array, Array], Array]] = {
     "correlation": _correlation,
     "covariance": _covariance,
-    "whitened": _whitened,
 }
 
 

@@ -130,7 +130,7 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
     for step in range(4):
         drift = 0.1 * spread * size * torch.randn(start.shape, generator=generator, dtype=dtype)
         client = current + drift
-        anchor.note(group, assignment.row_distances([(current, client)]))
+        anchor.note({"ffn": False}, {"ffn": assignment.row_distances([(current, client)])})
         share = 1 / (1 + step)
         current = torch.lerp(current, client, share)
         anchor = anchor.towards_last({"w": current}, share)
@@ -150,7 +150,7 @@ def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> Non
         client = current + 0.02 * torch.randn(64, 256, generator=generator)
         distances = assignment.row_distances([(current, client)])
         assert assignment.certified(distances, anchor.separation(group, None))
-        anchor.note(group, distances)
+        anchor.note({"ffn": False}, {"ffn": distances})
         current = torch.lerp(current, client, 1 / (1 + step))
         anchor = anchor.towards_last({"w": current}, 1 / (1 + step))
     assert (anchor.separation(group, None) > 0.7 * before).all()
@@ -162,6 +162,18 @@ def test_what_was_not_noted_is_measured_anew() -> None:
     before = anchor.separation(group, None)
     moved = anchor.towards_last({"w": 0.1 * torch.eye(3)}, 1.0)
     assert torch.allclose(moved.separation(group, None), 0.1 * before, atol=1e-3)
+
+
+def test_distances_of_an_earlier_client_do_not_stand_for_the_last_one() -> None:
+    """It was aligned after an earlier one that was noted, but not merged."""
+    group = Group("ffn", 0, "ffn", Permutation(3), (Slot("w", 0, Slice(0, 3)),))
+    anchor = Anchor({"w": torch.eye(3)})
+    anchor.separation(group, None)
+    anchor.note({"ffn": False}, {"ffn": torch.zeros(3)})
+    anchor.note({"ffn": True}, {})
+    moved = anchor.towards_last({"w": 0.1 * torch.eye(3)}, 1.0)
+    exact = Anchor(moved.tensors).separation(group, None)
+    assert (moved.separation(group, None) <= exact).all()
 
 
 def test_separation_is_tight_and_spans_row_blocks() -> None:

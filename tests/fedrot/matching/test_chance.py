@@ -18,9 +18,9 @@ from transformers import BertConfig, BertForSequenceClassification
 import fedrot
 from fedrot.anchors import align_round
 from fedrot.matching import chance
-from fedrot.matching.chance import Spread, line_of, null_models
-from fedrot.matching.pairs import count_once
-from fedrot.matching.solvers.inside_heads import RotationSolver
+from fedrot.matching.chance import line_of, null_models
+from fedrot.matching.inside_heads import RotationSolver
+from fedrot.matching.problem import Spread, count_once
 from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slice, Slot

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrot
+from fedrot.matching.heads import Inside, head_scores
+from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.procrustes import best_orders
-from fedrot.matching.solvers.heads import Inside, head_scores
-from fedrot.matching.solvers.inside_heads import RotationSolver
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.fedrot.oracles import Array, cross, seeded

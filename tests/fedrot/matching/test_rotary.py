@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.matching.solvers.inside_heads import RotarySolver
+from fedrot.matching.inside_heads import RotarySolver
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.fedrot.oracles import seeded

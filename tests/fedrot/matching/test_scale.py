@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedrot
-from fedrot.matching.solvers.inside_heads import best_scale
+from fedrot.matching.inside_heads import best_scale
 from tests.fedrot.oracles import Array
 from tests.models import (
     CASES,

@@ -118,7 +118,7 @@ def test_a_separation_that_was_measured_serves_canonical_biases_too() -> None:
     options = fedrot.AlignmentOptions(canonical=True, chance=0)
     for seed in (1, 2):
         fedrot.align(state_of(name, seed), anchor, symmetry, options)
-    assert anchor._canonical["_separation"]
+    assert anchor._canonical.bounds
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -133,9 +133,10 @@ def test_an_anchor_serves_both_forms(name: str) -> None:
             for anchor in (shared, fedrot.Anchor(state_of(name)))
         )
         assert ours == own
-    assert shared._separation.keys() == shared._canonical["_separation"].keys()
-    for key, bound in shared._separation.items():
-        assert not torch.equal(bound, shared._canonical["_separation"][key])
+    known, in_form = shared._known.bounds, shared._canonical.bounds
+    assert known.keys() == in_form.keys()
+    for key, (bound, _) in known.items():
+        assert not torch.equal(bound, in_form[key][0])
 
 
 def test_statistics_follow_where_nothing_is_folded_or_redundant() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
-from fedrot.collect.statistic_kinds import STATISTIC_KINDS, StatisticKind
+from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
-from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
 from fedrot.strategies.wire.records import STATISTICS, statistics_bytes
@@ -382,10 +382,6 @@ BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
     "negative fisher": (added("fisher", **{HEAD[0]: -torch.ones(3, WIDTH)}), "are negative"),
     "rotated fisher": (
         added("fisher", **{QUERY: torch.rand(WIDTH, WIDTH)}),
-        "cannot follow the rotation",
-    ),
-    "rotated second moment": (
-        added("exp_avg_sq", **{QUERY: torch.rand(WIDTH, WIDTH)}),
         "cannot follow the rotation",
     ),
     "float mask": (added(TRAINED, **{HEAD[0]: torch.ones(3)}), "a mask is boolean"),

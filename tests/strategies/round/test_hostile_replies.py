@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
-from fedrot.collect.statistic_kinds import check_statistics
+from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import Aligned
 from fedrot.strategies.flower_compat import NUMPY

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
-from fedrot.collect.statistic_kinds import TRAINED
+from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.records import STATISTICS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation import registry
-from fedrot.collect import statistic_kinds
+from fedrot.collect import statistics
 from fedrot.strategies import FedRot
 from tests.models import EAGER, State, config_of
 from tests.models import largest_difference as difference
@@ -29,7 +29,7 @@ EMBEDDING = "bert.embeddings.word_embeddings.weight"
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Register the page's kind and aggregation for one test, and return the names of its script."""
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
-    monkeypatch.setattr(statistic_kinds, "STATISTIC_KINDS", dict(statistic_kinds.STATISTIC_KINDS))
+    monkeypatch.setattr(statistics, "STATISTIC_KINDS", dict(statistics.STATISTIC_KINDS))
     text = PAGE.read_text(encoding="utf-8")
     kind, aggregation, _ = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {"__name__": "page"}

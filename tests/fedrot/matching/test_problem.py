@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.matching import stages
-from fedrot.matching.problem import Match, Problem
+from fedrot.matching import problem as of_problem
+from fedrot.matching.problem import Match, Problem, match_stage, solver_of, solves, stage_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
@@ -70,10 +70,10 @@ def test_a_solver_is_not_inherited_by_larger_groups() -> None:
 
 
 def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_SOLVERS", dict(stages._SOLVERS))
+    monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     called: list[int] = []
 
-    @stages.solves(Reversal)
+    @solves(Reversal)
     def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
         called.append(len(groups))
         return _match_reversals(groups, problem)
@@ -82,8 +82,8 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pyt
     anchor, order = state_of(NAME), []
     for group in symmetry.groups:
         if isinstance(group.kind, Reversal):
-            assert stages.stage_of(group) == "heads"
-            assert stages.solver_of(group) is match
+            assert stage_of(group) == "heads"
+            assert solver_of(group) is match
             order.append(Move(group, torch.arange(group.kind.units).flip(0)))
     client = near(anchor, 0.01)
     moved = apply_moves(client, order)
@@ -96,10 +96,10 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pyt
 
 def test_groups_of_different_solvers_share_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each solver sees its own groups once, and matches come back in the order of the groups."""
-    monkeypatch.setattr(stages, "_SOLVERS", dict(stages._SOLVERS))
+    monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     seen: list[list[str]] = []
 
-    def named(solver: str) -> stages.Solver:
+    def named(solver: str) -> of_problem.Solver:
         def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
             seen.append([solver, *(group.name for group in groups)])
             return [Match(None, float(group.layer), 0.0) for group in groups]
@@ -113,23 +113,23 @@ def test_groups_of_different_solvers_share_a_stage(monkeypatch: pytest.MonkeyPat
             [(first, Reversal(4)), (first, Permutation(4)), (second, Reversal(4))]
         )
     ]
-    stages.solves(Reversal)(named("reversals"))
-    stages.solves(Permutation)(named("permutations"))
+    solves(Reversal)(named("reversals"))
+    solves(Permutation)(named("permutations"))
     problem = Problem(fedrot.Anchor({}), {}, symmetry_for(NAME), fedrot.AlignmentOptions())
-    matches = stages.match_stage(groups, problem)
+    matches = match_stage(groups, problem)
     assert [match.before for match in matches] == [0, 1, 2]
     assert seen == [["reversals", groups[0].name, groups[2].name], ["permutations", groups[1].name]]
 
 
 def test_an_action_of_an_unknown_stage_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_SOLVERS", dict(stages._SOLVERS))
+    monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
 
     @dataclass(frozen=True)
     class Late(Permutation):
         stage: ClassVar[str] = "late"
 
     state, symmetry = state_of(NAME), symmetry_for(NAME)
-    stages.solves(Late)(_match_reversals)
+    solves(Late)(_match_reversals)
     groups = [replace(g, kind=Late(g.kind.units)) if g.part == "ffn" else g for g in symmetry.groups]
     with pytest.raises(fedrot.SymmetryError, match=r"stage 'late' of its action Late .*: residual"):
         fedrot.align(state, state, replace(symmetry, groups=tuple(groups)))

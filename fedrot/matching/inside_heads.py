@@ -12,11 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedrot.matching.chance import beyond
-from fedrot.matching.pairs import Pair
-from fedrot.matching.problem import Match, Problem
+from fedrot.matching.chance import beyond, least
+from fedrot.matching.problem import Match, Pair, Problem, solves
 from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
-from fedrot.matching.stages import solves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation, Rescale
 from fedrot.symmetry.groups import Group
@@ -88,8 +86,7 @@ class HeadSolver(ABC):
             if addition is not None:
                 own = diagonal_blocks(addition, len(addition) // action.units)
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
-            chance = problem.near_chance(group, before[-1])
-            required.append(problem.least(group, before[-1], chance))
+            required.append(least(problem, group, before[-1]))
         cross, weight = torch.stack(crosses), torch.stack(weights)
         ceiling = self.ceiling(action, cross) if any(required) else None
         most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()

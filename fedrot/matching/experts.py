@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from fedrot.matching import assignment
-from fedrot.matching.pairs import Pair, by_sign, squared_distance
-from fedrot.matching.problem import Match, Problem
-from fedrot.matching.stages import COUPLED, solves
+from fedrot.matching.problem import Match, Pair, Problem, by_sign, solves, squared_distance
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
 
@@ -63,11 +61,11 @@ def _match(group: Group, problem: Problem) -> Match:
     before = after = problem.distance(group, blocks)
     bound = assignment.separation([a for a, _ in router])
     distances = assignment.row_distances(problem.pairs(neurons))
-    routed_alike = assignment.certified(assignment.row_distances(router), bound)
-    if routed_alike and _in_place(neurons, distances, problem):
-        return Match(None, before, before, certified=True)
-    routed = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
-    element, gain = _best_order(_pool(neurons, problem), routed)
+    routed = assignment.row_distances(router)
+    if assignment.certified(routed, bound) and _in_place(neurons, distances, problem):
+        return Match(None, before, before, certified=routed)
+    scores = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
+    element, gain = _best_order(_pool(neurons, problem), scores)
     if element is not None:
         after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
     return Match(element, before, after, gain)
@@ -114,9 +112,7 @@ def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Matc
         distances = assignment.row_distances(problem.pairs(group))
         before = problem.finite(float(distances.sum()), group)
         if _in_place(group, distances, problem):
-            if not set(COUPLED) & set(problem.options.parts):
-                problem.anchor.note(group, distances)
-            matches.append(Match(None, before, before, certified=True))
+            matches.append(Match(None, before, before, certified=distances))
             continue
         kind, pool = cast(ExpertNeurons, group.kind), _pool(group, problem)
         found = [assignment.assignment(*pool.scores(i, i)) for i in range(kind.experts)]

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.matching import assignment
-from fedrot.matching.pairs import Pair, by_sign
-from fedrot.matching.problem import Match, Problem
-from fedrot.matching.stages import COUPLED, solves
+from fedrot.matching.problem import COUPLED, Match, Pair, Problem, by_sign, solves
 from fedrot.symmetry.actions import Permutation, SignedPermutation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move
@@ -63,9 +61,7 @@ def _match_neurons(group: Group, problem: Problem) -> Match:
         moved = problem.moved([Move(group, element)])
         return Match(element, before, moved.distance(group, moved.pairs(group)), gain)
     if assignment.identity_certified(distances, partial(problem.anchor.separation, group)):
-        if not set(COUPLED) & set(problem.options.parts):
-            problem.anchor.note(group, distances)
-        return Match(None, before, before, certified=True)
+        return Match(None, before, before, certified=distances)
     element, gain = assignment.assignment(*_scores(group, blocks, evidence))
     return Match(element, before, max(before - gain, 0.0), gain)
 

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from fedrot.errors import SymmetryError
 from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment, best_columns
-from fedrot.matching.pairs import Pair, squared_distance
-from fedrot.matching.problem import Match, Problem
-from fedrot.matching.solvers.inside_heads import HeadSolver
-from fedrot.matching.stages import solver_of, solves
+from fedrot.matching.inside_heads import HeadSolver
+from fedrot.matching.problem import Match, Pair, Problem, solver_of, solves, squared_distance
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadPermutation, InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
@@ -171,7 +169,7 @@ def _inside(group: Group, problem: Problem) -> Inside:
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
             f"The group '{group.name}' lies inside heads that are to be ordered, but the solver of its "
-            f"action {type(group.kind).__name__} is no fedrot.matching.solvers.inside_heads.HeadSolver."
+            f"action {type(group.kind).__name__} is no fedrot.matching.inside_heads.HeadSolver."
         )
     blocks = problem.pairs(group)
     return Inside(cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks))

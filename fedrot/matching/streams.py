@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.assignment import MINIMUM_GAIN
-from fedrot.matching.pairs import blocks_of
-from fedrot.matching.problem import Match, Problem
+from fedrot.matching.problem import Match, Problem, blocks_of, solves
 from fedrot.matching.procrustes import polar
-from fedrot.matching.stages import solves
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.stream import StreamRotation
 

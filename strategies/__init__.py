@@ -6,6 +6,7 @@ if find_spec("flwr") is None:
     raise ModuleNotFoundError("The strategies need Flower: pip install 'fedrot[flower]'")
 
 from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
+from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
@@ -26,6 +27,7 @@ __all__ = [
     "Guard",
     "Matching",
     "OtherBasis",
+    "ReplyStrategy",
     "Reporting",
     "Robustness",
     "align_mod",

@@ -50,6 +50,7 @@ class Aligned(ReplyStrategy):
         align: False aligns nothing: accepted replies reach the strategy behind as they are.
         other_basis: how to align replies from another basis; None aligns them like all others.
         guard: name of a metric, or ``Guard``: the plain mean is kept where it is better.
+        **kwargs: of ``ReplyStrategy``, and of the strategy behind.
 
     Raises:
         FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the

@@ -48,7 +48,8 @@ class FedRot(Aligned, FedAvg):
             without them are dropped.
         statistics_every: ask for statistics every so many rounds, from the first on; the rounds between
             are means. Gram matrices of BERT-base are larger than the model.
-        anchor: of ``Aligned``, like all that follow.
+        anchor: of ``Aligned``, like ``options``, ``align``, ``other_basis`` and ``guard``.
+        robustness: of ``ReplyStrategy``, like ``execution``, ``checkpointing`` and ``reporting``.
 
     Raises:
         FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, which cannot

@@ -97,7 +97,6 @@ def test_the_wheel_holds_one_package_with_types_data_and_licences(wheel: Path) -
         "fedrot/simulations/data/bundled/tokenizer.json",
         "fedrot/simulations/data/bundled/LICENSE-goemotions.txt",
         "fedrot/simulations/report/templates/page.html.j2",
-        "fedrot/simulations/report/templates/results.html.j2",
     ):
         assert expected in names
     assert sum(name.endswith("licenses/LICENSE") for name in names) == 1

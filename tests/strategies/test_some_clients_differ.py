@@ -24,7 +24,6 @@ from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
-from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.records import TOKEN_COUNTS, token_counts_record
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import HEAD, headless, honest
@@ -121,7 +120,7 @@ def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
             seen.append(trained)
 
     base = adapter(0)
-    mean = AdapterMean(Average(SETTINGS, AdapterOptions(), base, 1), RoundRecord(1))
+    mean = AdapterMean(Average(SETTINGS, AdapterOptions(), base, 1))
     mean.add(base, 1.0, {TRAINED: {"w": torch.ones(2)}, "gram": {}})
     assert [*seen[0]] == [TRAINED]
 

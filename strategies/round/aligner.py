@@ -158,12 +158,13 @@ class ToAnchor(Aligner):
         if self._by_layer:
             how = (self.rule.current, plan.symmetry, plan.options, plan.device, update.statistics)
             return Moved(update, *moved_by_layer(tensors, *how))
-        tensors = self.there(tensors)
-        return self.moved(update, tensors, self.rule.align(tensors, self.place_of(update)))
+        return self.moved_to_anchor(update)
 
-    def place_of(self, update: Update) -> int:
-        """Return an update's place among those that ``prepare`` has looked at."""
-        return self._places.get(update.question, 0)
+    def moved_to_anchor(self, update: Update) -> Moved:
+        """Return an update, as a whole, moved to the round's anchor."""
+        tensors = self.there(update.tensors)
+        place = self._places.get(update.question, 0)
+        return self.moved(update, tensors, self.rule.align(tensors, place))
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update, whose tensors are on the device, moved by an alignment."""

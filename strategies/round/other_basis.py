@@ -367,8 +367,7 @@ class FromOtherBases(ToAnchor):
         if matched is not None:
             return self.moved(update, update.tensors, matched)
         if self.others.needs_all:
-            tensors = self.there(update.tensors)
-            return self.moved(update, tensors, self.rule.align(tensors, self.place_of(update)))
+            return self.moved_to_anchor(update)
         return super().move(update)
 
     def follow(self, moved: Moved) -> None:

@@ -197,6 +197,11 @@ class FromOtherBases(ToAnchor):
         others = self.others.options if self._mixed else None
         return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
 
+    @property
+    def checks(self) -> bool:
+        """Whether ``check`` may refuse an update."""
+        return self.canonical or self.others.evidence is not None
+
     def check(self, update: Update) -> None:
         """Raise ``FedrotError`` if an update, or its activations, overflow where they are needed."""
         given = (update.tensors, self.broadcast, self.plan.symmetry)

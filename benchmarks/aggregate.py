@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.local_grid import LocalGrid
 from fedrot.strategies import FedRot, to_arrays
 from fedrot.strategies.wire.arrays import encode
@@ -47,7 +48,7 @@ State = dict[str, Tensor]
 CONTESTANTS = {
     "FedAvg": lambda layers: FedAvg(),
     "running": lambda layers: FedRot(config(layers)),
-    "global": lambda layers: FedRot(config(layers), anchor="global"),
+    "global": lambda layers: FedRot(config(layers), alignment=AlignmentOptions(anchor="global")),
 }
 OURS = ("running", "global")
 

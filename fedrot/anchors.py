@@ -21,7 +21,7 @@ from fedrot.alignment import Alignment, align
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Anchor
-from fedrot.options import AlignmentOptions
+from fedrot.options import AlignmentOptions, checked_options
 from fedrot.precision import full_float32
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry
@@ -277,7 +277,6 @@ def align_round(
     broadcast: Tensors,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
-    anchor: str = "global",
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
     token_counts: Tensor | None = None,
@@ -288,10 +287,10 @@ def align_round(
         updates: pairs of tensors and positive weight.
         broadcast: the model that the clients received.
         symmetry: from ``symmetry_of``.
-        options: see ``AlignmentOptions``.
-        anchor: ``global`` (the broadcast model), ``running`` (the weighted mean of the updates so far)
-            or ``consensus`` (generalised Procrustes, in any order of the updates). The first two read
-            ``updates`` lazily and hold one at a time; the last holds all of them.
+        options: see ``AlignmentOptions``. Their anchor is ``global`` (the broadcast model), ``running``
+            (the weighted mean of the updates so far) or ``consensus`` (generalised Procrustes, in any
+            order of the updates). The first two read ``updates`` lazily and hold one at a time; the last
+            holds all of them.
         other_basis: options for an update from another basis than its anchor (``base_cosine`` below
             ``SAME_BASIS``, unless both are near the broadcast model); None treats it like the others. If
             one of the two is ``canonical``, both are.
@@ -304,10 +303,10 @@ def align_round(
         UpdateError: see ``align``.
     """
     check_symmetry(symmetry)
-    check_anchor(anchor)
-    chosen = options or AlignmentOptions()
+    chosen = checked_options(options)
+    check_anchor(chosen.anchor)
     find = finder(broadcast, symmetry, chosen, other_basis, evidence, token_counts)
-    rule = ANCHORS[anchor](Anchor(broadcast), find)
+    rule = ANCHORS[chosen.anchor](Anchor(broadcast), find)
     if rule.needs_all:
         updates = list(updates)
         rule.prepare(updates)

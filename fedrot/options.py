@@ -1,13 +1,13 @@
-"""``AlignmentOptions``: what alignment moves, and when."""
+"""``AlignmentOptions``: what alignment moves, and towards what."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fedrot.errors import FedrotError
-from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, Symmetry
+from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, WHOLE_MODEL, Symmetry
 
 #: What may move inside heads.
 WITHIN_HEADS = ("rotation", "permutation")
@@ -17,14 +17,16 @@ _LAYERS = re.compile(r"all|(first|last):[0-9]+")
 
 @dataclass(frozen=True)
 class AlignmentOptions:
-    """Options of ``align``.
+    """Options of ``align``, ``align_round`` and the strategies.
 
     Attributes:
-        parts: any of ``residual`` (permutation of the residual stream, or rotation, see ``canonical``),
-            ``output`` (permutation of the task heads' hidden units, with signs under odd activations),
-            ``heads`` (permutation of the attention heads), ``attention`` (rotation inside each head),
-            ``rescale`` (scale of each head), ``ffn`` (permutation of the neurons).
-            ``fedrot.WHOLE_MODEL`` is all but ``rescale``.
+        parts: ``"whole"`` (``fedrot.WHOLE_MODEL``, all parts but ``rescale``), or any of ``residual``
+            (permutation of the residual stream, or rotation, see ``canonical``), ``output`` (permutation
+            of the task heads' hidden units, with signs under odd activations), ``heads`` (permutation of
+            the attention heads), ``attention`` (rotation inside each head), ``rescale`` (scale of each
+            head), ``ffn`` (permutation of the neurons).
+        anchor: of a round, see ``align_round``: ``running``, which docs/results/one-shot.md found best
+            over all its settings, ``global`` or ``consensus``. ``align`` is given its anchor.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.
@@ -39,7 +41,8 @@ class AlignmentOptions:
             ``residual`` is among the parts and can be rotated in the model (``for_model``).
     """
 
-    parts: tuple[str, ...] = DEFAULT_PARTS
+    parts: Sequence[str] = DEFAULT_PARTS
+    anchor: str = "running"
     layers: str | Collection[int] = "all"
     within_heads: str = "rotation"
     chance: float = 1.1
@@ -48,11 +51,14 @@ class AlignmentOptions:
 
     def __post_init__(self) -> None:
         parts: object = self.parts
-        if isinstance(parts, str):
+        if parts == "whole":
+            object.__setattr__(self, "parts", WHOLE_MODEL)
+        elif isinstance(parts, str):
             named = tuple(parts.split("+"))
             known = repr(named) if set(named) <= {*PARTS} else f"a tuple of some of {tuple(PARTS)}"
-            write = "fedrot.WHOLE_MODEL" if parts == "whole" else known
-            raise FedrotError(f"parts is the string '{parts}'; write parts={write}.")
+            raise FedrotError(f"parts is the string '{parts}'; write parts={known}, or parts='whole'.")
+        else:
+            object.__setattr__(self, "parts", tuple(self.parts))
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {tuple(PARTS)}.")
@@ -118,11 +124,16 @@ class AlignmentOptions:
         return tuple(range(n) if side == "first" else range(count - n, count))
 
 
-def checked_options(options: AlignmentOptions | None) -> AlignmentOptions:
-    """Return options, the defaults if None; raise ``FedrotError`` if they are something else."""
+def checked_options(options: AlignmentOptions | None, name: str = "options") -> AlignmentOptions:
+    """Return options, the defaults if None; raise ``FedrotError`` if they are something else.
+
+    Args:
+        options: to check.
+        name: of the argument, for the error.
+    """
     if not isinstance(options, AlignmentOptions | None):
         raise FedrotError(
-            f"options is a {type(options).__name__}; pass fedrot.AlignmentOptions, for example "
+            f"{name} is a {type(options).__name__}; pass fedrot.AlignmentOptions, for example "
             "AlignmentOptions(parts=('attention',))."
         )
     return options or AlignmentOptions()

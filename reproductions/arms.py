@@ -155,9 +155,8 @@ class AdaptersStrategy(CellStrategy, FedRot):
             model,
             report,
             adapter_symmetry(tensors_of(model)),
-            anchor=arm.anchor,
             aggregation=aggregation_of(arm, cell.task, cell.seed, model),
-            options=arm.options,
+            alignment=arm.options,
         )
 
 

@@ -17,7 +17,7 @@ from fedrot.anchors import ANCHORS
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.plugins import load_plugins
-from fedrot.strategies import DEFAULT_ANCHOR, Guard
+from fedrot.strategies import Guard
 from fedrot.symmetry import WHOLE_MODEL
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Arm(BaseModel):
     align: bool
     parts: tuple[str, ...] = ()
     changes: dict[str, Any] = {}
-    anchor: str = DEFAULT_ANCHOR
+    anchor: str = AlignmentOptions.anchor
     evidence: str = EVIDENCE[0]
     chance: float = AlignmentOptions.chance
     guard: str = ""
@@ -191,7 +191,8 @@ class Arm(BaseModel):
     @property
     def options(self) -> AlignmentOptions:
         """What the arm moves."""
-        of_arm = {"parts": self.parts, "chance": self.chance, "canonical": self.canonical}
+        of_arm = {"parts": self.parts, "anchor": self.anchor, "chance": self.chance}
+        of_arm["canonical"] = self.canonical
         return AlignmentOptions(**{**of_arm, **self.changes})
 
     @property
@@ -244,7 +245,7 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
         return _of_adapters(said)
     aggregation = said.get("aggregation", MEAN)
     chosen = {
-        "anchor": said.get("anchor") or DEFAULT_ANCHOR,
+        "anchor": said.get("anchor") or AlignmentOptions.anchor,
         "evidence": said.get("evidence") or EVIDENCE[0],
         "aggregation": aggregation,
     }

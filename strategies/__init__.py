@@ -5,23 +5,21 @@ from importlib.util import find_spec
 if find_spec("flwr") is None:
     raise ModuleNotFoundError("The strategies need Flower: pip install 'fedrot[flower]'")
 
-from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
+from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
+from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
 
 __all__ = [
-    "DEFAULT_ANCHOR",
     "Aligned",
     "AlignedLoRA",
     "Checkpointing",
-    "Execution",
     "FedRot",
     "FedRotLoRA",
     "Guard",
@@ -29,7 +27,7 @@ __all__ = [
     "OtherBasis",
     "ReplyStrategy",
     "Reporting",
-    "Robustness",
+    "Server",
     "align_mod",
     "from_arrays",
     "match_at_client",

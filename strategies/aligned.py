@@ -25,8 +25,7 @@ from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
-#: The anchor that docs/results/one-shot.md found best over all its settings.
-DEFAULT_ANCHOR = "running"
+DEFAULT_ALIGNMENT = AlignmentOptions()
 
 
 class Aligned(ReplyStrategy):
@@ -34,59 +33,56 @@ class Aligned(ReplyStrategy):
 
     ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. Put it in
     front of differential-privacy wrappers such as ``DifferentialPrivacyServerSideFixedClipping``; these
-    take ``anchor="global"`` only.
+    take ``alignment=AlignmentOptions(anchor="global")`` only.
 
     Replies are aligned and added to the mean one at a time, in the order of arrival. All of a round's
     updates are kept by strategies that look at every update (medians, Krum, privacy wrappers), by the
-    anchor ``consensus``, by ``align=False``, and by the settings that say so. See ``ReplyStrategy`` for
-    replies that are dropped.
+    anchor ``consensus``, by ``alignment=None``, and by the settings that say so. See ``ReplyStrategy``
+    for replies that are dropped.
 
     Args:
-        symmetry: the model's transformers configuration (object or dictionary), or a ``Symmetry``.
-            ``align=False`` needs neither.
+        model_config: the model's transformers configuration (object or dictionary), or a ``Symmetry``.
+            ``alignment=None`` needs neither.
         *args: of the strategy behind.
-        anchor: of updates, see ``fedrot.align_round``; ``running`` if not given.
-        options: what to align, see ``fedrot.AlignmentOptions``.
-        align: False aligns nothing: accepted replies reach the strategy behind as they are.
+        alignment: what to align, and to which anchor, see ``fedrot.AlignmentOptions``. None aligns
+            nothing: accepted replies reach the strategy behind as they are.
         other_basis: how to align replies from another basis; None aligns them like all others.
         guard: name of a metric, or ``Guard``: the plain mean is kept where it is better.
         **kwargs: of ``ReplyStrategy``, and of the strategy behind.
 
     Raises:
-        FedrotError: ``symmetry`` is something else; the anchor is unknown, or would undo the
+        FedrotError: ``model_config`` is something else; the anchor is unknown, or would undo the
             privacy of the strategy behind; the spill folder cannot be written to. In the first round:
             the symmetry does not fit the model, a privacy wrapper is around this strategy, or every
             reply is dropped for the same reason.
     """
 
-    not_in_checkpoints = ("symmetry", "options", "other_bases", "comparison")
+    not_in_checkpoints = ("model_config", "symmetry", "alignment", "other_bases", "comparison")
 
     def __init__(
         self,
-        symmetry: Symmetry | Mapping[str, Any] | object | None = None,
+        model_config: Symmetry | Mapping[str, Any] | object | None = None,
         *args: Any,
-        anchor: str = DEFAULT_ANCHOR,
-        options: AlignmentOptions | None = None,
-        align: bool = True,
+        alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
         guard: str | Guard | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments.check_described(type(self).__name__, symmetry, align)
+        arguments.check_described(type(self).__name__, model_config, alignment is not None)
         super().__init__(*args, **kwargs)
-        check_anchor(anchor)
-        if align:
-            arguments.check_in_front(self, anchor, other_basis is not None)
-        self.symmetry = symmetry
-        self.anchor = anchor
-        self.options = checked_options(options)
-        self.align = align
+        if alignment is not None:
+            check_anchor(checked_options(alignment, "alignment").anchor)
+            arguments.check_in_front(self, alignment.anchor, other_basis is not None)
+        self.model_config = model_config
+        self.symmetry: Symmetry | None = None
+        self.alignment = alignment
         self.other_bases = OtherBases(other_basis)
-        self.comparison = comparison_of(guard, align, self.options, self.other_bases.possible_options)
+        self.comparison = comparison_of(guard, alignment, self.other_bases.possible_options)
 
     def summary(self) -> None:
         """Log what is aligned, then how replies are taken and the summary of the strategy behind."""
-        what = f"{' + '.join(self.options.parts)} to anchor '{self.anchor}'" if self.align else "off"
+        chosen = self.alignment
+        what = f"{' + '.join(chosen.parts)} to anchor '{chosen.anchor}'" if chosen else "off"
         log(INFO, "\t├──> Alignment: %s", what)
         if self.comparison is not None:
             log(INFO, "\t├──> Guard: the better mean by '%s'", self.comparison.guard.metric)
@@ -94,7 +90,7 @@ class Aligned(ReplyStrategy):
 
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
-        arguments.check_initial_arrays(arrays, self.symmetry, self.align)
+        arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
 
     def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
         """Return the server's evaluation function; a guard has no mean evaluated twice."""
@@ -107,33 +103,36 @@ class Aligned(ReplyStrategy):
 
         None gives all updates to the strategy behind.
         """
-        return Mean if self.align and self.wrapped_class in OF_THE_MEAN else None
+        return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 
     @property
     def aligns(self) -> bool:
         """True if a round's updates are aligned, which its metrics and its verdict tell."""
-        return self.align
+        return self.alignment is not None
 
     @property
     def waits(self) -> bool:
         """True if a round keeps all updates until every reply has arrived."""
-        of_all = self.align and (ANCHORS[self.anchor].needs_all or self.other_bases.needs_all)
+        if self.alignment is None:
+            return super().waits
+        of_all = ANCHORS[self.alignment.anchor].needs_all or self.other_bases.needs_all
         return of_all or super().waits
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Find the symmetry of the model that a round broadcasts."""
-        if self.align:
-            arguments.check_not_behind(self)
-            self.symmetry = arguments.symmetry_for(self.symmetry, arrays)
-            self.symmetry.select(self.options.parts, self.options.layer_indices(self.symmetry.layers))
-            self.other_bases.prepare(self.symmetry)
+        if self.alignment is None:
+            return
+        arguments.check_not_behind(self)
+        found = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
+        found.select(self.alignment.parts, self.alignment.layer_indices(found.layers))
+        self.symmetry = found
+        self.other_bases.prepare(found)
 
     def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
         """Return what moves a round's updates."""
-        if not self.align:
+        if self.alignment is None or self.symmetry is None:
             return super().aligner(broadcast, merge, record)
-        assert isinstance(self.symmetry, Symmetry)
-        plan = Plan(self.symmetry, self.options, self.anchor, self._device)
+        plan = Plan(self.symmetry, self.alignment, self._device)
         if self.other_bases.options is None:
             return ToAnchor(plan, broadcast, record, merge.mean)
         grid = self._grid
@@ -144,5 +143,5 @@ class Aligned(ReplyStrategy):
         """Return what takes a round's updates."""
         build = self.aggregator(record.number)
         if build is None:
-            return Listed(record, integers_of(self._broadcast) if self.align else ArrayRecord())
+            return Listed(record, integers_of(self._broadcast) if self.aligns else ArrayRecord())
         return Averaged(build, record, self.comparison)

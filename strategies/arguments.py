@@ -225,13 +225,14 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
     if isinstance(strategy, _CLIENT_SIDE):
         raise FedrotError(
             "Clients clip their updates before the server could align them. Align at the clients, "
-            "mods=[fixedclipping_mod, align_mod(...)], and give align=False here."
+            "mods=[fixedclipping_mod, align_mod(...)], and give alignment=None here."
         )
     if isinstance(strategy, _SERVER_SIDE) and (anchor != "global" or other_basis):
         raise FedrotError(
             "With differential privacy every update must be aligned to the broadcast model alone: "
             "otherwise one client's reply moves the updates of others, and clipping it does not bound "
-            "its influence. Give anchor='global', and no other_basis."
+            "its influence. Give alignment=AlignmentOptions(anchor='global'), "
+            "and no other_basis."
         )
 
 
@@ -243,5 +244,5 @@ def check_not_behind(strategy: Strategy) -> None:
             raise FedrotError(
                 f"{name} clips updates before {type(strategy).__name__} aligns them. Put alignment in "
                 f"front of it: class Private(Aligned, {name}), Private(config, FedAvg(), "
-                "anchor='global', ...)."
+                "..., alignment=AlignmentOptions(anchor='global'))."
             )

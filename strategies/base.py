@@ -38,7 +38,7 @@ from fedrot.strategies.round.play import play
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Schema
 from fedrot.strategies.round.waiting import Store, Waiting
-from fedrot.strategies.settings import Checkpointing, Execution, Reporting, Robustness
+from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Tensors
 
@@ -52,8 +52,7 @@ class ReplyStrategy(Strategy):
 
     Args:
         *args: of the strategy behind, like ``**kwargs``.
-        robustness: when a reply, or a round, is not used.
-        execution: device, precision on the wire, spill folder, determinism.
+        server: when a round fails, device, precision on the wire, spill folder, determinism.
         checkpointing: where to write checkpoints, and where to resume.
         reporting: files that receive what happened.
 
@@ -70,27 +69,25 @@ class ReplyStrategy(Strategy):
 
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
     not_in_checkpoints: tuple[str, ...] = (
-        *("robustness", "execution", "checkpointing", "reporting", "_checkpoints", "_device"),
+        *("server", "checkpointing", "reporting", "_checkpoints", "_device"),
         *("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
     )
 
     def __init__(
         self,
         *args: Any,
-        robustness: Robustness | None = None,
-        execution: Execution | None = None,
+        server: Server | None = None,
         checkpointing: Checkpointing | None = None,
         reporting: Reporting | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.robustness = robustness or Robustness()
-        self.execution = execution or Execution()
+        self.server = server or Server()
         self.checkpointing = checkpointing or Checkpointing()
         self.reporting = reporting or Reporting()
-        with Store(self.execution.spill):
+        with Store(self.server.spill):
             pass  # A folder that cannot be written to is an error before clients train.
-        self._device = checked_device(self.execution.device)
+        self._device = checked_device(self.server.device)
         folder = self.checkpointing.folder
         self._checkpoints = Checkpoints(folder, self.checkpointing.keep) if folder is not None else None
         self._broadcast = ArrayRecord()
@@ -107,8 +104,8 @@ class ReplyStrategy(Strategy):
         """Log how replies are taken, then the summary of the strategy behind."""
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "kept until all have come"
-        order = ", in an order that their contents give" if self.execution.deterministic else ""
-        where = f", in {spill}" if (spill := self.execution.spill) and self.waits else ""
+        order = ", in an order that their contents give" if self.server.deterministic else ""
+        where = f", in {spill}" if (spill := self.server.spill) and self.waits else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         super().summary()  # type: ignore[safe-super]
 
@@ -181,7 +178,7 @@ class ReplyStrategy(Strategy):
         messages = super().configure_train(  # type: ignore[safe-super]
             server_round, readable, config, grid
         )
-        sent = to_send(messages, readable, arrays, self.execution.wire)
+        sent = to_send(messages, readable, arrays, self.server.wire)
         self._sent = [message.metadata for message in sent]
         return sent
 
@@ -192,7 +189,7 @@ class ReplyStrategy(Strategy):
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
-        sent = to_send(messages, arrays, arrays, self.execution.wire)
+        sent = to_send(messages, arrays, arrays, self.server.wire)
         self._sent_to_evaluate = [message.metadata for message in sent]
         return sent
 
@@ -207,7 +204,7 @@ class ReplyStrategy(Strategy):
         record = RoundRecord(server_round)
         # A subclass that was given the replies first may read them before and afterwards.
         one_pass = replies if self._in_front else streamed(replies)
-        with Store(self.execution.spill) as store:
+        with Store(self.server.spill) as store:
             merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record, store)
             arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
         ours = record.metrics(self.reporting.all_metrics) if self.aligns else record.losses()
@@ -254,7 +251,7 @@ class ReplyStrategy(Strategy):
     @property
     def waits(self) -> bool:
         """True if a round keeps all updates until every reply has arrived."""
-        return self.execution.deterministic
+        return self.server.deterministic
 
     def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
         """Return what moves a round's updates."""
@@ -334,7 +331,7 @@ class ReplyStrategy(Strategy):
 
         Everything else of the round is released.
         """
-        broadcast = from_arrays(self._broadcast, writable=self.execution.deterministic)
+        broadcast = from_arrays(self._broadcast, writable=self.server.deterministic)
         merge = self.merge(record)
         aligner = self.aligner(broadcast, merge, record)
         inbox = Inbox(
@@ -344,7 +341,7 @@ class ReplyStrategy(Strategy):
             weighted_by=self._weighted_by,
             needs=self.needs(record.number),
             uses_statistics=self.uses_statistics,
-            copy=self.execution.deterministic,
+            copy=self.server.deterministic,
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=self._in_front,
         )
@@ -353,7 +350,7 @@ class ReplyStrategy(Strategy):
         return merge, aligner.moved_broadcast()
 
     def _waiting(self, store: Store) -> Waiting:
-        if not self.execution.deterministic:
+        if not self.server.deterministic:
             return Waiting(store)
         if self.trusts_ids:
             return Waiting(store, attrgetter("client"), mixes=False)
@@ -367,7 +364,7 @@ class ReplyStrategy(Strategy):
             weighted_by=self._weighted_by,
             broadcast=self._broadcast,
             align=self.aligns,
-            min_replies=self.robustness.min_replies,
+            min_replies=self.server.min_replies,
         )
 
     @property

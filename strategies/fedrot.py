@@ -15,14 +15,14 @@ from fedrot.aggregation import Aggregator, Mean, aggregation_named
 from fedrot.collect.statistics import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.aligned import DEFAULT_ANCHOR, Aligned
+from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved
-from fedrot.strategies.settings import Checkpointing, Execution, OtherBasis, Reporting, Robustness
+from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
@@ -32,24 +32,22 @@ class FedRot(Aligned, FedAvg):
     """Aligned FedAvg.
 
     ``FedRot(config, fraction_train=0.5)`` in the place of ``FedAvg(fraction_train=0.5)``: every argument
-    of FedAvg works as before. ``FedRot(align=False)`` is FedAvg, but for rows that clients mark as not
-    trained (``fedrot.collect.completed``), which the average leaves out.
+    of FedAvg works as before. ``FedRot(alignment=None)`` is FedAvg, but for rows that clients mark as
+    not trained (``fedrot.collect.completed``), which the average leaves out.
 
     ``train_metrics_aggr_fn`` receives the metrics and small configurations of the replies; it does not
     receive arrays of updates that are added one at a time.
 
     Args:
-        symmetry: the model's transformers configuration, see ``Aligned``.
+        model_config: the model's transformers configuration, see ``Aligned``.
         fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
         aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
             ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
             None is FedAvg's weighted mean. The training configuration asks clients for the statistics
             that it needs (``wanted_statistics``); they send them with ``statistics_record``. Replies
             without them are dropped.
-        statistics_every: ask for statistics every so many rounds, from the first on; the rounds between
-            are means. Gram matrices of BERT-base are larger than the model.
-        anchor: of ``Aligned``, like ``options``, ``align``, ``other_basis`` and ``guard``.
-        robustness: of ``ReplyStrategy``, like ``execution``, ``checkpointing`` and ``reporting``.
+        alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
+        server: of ``ReplyStrategy``, like ``checkpointing`` and ``reporting``.
 
     Raises:
         FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, which cannot
@@ -60,7 +58,7 @@ class FedRot(Aligned, FedAvg):
 
     def __init__(
         self,
-        symmetry: Symmetry | Mapping[str, Any] | object | None = None,
+        model_config: Symmetry | Mapping[str, Any] | object | None = None,
         fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2,
@@ -73,28 +71,21 @@ class FedRot(Aligned, FedAvg):
         evaluate_metrics_aggr_fn: MetricsFunction | None = None,
         *,
         aggregation: str | Callable[[], Aggregator] | None = None,
-        statistics_every: int = 1,
-        anchor: str = DEFAULT_ANCHOR,
-        options: AlignmentOptions | None = None,
-        align: bool = True,
+        alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
-        robustness: Robustness | None = None,
-        execution: Execution | None = None,
+        guard: str | Guard | None = None,
+        server: Server | None = None,
         checkpointing: Checkpointing | None = None,
         reporting: Reporting | None = None,
-        guard: str | Guard | None = None,
     ) -> None:
         super().__init__(
-            symmetry,
-            anchor=anchor,
-            options=options,
-            align=align,
+            model_config,
+            alignment=alignment,
             other_basis=other_basis,
-            robustness=robustness,
-            execution=execution,
+            guard=guard,
+            server=server,
             checkpointing=checkpointing,
             reporting=reporting,
-            guard=guard,
             fraction_train=fraction_train,
             fraction_evaluate=fraction_evaluate,
             min_train_nodes=min_train_nodes,
@@ -106,40 +97,36 @@ class FedRot(Aligned, FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
-        if statistics_every < 1:
-            raise FedrotError(f"statistics_every is {statistics_every}; it must be 1 or more.")
         self.aggregation = _builder(aggregation)
-        self.statistics_every = statistics_every
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
-        if self._kinds:
+        if self._kinds and self.alignment is not None:
             # Statistics of the update that a client sends are not those of its canonical form.
-            self.options = self.options.as_it_is()
+            self.alignment = self.alignment.as_it_is()
             self.other_bases.as_it_is()
         self._check_rotations()
 
     def _check_rotations(self) -> None:
-        aligned = (self.options, self.other_bases.possible_options) if self.align else ()
+        aligned = (self.alignment, self.other_bases.possible_options) if self.aligns else ()
         rotates = any(o and "attention" in o.parts and o.within_heads == "rotation" for o in aligned)
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
         if fixed and rotates:
             raise FedrotError(
                 f"The statistics '{fixed[0]}' cannot follow rotations of the heads. Let the clients "
-                "align before they compute them (fedrot.strategies.align_mod) and give align=False "
-                "here, or align permutations only, options=AlignmentOptions(parts=('heads', 'ffn'))."
+                "align before they compute them (fedrot.strategies.align_mod) and give "
+                "alignment=None here, or align permutations only, "
+                "alignment=AlignmentOptions(parts=('heads', 'ffn'))."
             )
 
     def summary(self) -> None:
         """Log how updates are merged, then the summary of alignment and FedAvg."""
         if self.aggregation is not None:
-            name = type(self.aggregation()).__name__
-            every = f" every {self.statistics_every} rounds" if self.statistics_every > 1 else ""
-            log(INFO, "\t├──> Aggregation: %s%s", name, every if self._kinds else "")
+            log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
         super().summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask for statistics in the rounds that use them."""
+        """Ask for the statistics that the aggregation uses."""
         if self.aggregation is not None:
             check_not_behind(self)
         if self._kinds:
@@ -147,14 +134,12 @@ class FedRot(Aligned, FedAvg):
         return super().configure_train(server_round, arrays, config, grid)
 
     def needs(self, server_round: int) -> tuple[str, ...]:
-        """Return the aggregation's kinds of statistics, in the rounds that use them."""
-        return self._kinds if (server_round - 1) % self.statistics_every == 0 else ()
+        """Return the aggregation's kinds of statistics."""
+        return self._kinds
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the aggregation, or a mean in the rounds without its statistics."""
-        if self.aggregation is not None and self.needs(server_round) == self._kinds:
-            return self.aggregation
-        return super().aggregator(server_round)
+        """Return the aggregation."""
+        return self.aggregation or super().aggregator(server_round)
 
     def merge(self, record: RoundRecord) -> Merge:
         """Return what takes a round's updates; without alignment or aggregation that is FedAvg."""

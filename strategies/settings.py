@@ -70,32 +70,13 @@ class OtherBasis:
 
 
 @dataclass(frozen=True)
-class Robustness:
-    """Which rounds fail.
+class Server:
+    """How the server runs a round.
 
-    Example: ``FedRot(config, robustness=Robustness(min_replies=5))``.
+    Example: ``FedRot(config, server=Server(device="cuda", min_replies=5))``.
 
     Attributes:
         min_replies: with fewer accepted replies the round fails, and the model stays as it was.
-
-    Raises:
-        FedrotError: ``min_replies`` is below 1.
-    """
-
-    min_replies: int = 1
-
-    def __post_init__(self) -> None:
-        if self.min_replies < 1:
-            raise FedrotError(f"min_replies is {self.min_replies}; a round needs 1 reply at least.")
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Where and how the server computes.
-
-    Example: ``FedRot(config, execution=Execution(device="cuda"))``.
-
-    Attributes:
         device: where updates are aligned and averaged. With the anchors ``global`` and ``running`` a
             GPU holds one model, the mean, and two layers; other anchors and aggregations, and replies in
             another basis, take whole updates there.
@@ -108,15 +89,18 @@ class Execution:
             round's updates until every reply has arrived.
 
     Raises:
-        FedrotError: ``wire`` is no precision, or ``spill`` no folder.
+        FedrotError: ``min_replies`` is below 1, ``wire`` is no precision, or ``spill`` no folder.
     """
 
+    min_replies: int = 1
     device: str | torch.device = "cpu"
     wire: torch.dtype | None = None
     spill: str | Path | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.min_replies < 1:
+            raise FedrotError(f"min_replies is {self.min_replies}; a round needs 1 reply at least.")
         if self.wire is not None and self.wire not in PRECISIONS:
             raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
         if isinstance(self.spill, bool):

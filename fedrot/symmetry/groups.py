@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -247,7 +247,7 @@ class Symmetry:
             centred=tuple(place for place in self.centred if place[0] in names),
         )
 
-    def select(self, parts: tuple[str, ...], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
+    def select(self, parts: Sequence[str], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.
 
         Groups of the whole model are selected by part alone.

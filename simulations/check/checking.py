@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -88,7 +88,7 @@ class CheckReport:
     seconds: float
 
 
-def check_model(name: str, parts: tuple[str, ...] | None = None, seed: int = 0) -> CheckReport:
+def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) -> CheckReport:
     """Load a model, move it by random elements of every group, and compare its outputs.
 
     Args:

@@ -32,7 +32,7 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import own_id
 from fedrot.strategies.round.update import Moved
-from fedrot.strategies.settings import Execution, OtherBasis, Reporting
+from fedrot.strategies.settings import OtherBasis, Reporting, Server
 
 #: Called with (cell description, round, rounds) after every round.
 Progress = Callable[[str, int, int], None]
@@ -108,7 +108,7 @@ class CellStrategy(ReplyStrategy):
         config = cell.task.config
         super().__init__(
             *args,
-            execution=Execution(deterministic=True),
+            server=Server(deterministic=True),
             reporting=Reporting(report, all_metrics=True),
             fraction_train=config.fraction_train,
             fraction_evaluate=1.0 if config.holdout else 0.0,
@@ -182,11 +182,9 @@ class ArmStrategy(CellStrategy, FedRot):
             model,
             report,
             model_config(task.config, task.data).to_dict(),
-            anchor=arm.anchor,
             aggregation=aggregation_of(arm, task, cell.seed, model),
-            options=arm.options if at_server else None,
+            alignment=arm.options if at_server else None,
             other_basis=other_basis if at_server else None,
-            align=at_server,
             guard=Guard(arm.guard, evaluate=self.evaluate_mean) if arm.guard else None,
         )
 

@@ -73,7 +73,7 @@ def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
     indices = layers.split(",")
     listed = all(index.strip().isdecimal() for index in indices)
     try:
-        return AlignmentOptions(chosen, tuple(map(int, indices)) if listed else layers)
+        return AlignmentOptions(chosen, layers=tuple(map(int, indices)) if listed else layers)
     except FedrotError as error:
         raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(named)}.") from error
 

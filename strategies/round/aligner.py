@@ -65,14 +65,12 @@ class Plan:
 
     Attributes:
         symmetry: of the broadcast model.
-        options: what is aligned.
-        anchor: name of the anchor, see ``fedrot.align_round``.
+        options: what is aligned, and to which anchor.
         device: where updates are aligned and averaged.
     """
 
     symmetry: Symmetry
     options: AlignmentOptions
-    anchor: str
     device: torch.device
 
 
@@ -96,7 +94,7 @@ class ToAnchor(Aligner):
         self, plan: Plan, broadcast: Tensors, record: RoundRecord, shared: Mean | None = None
     ) -> None:
         self.plan, self.broadcast, self.record, self.shared = plan, broadcast, record, shared
-        on_gpu = plan.device.type != "cpu" and plan.anchor in ("global", "running")
+        on_gpu = plan.device.type != "cpu" and plan.options.anchor in ("global", "running")
         self._by_layer = self.by_layers and on_gpu and shared is not None
         self._places: dict[Question, int] = {}
         self.rule = self.rule_at(broadcast, shared)
@@ -104,9 +102,9 @@ class ToAnchor(Aligner):
     def rule_at(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
         """Return the anchor of a round whose coordinates are those of ``base``."""
         base = self.there(base)
-        if self.plan.anchor == "running":
+        if self.plan.options.anchor == "running":
             return RunningAnchor(Anchor(base), self.finder(base), shared)
-        return ANCHORS[self.plan.anchor](Anchor(base), self.finder(base))
+        return ANCHORS[self.plan.options.anchor](Anchor(base), self.finder(base))
 
     def finder(self, base: Tensors) -> Finder:
         """Return what finds one update's alignment to one anchor."""

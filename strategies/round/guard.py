@@ -183,13 +183,15 @@ class Comparison:
         return value if self.guard.higher_is_better else -value
 
 
-def comparison_of(given: object, align: bool, *options: AlignmentOptions | None) -> Comparison | None:
+def comparison_of(
+    given: object, alignment: AlignmentOptions | None, other_basis: AlignmentOptions | None
+) -> Comparison | None:
     """Return the comparison that a strategy's argument ``guard`` asks for, None for None.
 
     Args:
         given: a metric's name, or the settings.
-        align: of the strategy.
-        options: all that its updates may be aligned with.
+        alignment: of the strategy.
+        other_basis: what replies in another basis are aligned with; None if they are not told apart.
 
     Raises:
         FedrotError: it is something else, nothing is aligned, or see ``Guard``.
@@ -200,10 +202,10 @@ def comparison_of(given: object, align: bool, *options: AlignmentOptions | None)
     if not isinstance(guard, Guard):
         kind = type(given).__name__
         raise FedrotError(f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard.")
-    if not align:
+    if alignment is None:
         raise FedrotError(
-            "guard compares the aligned mean with the plain one; with align=False there is only the "
+            "guard compares the aligned mean with the plain one; with alignment=None there is only the "
             "plain one. Leave one of the two arguments out."
         )
     # Canonical tensors differ even where no group is moved.
-    return Comparison(guard, any(o is not None and o.may_be_canonical for o in options))
+    return Comparison(guard, any(o is not None and o.may_be_canonical for o in (alignment, other_basis)))

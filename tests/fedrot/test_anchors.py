@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,15 @@ def _round(
     options: fedrot.AlignmentOptions = EAGER,
     **given: Any,
 ) -> tuple[State, list[AlignedUpdate]]:
-    results = list(fedrot.align_round(clients, broadcast, symmetry, options, anchor, **given))
+    results = list(
+        fedrot.align_round(
+            clients,
+            broadcast,
+            symmetry,
+            replace(options or fedrot.AlignmentOptions(), anchor=anchor),
+            **given,
+        )
+    )
     mean = Mean()
     for result in results:
         mean.add(result.tensors, result.weight)
@@ -175,8 +184,13 @@ def test_one_client_is_aligned_to_the_broadcast_model(anchor: str) -> None:
 def test_an_empty_round_yields_nothing(anchor: str) -> None:
     broadcast = state_of("bert-classifier")
     symmetry = fedrot.symmetry_of(config_of("bert-classifier"), broadcast)
-    assert list(fedrot.align_round([], broadcast, symmetry, anchor=anchor)) == []
-    assert list(fedrot.align_round(iter(()), broadcast, symmetry, anchor=anchor)) == []
+    assert (
+        list(fedrot.align_round([], broadcast, symmetry, fedrot.AlignmentOptions(anchor=anchor))) == []
+    )
+    assert (
+        list(fedrot.align_round(iter(()), broadcast, symmetry, fedrot.AlignmentOptions(anchor=anchor)))
+        == []
+    )
 
 
 @ANCHOR
@@ -233,7 +247,7 @@ def test_one_pass_anchors_read_their_updates_lazily(anchor: str) -> None:
             read.append(i)
             yield client
 
-    results = fedrot.align_round(updates(), broadcast, symmetry, anchor=anchor)
+    results = fedrot.align_round(updates(), broadcast, symmetry, fedrot.AlignmentOptions(anchor=anchor))
     assert read == []
     for i in range(4):
         next(results)
@@ -248,14 +262,14 @@ def test_a_bad_update_is_refused_in_every_round(anchor: str) -> None:
     clients = _clients(broadcast)
     clients[2][0]["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] = float("nan")
     with pytest.raises(fedrot.UpdateError, match="NaN or Inf"):
-        list(fedrot.align_round(clients, broadcast, symmetry, anchor=anchor))
+        list(fedrot.align_round(clients, broadcast, symmetry, fedrot.AlignmentOptions(anchor=anchor)))
 
 
 def test_an_unknown_anchor_is_refused_at_once() -> None:
     broadcast = state_of("bert-classifier")
     symmetry = fedrot.symmetry_of(config_of("bert-classifier"), broadcast)
     with pytest.raises(fedrot.FedrotError, match="nearest") as caught:
-        fedrot.align_round([], broadcast, symmetry, anchor="nearest")
+        fedrot.align_round([], broadcast, symmetry, fedrot.AlignmentOptions(anchor="nearest"))
     assert all(anchor in str(caught.value) for anchor in ANCHORS)
 
 
@@ -472,7 +486,9 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
     assert base_cosine(*updates, symmetry) < SAME_BASIS
     other_basis = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
     given = [(update, 1.0) for update in updates]
-    results = list(fedrot.align_round(given, base, symmetry, anchor=anchor, other_basis=other_basis))
+    results = list(
+        fedrot.align_round(given, base, symmetry, fedrot.AlignmentOptions(anchor=anchor), other_basis)
+    )
     assert len(results) == 2
     for result in results:
         assert {row.part for row in result.alignment.report.groups} == {"attention", "ffn"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -217,7 +218,9 @@ def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> N
 
     def aligned(put: Callable[[State], State]) -> list[Mapping[str, Tensor]]:
         updates = [(put(client), weight) for client, weight in clients]
-        found = fedrot.align_round(updates, put(broadcast), symmetry, EAGER, anchor, whole)
+        found = fedrot.align_round(
+            updates, put(broadcast), symmetry, replace(EAGER, anchor=anchor), whole
+        )
         return [result.tensors for result in found]
 
     wanted = aligned(dict)

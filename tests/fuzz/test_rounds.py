@@ -205,7 +205,7 @@ ADAPTIVE = {"noise_multiplier": 0.1, "num_sampled_clients": 5}
 
 
 def in_front_of(strategy: type, *args: Any, **settings: Any) -> Any:
-    return type("Tried", (Aligned, strategy), {})(None, *args, align=False, anchor="global", **settings)
+    return type("Tried", (Aligned, strategy), {})(None, *args, alignment=None, **settings)
 
 
 BEHIND = {

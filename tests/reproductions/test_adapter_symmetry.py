@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -13,7 +14,6 @@ from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import FedAdam
 
 import fedrot
-from fedrot import AlignmentOptions
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.lora import adapter_tensors, load_adapter
 from fedrot.strategies import Aligned, FedRot, align_mod
@@ -25,7 +25,7 @@ from tests.reproductions.test_lora_rivals import averaged
 from tests.strategies.fakes import Client, FakeGrid, reply
 
 #: The adapters of these tests are too small for a test against chance.
-EVERYTHING = AlignmentOptions(parts=("adapters",), chance=0)
+EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -68,7 +68,7 @@ def test_evidence_decides() -> None:
     noisy = {name: t + 0.2 * drawn(*t.shape) for name, t in start.items()}
     symmetry = adapter_symmetry(start)
     turned = fedrot.random_equivalent(noisy, symmetry, seed=1, parts=("adapters",))
-    options = AlignmentOptions(parts=("adapters",))
+    options = fedrot.AlignmentOptions(parts=("adapters",))
     for update, moved in ((noisy, 0), (turned, 1)):
         alignment = fedrot.align(update, start, symmetry, options)
         (group,) = alignment.report.groups
@@ -125,15 +125,15 @@ def far(found: Adapter, expected: Adapter) -> float:
 
 def test_the_server_aligns_adapters() -> None:
     symmetry = adapter_symmetry(adapter(9))
-    strategy = FedRot(symmetry, options=EVERYTHING, anchor="global", fraction_evaluate=0.0)
+    strategy = FedRot(symmetry, alignment=replace(EVERYTHING, anchor="global"), fraction_evaluate=0.0)
     assert far(started(strategy, []), honest()) < 1e-2
-    assert far(started(FedRot(align=False, fraction_evaluate=0.0), []), honest()) > 0.3
+    assert far(started(FedRot(alignment=None, fraction_evaluate=0.0), []), honest()) > 0.3
 
 
 def test_clients_align_before_they_clip() -> None:
     symmetry = adapter_symmetry(adapter(9))
     mod = align_mod(symmetry, EVERYTHING)
-    strategy = FedRot(align=False, fraction_evaluate=0.0)
+    strategy = FedRot(alignment=None, fraction_evaluate=0.0)
     assert far(started(strategy, [mod], 2), honest(2)) < 2e-2
     from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
@@ -151,7 +151,7 @@ def test_clients_align_before_they_clip() -> None:
 def test_a_server_optimiser_sees_aligned_adapters() -> None:
     symmetry = adapter_symmetry(adapter(9))
     every: dict[str, Any] = {"fraction_evaluate": 0.0, "eta": 0.01}
-    aligned = AlignedAdam(symmetry, options=EVERYTHING, anchor="global", **every)
+    aligned = AlignedAdam(symmetry, alignment=replace(EVERYTHING, anchor="global"), **every)
     found, plain = started(aligned, []), started(FedAdam(**every), [])
     # Adam's first step goes by the sign of the mean update, which the rotations have made another.
     start, expected = floats(adapter(9)), honest()

@@ -75,7 +75,7 @@ def test_the_medoid_is_chosen_without_what_overflows_or_was_matched_elsewhere() 
 @ANCHOR
 def test_a_round_on_the_device_is_that_on_the_cpu(anchor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(**given: Any) -> FedRot:
-        return FedRot(of_devices.SYMMETRY, anchor=anchor, **given)
+        return FedRot(of_devices.SYMMETRY, alignment=fedrot.AlignmentOptions(anchor=anchor), **given)
 
     monkeypatch.setitem(of_devices.OTHERS, anchor, build)
     of_devices.test_a_round_on_the_device_is_that_on_the_cpu(anchor)
@@ -89,7 +89,7 @@ def test_a_guarded_round_on_a_device(better: str) -> None:
 
 @pytest.mark.parametrize(("anchor", "held"), [("first", False), ("medoid", True)])
 def test_the_first_update_is_no_reason_to_wait(anchor: str, held: bool) -> None:
-    strategy = FedRot(of_streaming.CONFIG, anchor=anchor)
+    strategy = FedRot(of_streaming.CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor))
     assert of_streaming.most_alive(strategy) == (of_streaming.COUNT if held else 1)
 
 

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterUpdate, average_adapters
 from fedrot.strategies.lora import ERROR
-from fedrot.strategies.settings import Checkpointing, Execution
+from fedrot.strategies.settings import Checkpointing, Server
 from reproductions.lora_clients import TRAIN
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA, RivalLoRA
@@ -117,7 +117,7 @@ def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
     strategy = FedAvgRivalLoRA(
         CONFIG,
         RivalOptions("mean", schedule="alternate"),
-        execution=Execution(wire=torch.float16),
+        server=Server(wire=torch.float16),
         **EVERY,
     )
     start = {n: size * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
@@ -142,8 +142,8 @@ def test_a_round_is_the_average_of_the_replies() -> None:
 )
 def test_a_resumed_run_ends_with_the_same_bits(options: RivalOptions, tmp_path: Any) -> None:
     def strategy(**more: Any) -> FedAvgRivalLoRA:
-        execution = Execution(deterministic=True)
-        return FedAvgRivalLoRA(CONFIG, options, execution=execution, **EVERY, **more)
+        execution = Server(deterministic=True)
+        return FedAvgRivalLoRA(CONFIG, options, server=execution, **EVERY, **more)
 
     whole = started(strategy(), 3).arrays.to_torch_state_dict()
     started(strategy(checkpointing=Checkpointing(tmp_path)), 2)

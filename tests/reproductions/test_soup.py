@@ -237,13 +237,13 @@ def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
     soup = partial(GreedySoup, closeness(target))
     bare = [replace(client, statistics={}) for client in clients]
     result, _ = play(
-        FedRot(config_of(NAME), align=False, aggregation=soup, reporting=Reporting(rows=report)), bare
+        FedRot(config_of(NAME), alignment=None, aggregation=soup, reporting=Reporting(rows=report)), bare
     )
     assert apart(result, expected) == 0
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     (note,) = [row for row in rows if "stage" not in row]
     assert (note["tensor"], note["note"][:14]) == ("soup", "3 of 4 updates")
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=soup, options=EAGER)
+    strategy = FedRot(config_of(NAME), alignment=replace(EAGER, anchor="global"), aggregation=soup)
     moved = [
         Client(fedrot.random_equivalent(c.update, SYMMETRY, i), c.weight, {}) for i, c in enumerate(bare)
     ]

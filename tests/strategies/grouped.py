@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedrot.strategies import Checkpointing, Execution, OtherBasis, Reporting, Robustness
+from fedrot.strategies import Checkpointing, OtherBasis, Reporting, Server
 
 _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
     "other_basis": (
         OtherBasis,
         {"model": "model", "other_basis": "options", "at_clients": "at_clients"},
     ),
-    "robustness": (Robustness, {"min_replies": "min_replies"}),
-    "execution": (Execution, {name: name for name in ("device", "wire", "spill", "deterministic")}),
+    "server": (
+        Server,
+        {name: name for name in ("min_replies", "device", "wire", "spill", "deterministic")},
+    ),
     "checkpointing": (Checkpointing, {"checkpoints": "folder", "keep": "keep", "resume": "resume"}),
     "reporting": (Reporting, {"rows": "rows", "on_round": "on_round"}),
 }

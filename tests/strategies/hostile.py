@@ -20,7 +20,7 @@ import fedrot
 from fedrot.aggregation.optimal_transport import OptimalTransport
 from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.settings import Execution
+from fedrot.strategies.settings import Server
 from tests.models import State, config_of
 from tests.strategies.classifier import NAME, SYMMETRY, build
 
@@ -93,16 +93,23 @@ def _guard(number: int, arrays: object) -> MetricRecord:
 
 
 def _parts(parts: Iterable[str], **options: Any) -> dict[str, Any]:
-    return {"options": fedrot.AlignmentOptions(parts=tuple(parts), **options)}
+    return {"alignment": fedrot.AlignmentOptions(parts=tuple(parts), **options)}
 
 
 OTHER = OtherBasis(build)
 
-_CLIPPED: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": 4, "anchor": "global"}
+_CLIPPED: dict[str, Any] = {
+    "noise_multiplier": 0.1,
+    "num_sampled_clients": 4,
+    "alignment": fedrot.AlignmentOptions(anchor="global"),
+}
 
 #: Ways to align and average, by name. With other bases, activations are computed from the updates.
 SETUPS: dict[str, Callable[[], Any]] = {
-    **{anchor: lambda anchor=anchor: FedRot(CONFIG, anchor=anchor) for anchor in fedrot.anchors.ANCHORS},
+    **{
+        anchor: lambda anchor=anchor: FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor))
+        for anchor in fedrot.anchors.ANCHORS
+    },
     "FedMedian": behind(FedMedian),
     "FedAdam": behind(FedAdam),
     "FedTrimmedAvg": behind(FedTrimmedAvg),
@@ -110,12 +117,14 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "clipped": behind(ServerSideFixed, FedAvg(), clipping_norm=1.0, **_CLIPPED),
     "clipped adaptively": behind(ServerSideAdaptive, FedAvg(), **_CLIPPED),
     "guard": lambda: FedRot(CONFIG, guard=Guard("loss", evaluate=_guard)),
-    "deterministic": lambda: FedRot(CONFIG, execution=Execution(deterministic=True)),
+    "deterministic": lambda: FedRot(CONFIG, server=Server(deterministic=True)),
     "whole model": lambda: FedRot(CONFIG, **_parts(fedrot.WHOLE_MODEL)),
     "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "rescale", "ffn"))),
     "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),
     "canonical": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), canonical=True)),
     "optimal transport": lambda: FedRot(CONFIG, aggregation=lambda: OptimalTransport(SYMMETRY)),
     "other basis": lambda: FedRot(CONFIG, other_basis=OTHER),
-    "other basis, consensus": lambda: FedRot(CONFIG, other_basis=OTHER, anchor="consensus"),
+    "other basis, consensus": lambda: FedRot(
+        CONFIG, other_basis=OTHER, alignment=fedrot.AlignmentOptions(anchor="consensus")
+    ),
 }

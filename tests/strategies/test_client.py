@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from fedrot.strategies import (
     wanted_statistics,
 )
 from fedrot.strategies.client_matching import request
-from fedrot.strategies.settings import Execution
+from fedrot.strategies.settings import Server
 from fedrot.strategies.wire.records import STATISTICS, read_statistics, statistics_record
 from tests import families
 from tests.models import EAGER, State, config_of, near
@@ -254,7 +255,10 @@ def test_the_server_drops_replies_that_left_unaligned() -> None:
     bad = app_of(BROKEN["holds NaN or Inf"], mods)
     results = [
         FedRot(
-            CONFIG, anchor="global", execution=Execution(deterministic=True), fraction_evaluate=0.0
+            CONFIG,
+            alignment=fedrot.AlignmentOptions(anchor="global"),
+            server=Server(deterministic=True),
+            fraction_evaluate=0.0,
         ).start(FakeGrid(dict(enumerate(clients, start=100))), ArrayRecord(base), 1)
         for clients in (good, [*good, bad])
     ]
@@ -381,14 +385,14 @@ def test_diagonal_fisher_merges_scrambled_clients_that_align_first() -> None:
         sent = [
             fedrot.random_equivalent(u, SYMMETRY, i) if scramble else u for i, u in enumerate(honest)
         ]
-        strategy = FedRot(CONFIG, align=False, aggregation=Fisher, fraction_evaluate=0.0)
+        strategy = FedRot(CONFIG, alignment=None, aggregation=Fisher, fraction_evaluate=0.0)
         grid = FakeGrid({100 + i: app_of(sends(u), mods) for i, u in enumerate(sent)})
         return strategy.start(grid, ArrayRecord(base), 1).arrays
 
     mods = [align_mod(CONFIG, EAGER, squares)]
     expected = merged(False, mods)
     assert largest_difference(merged(True, mods), expected) < 1e-5
-    plain = FedRot(CONFIG, anchor="global", options=EAGER, fraction_evaluate=0.0)
+    plain = FedRot(CONFIG, alignment=replace(EAGER, anchor="global"), fraction_evaluate=0.0)
     grid = FakeGrid({100 + i: app_of(sends(u), []) for i, u in enumerate(honest)})
     assert largest_difference(plain.start(grid, ArrayRecord(base), 1).arrays, expected) > 1e-4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -463,11 +464,11 @@ def test_an_update_that_its_client_matched_is_not_the_first_anchor(anchor: str) 
         fedrot.random_equivalent(near(base, 0.1, i), SYMMETRY, i, ("attention", "ffn")) for i in (3, 4)
     ]
     others = OtherBasis(options=WHOLE, at_clients=True)
-    strategy = FedRot(config_of(NAME), options=EAGER, anchor=anchor, other_basis=others)
+    strategy = FedRot(config_of(NAME), alignment=replace(EAGER, anchor=anchor), other_basis=others)
     result, _ = play(strategy, base, [theirs, *ours], [client()] * 3)
     first = read_answer(ask(client(), base, theirs), theirs, base, SYMMETRY).apply(theirs)
     weighted = zip(ours, (11, 12), strict=True)
-    rest = fedrot.align_round(weighted, base, SYMMETRY, EAGER, anchor)
+    rest = fedrot.align_round(weighted, base, SYMMETRY, replace(EAGER, anchor=anchor))
     aligned = [first, *(found.tensors for found in rest)]
     mean = {n: sum(w * t[n] for w, t in zip((10, 11, 12), aligned, strict=True)) / 33 for n in base}
     assert largest_difference(result, ArrayRecord(mean)) <= 1e-5
@@ -498,7 +499,7 @@ def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -
     base, update = state(), state(3)
     sent, nodes = [base, update, base], [client()] * 3
     options: dict[str, Any] = {
-        "anchor": "global",
+        "alignment": fedrot.AlignmentOptions(anchor="global"),
         "other_basis": OtherBasis(options=WHOLE, at_clients=True),
     }
     expected, before = play(FedRot(config_of(NAME), **options), base, sent, nodes)
@@ -547,7 +548,9 @@ def test_no_answer_ends_the_round(case: str) -> None:
     sent = [base, permuted(base, 1), base]
     node = edited(client(), EXTREME[case])
     strategy = FedRot(
-        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+        config_of(NAME),
+        alignment=fedrot.AlignmentOptions(anchor="global"),
+        other_basis=OtherBasis(options=WHOLE, at_clients=True),
     )
     result, _ = play(strategy, base, sent, [node] * 3)
     assert error(result, base) <= 0.1
@@ -559,7 +562,9 @@ def test_what_a_client_found_is_what_is_averaged() -> None:
     node = client()
     found = read_answer(ask(node, base, update), update, base, SYMMETRY).apply(update)
     strategy = FedRot(
-        config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE, at_clients=True)
+        config_of(NAME),
+        alignment=fedrot.AlignmentOptions(anchor="global"),
+        other_basis=OtherBasis(options=WHOLE, at_clients=True),
     )
     result, _ = play(strategy, base, [base, update, base], [node] * 3)
     mean = {k: 22 / 33 * base[k] + 11 / 33 * found[k] for k in base}
@@ -571,7 +576,7 @@ def test_each_client_is_reported_once() -> None:
     sent = [base, update, base]
     strategy = FedRot(
         config_of(NAME),
-        anchor="global",
+        alignment=fedrot.AlignmentOptions(anchor="global"),
         other_basis=OtherBasis(options=WHOLE, at_clients=True),
         reporting=ALL_METRICS,
     )

@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
 
 import fedrot
 from fedrot.errors import FedrotError
-from fedrot.strategies import Aligned, Checkpointing, Execution, FedRot, FedRotLoRA
+from fedrot.strategies import Aligned, Checkpointing, FedRot, FedRotLoRA, Server
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.lora import AlignedLoRA
 from tests.models import config_of, near
@@ -124,7 +124,7 @@ def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strate
 ) -> None:
     build = TEMPLATES[template]
     theirs, sent, seen = played(build(flowers)())
-    result, our_sent, our_seen = played(build(ours)(align=False))
+    result, our_sent, our_seen = played(build(ours)(alignment=None))
     assert our_sent == sent
     assert len(sent) == 2 * ROUNDS * len(NODES)
     assert our_seen == seen
@@ -134,7 +134,7 @@ def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strate
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "own start and messages"])
 def test_with_alignment_every_round_has_its_clients(template: str) -> None:
     build = TEMPLATES[template]
-    settings: dict[str, Any] = {"options": fedrot.AlignmentOptions(chance=0.0), "anchor": "global"}
+    settings: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(chance=0.0, anchor="global")}
     _, _, seen = played(build(FedAvg)())
     honest, _, honest_seen = played(build(FedRot)(CONFIG, **settings))
     result, _, _ = played(build(FedRot)(CONFIG, **settings), grid=Sent(clients(scramble=True)))
@@ -185,13 +185,17 @@ class AlignedFedMedian(Aligned, FedMedian):
 
 READ_TWICE: dict[str, Callable[[Any], Any]] = {
     "FedRot": lambda of: of(FedRot)(CONFIG),
-    "FedRot, global": lambda of: of(FedRot)(CONFIG, anchor="global"),
-    "FedRot, consensus": lambda of: of(FedRot)(CONFIG, anchor="consensus"),
-    "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, execution=Execution(deterministic=True)),
-    "FedRot, half precision": lambda of: of(FedRot)(CONFIG, execution=Execution(wire=torch.float16)),
+    "FedRot, global": lambda of: of(FedRot)(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global")),
+    "FedRot, consensus": lambda of: of(FedRot)(
+        CONFIG, alignment=fedrot.AlignmentOptions(anchor="consensus")
+    ),
+    "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=Server(deterministic=True)),
+    "FedRot, half precision": lambda of: of(FedRot)(CONFIG, server=Server(wire=torch.float16)),
     "FedAdam": lambda of: of(AlignedFedAdam)(CONFIG, eta=0.01),
     "FedMedian": lambda of: of(AlignedFedMedian)(CONFIG),
-    "privacy": lambda of: of(Private)(CONFIG, FedAvg(), 0.1, 1.0, 4, anchor="global"),
+    "privacy": lambda of: of(Private)(
+        CONFIG, FedAvg(), 0.1, 1.0, 4, alignment=fedrot.AlignmentOptions(anchor="global")
+    ),
 }
 
 
@@ -269,8 +273,8 @@ def test_replies_are_a_sequence_that_is_fetched_once() -> None:
 
 
 def test_messages_of_its_own_give_the_model_of_flowers_messages() -> None:
-    ours, _, _ = played(own_messages(FedRot)(CONFIG, execution=Execution(deterministic=True)))
-    strategy = type("Seen", (FedRot,), {"seen": ()})(CONFIG, execution=Execution(deterministic=True))
+    ours, _, _ = played(own_messages(FedRot)(CONFIG, server=Server(deterministic=True)))
+    strategy = type("Seen", (FedRot,), {"seen": ()})(CONFIG, server=Server(deterministic=True))
     expected, _, _ = played(strategy)
     assert ours.arrays.object_id == expected.arrays.object_id
     assert metrics(ours) == metrics(expected)
@@ -294,7 +298,7 @@ class Personal(FedRot):
     "strategy",
     [
         lambda: Personal(CONFIG),
-        lambda: Personal(align=False, aggregation=fedrot.aggregation.Mean),
+        lambda: Personal(alignment=None, aggregation=fedrot.aggregation.Mean),
         lambda: own_start(own_messages(FedRot))(CONFIG),
     ],
 )
@@ -308,7 +312,7 @@ def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
         seen: Any = ()
         configure_train = Personal.configure_train  # type: ignore[assignment]
 
-    ours, theirs = played(Personal(align=False)), played(Theirs())
+    ours, theirs = played(Personal(alignment=None)), played(Theirs())
     assert ours[1] == theirs[1]
     assert ends(ours[0]) == ends(theirs[0])
 
@@ -325,7 +329,7 @@ def fails_until(number: int) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("settings", [{"align": False}, {"symmetry": CONFIG}])
+@pytest.mark.parametrize("settings", [{"alignment": None}, {"model_config": CONFIG}])
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("until", [1, 3, 9])
 def test_rounds_without_a_client_in_the_mean_are_named_at_the_end(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from flwr.app import ArrayRecord
 
@@ -21,7 +23,7 @@ def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: st
     scrambled = [fedrot.random_equivalent(u, symmetry, seed) for seed, u in enumerate(honest)]
     results: list[ArrayRecord] = []
     for updates in (honest, scrambled):
-        given = {"anchor": anchor, "options": EAGER, "reporting": ALL_METRICS}
+        given = {"alignment": replace(EAGER, anchor=anchor), "reporting": ALL_METRICS}
         strategy = FedRot(config_of(name), fraction_evaluate=0.0, **given)
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates, strict=True))

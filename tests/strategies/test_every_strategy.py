@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,6 @@ from flwr.supercore.privacy_accounting import SamplingMethod
 from torch import nn
 
 import fedrot
-from fedrot import AlignmentOptions
 from fedrot import random_equivalent as moved
 from fedrot.strategies import Aligned, FedRot, OtherBasis, align_mod
 from fedrot.strategies.round.merge import OF_THE_MEAN
@@ -80,7 +79,8 @@ class Case:
     def aligned(self, **ours: Any) -> Strategy:
         """Return the strategy with alignment in front; where clients clip, they align themselves."""
         args, settings = self.arguments()
-        given: dict[str, Any] = {"anchor": "global", "options": EAGER, "align": not self.mods, **ours}
+        chosen = None if self.mods else replace(EAGER, anchor="global")
+        given: dict[str, Any] = {"alignment": chosen, **ours}
         return in_front_of(self.strategy)(CONFIG, *args, **settings, **given)
 
 
@@ -186,9 +186,9 @@ def idle(index: int, other: bool) -> Client:
 @pytest.mark.parametrize("name", [*COMPARING, *SERVER_SIDE, "Krum"])
 def test_clients_that_learned_nothing_change_no_function_in_canonical_rounds(name: str) -> None:
     """A strategy that compares updates with the broadcast model is given that in canonical form."""
-    canonical = AlignmentOptions(parts=("attention", "ffn"), canonical=True)
+    canonical = fedrot.AlignmentOptions(parts=("attention", "ffn"), canonical=True)
     grid = FakeGrid({100 + i: idle(i, other=False) for i in range(CLIENTS)})
-    result = CASES[name].aligned(options=canonical).start(grid, ArrayRecord(state()), ROUNDS)
+    result = CASES[name].aligned(alignment=canonical).start(grid, ArrayRecord(state()), ROUNDS)
     assert gap(result, state()) > 0.1
     assert error(result.arrays, state()) < ROUNDED
 
@@ -201,7 +201,7 @@ def test_clients_of_another_basis_that_learned_nothing_change_no_function(
 ) -> None:
     """The same holds where the round takes the coordinates of one of them."""
     grid = FakeGrid({100 + i: idle(i, other=i < others) for i in range(CLIENTS)})
-    strategy = CASES[name].aligned(options=None, anchor="running", other_basis=OtherBasis(build))
+    strategy = CASES[name].aligned(alignment=fedrot.AlignmentOptions(), other_basis=OtherBasis(build))
     result = strategy.start(grid, ArrayRecord(state()), 1)
     assert result.train_metrics_clientapp[1]["fedrot-groups-moved"] > 0
     assert error(result.arrays, state()) < ROUNDED
@@ -280,7 +280,7 @@ def change_of_the_sum(anchor: str) -> float:
             own = fedrot.random_equivalent(near(state(), 0.05, index), SYMMETRY, index)
             return lambda message: reply(message, first if index == 0 else own, 10, index)
 
-        strategy = SERVER_SIDE["server, fixed"].aligned(anchor=anchor)
+        strategy = SERVER_SIDE["server, fixed"].aligned(alignment=fedrot.AlignmentOptions(anchor=anchor))
         grid = FakeGrid({100 + i: answers(i) for i in range(CLIENTS)})
         sums.append(tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays))
     return CLIENTS * squared_distance(*sums) ** 0.5
@@ -295,7 +295,7 @@ def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
 def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
     """One client would move the others' updates, so that clipping its own bounds nothing."""
     with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
-        SERVER_SIDE[name].aligned(anchor=anchor)
+        SERVER_SIDE[name].aligned(alignment=fedrot.AlignmentOptions(anchor=anchor))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_other_bases_are_refused_with_privacy(other_basis: OtherBasis) -> None:
 @pytest.mark.parametrize("name", sorted(CLIENT_SIDE))
 def test_aligning_at_the_server_what_clients_have_clipped_is_refused(name: str) -> None:
     with pytest.raises(fedrot.FedrotError, match="align_mod"):
-        CLIENT_SIDE[name].aligned(align=True)
+        CLIENT_SIDE[name].aligned(alignment=fedrot.AlignmentOptions())
 
 
 @pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
@@ -324,7 +324,7 @@ def test_a_privacy_wrapper_around_alignment_is_refused_before_training(name: str
 @pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
 def test_a_privacy_wrapper_around_a_strategy_that_moves_nothing_is_fine(name: str) -> None:
     case: Any = CASES[name]
-    ours = case.strategy(FedRot(CONFIG, align=False, **COMMON), **case.settings)
+    ours = case.strategy(FedRot(CONFIG, alignment=None, **COMMON), **case.settings)
     result = run(ours, True, (*case.mods, align_mod(CONFIG, EAGER)))
     expected = finished(name, scramble=True, aligned=True)
     assert gap(result, expected) < ROUNDED * gap(expected, state())
@@ -339,7 +339,10 @@ def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
         return answer
 
     strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)(
-        CONFIG, FedAvg(weighted_by_key="rows", **COMMON), anchor="global", options=EAGER, **FIXED
+        CONFIG,
+        FedAvg(weighted_by_key="rows", **COMMON),
+        alignment=replace(EAGER, anchor="global"),
+        **FIXED,
     )
     expected = finished("server, fixed", scramble=True, aligned=True)
     assert gap(run(strategy, True, (renamed,)), expected) < 1e-5

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fedrot.aggregation import Mean
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import Aligned, FedRot, to_arrays
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.settings import Execution, Reporting
+from fedrot.strategies.settings import Reporting, Server
 from fedrot.tensors import check_update
 from tests.models import EAGER
 from tests.strategies.fakes import (
@@ -68,7 +69,7 @@ def updates(base: Tensors, count: int = 3, scale: float = 0.01) -> list[Tensors]
 
 def test_without_alignment_the_result_is_fedavgs_to_the_last_bit() -> None:
     base = model()
-    ours, stock = FedRot(CONFIG, align=False), FedAvg()
+    ours, stock = FedRot(CONFIG, alignment=None), FedAvg()
     results = []
     for strategy in (ours, stock):
         messages = broadcast(strategy, base)
@@ -82,11 +83,11 @@ def test_without_alignment_the_result_is_fedavgs_to_the_last_bit() -> None:
 
 
 def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None:
-    assert FedRot(CONFIG).anchor == AlignedMedian(CONFIG).anchor == "running"
-    assert "``running`` if not given" in str(Aligned.__doc__)
+    assert FedRot(CONFIG).alignment == AlignedMedian(CONFIG).alignment == fedrot.AlignmentOptions()
+    assert fedrot.AlignmentOptions().anchor == "running"
     base, results = model(), {}
     for name in ("", "running", "global"):
-        strategy = FedRot(CONFIG, options=EAGER, **({"anchor": name} if name else {}))
+        strategy = FedRot(CONFIG, alignment=replace(EAGER, **({"anchor": name} if name else {})))
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates(base, scale=0.3), strict=True))
         answers = [reply(m, u, 10, i) for i, (m, u) in sent]
@@ -117,7 +118,7 @@ def test_every_fedavg_argument_works() -> None:
 def test_scrambled_clients_give_the_unscrambled_average(anchor: str) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
-    strategy = FedRot(symmetry, anchor=anchor, options=EAGER)
+    strategy = FedRot(symmetry, alignment=replace(EAGER, anchor=anchor))
     messages = broadcast(strategy, base)
     honest = updates(base)
     scrambled = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(honest)]
@@ -140,7 +141,7 @@ def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bo
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
     options = fedrot.AlignmentOptions(canonical=canonical, chance=0)
-    strategy = FedRot(CONFIG, anchor="global", options=options)
+    strategy = FedRot(CONFIG, alignment=replace(options, anchor="global"))
     messages = broadcast(strategy, base)
     sent, weights = updates(base), [1, 5, 14]
     result, _ = strategy.aggregate_train(
@@ -154,7 +155,7 @@ def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bo
 
 def test_in_deterministic_mode_the_order_of_arrival_does_not_matter() -> None:
     base = model()
-    strategy = FedRot(CONFIG, execution=Execution(deterministic=True))
+    strategy = FedRot(CONFIG, server=Server(deterministic=True))
     messages = broadcast(strategy, base)
     replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))]
     first, _ = strategy.aggregate_train(1, replies)
@@ -267,7 +268,7 @@ def test_a_reply_may_have_a_hundred_thousand_numbers_of_metrics(
 ) -> None:
     beside, more = MANY[what]
     base = {"w": torch.zeros(3)}
-    strategy = FedRot(CONFIG, align=False, aggregation=Mean)
+    strategy = FedRot(CONFIG, alignment=None, aggregation=Mean)
     messages = broadcast(strategy, base, 2)
     flood = reply(messages[0], {"w": torch.ones(3)}, 10, 0)
     flood.content["metrics"] = MetricRecord({"num-examples": 10, **more})
@@ -318,7 +319,7 @@ class AlignedMedian(Aligned, FedMedian):
 @pytest.mark.parametrize("reason", sorted(ODD))
 def test_what_a_strategy_cannot_compare_is_dropped(reason: str) -> None:
     base = model()
-    strategy = AlignedMedian(CONFIG, anchor="global")
+    strategy = AlignedMedian(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"))
     messages = broadcast(strategy, base, clients=4)
     good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -333,7 +334,7 @@ def test_metrics_unlike_the_others_are_left_out_but_the_update_is_not(
     loss: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = model()
-    strategy = FedRot(CONFIG, anchor="global")
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"))
     messages = broadcast(strategy, base)
     sent = updates(base)
     logging.getLogger("flwr").propagate = True
@@ -352,7 +353,7 @@ def test_metrics_unlike_the_others_are_left_out_but_the_update_is_not(
 
 def test_without_alignment_a_bad_reply_is_dropped_too() -> None:
     base = model()
-    strategy = FedRot(CONFIG, align=False)
+    strategy = FedRot(CONFIG, alignment=None)
     messages = broadcast(strategy, base)
     sent = updates(base)
     good = [reply(messages[i], sent[i], 10, i) for i in range(2)]
@@ -365,7 +366,7 @@ def test_without_alignment_a_bad_reply_is_dropped_too() -> None:
 
 def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
     base = model()
-    strategy = FedRot(CONFIG, anchor="global")
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"))
     messages = broadcast(strategy, base)
     sent = [{k: v.half() for k, v in u.items()} for u in updates(base)]
     result, _ = strategy.aggregate_train(
@@ -377,7 +378,7 @@ def test_half_precision_replies_are_averaged_in_the_broadcast_dtype() -> None:
 @pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
 def test_float32_replies_to_a_float16_model_are_rounded_once(align: bool) -> None:
     base = {name: tensor.half() for name, tensor in model().items()}
-    strategy = FedRot(CONFIG, align=align, anchor="global")
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global") if align else None)
     sent = updates(model())
     answers = [
         reply(m, u, 10, i) for i, (m, u) in enumerate(zip(broadcast(strategy, base), sent, strict=True))
@@ -396,7 +397,11 @@ def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
 ) -> None:
     base = {name: tensor.half() for name, tensor in model().items()}
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, align=align, anchor="global", reporting=Reporting(rows=report))
+    strategy = FedRot(
+        CONFIG,
+        alignment=fedrot.AlignmentOptions(anchor="global") if align else None,
+        reporting=Reporting(rows=report),
+    )
     messages = broadcast(strategy, base, clients=4)
     good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -420,7 +425,7 @@ def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
 @pytest.mark.parametrize("sent", [torch.float16, torch.float32])
 def test_no_precision_hides_what_is_not_finite(value: float, sent: torch.dtype) -> None:
     base = {name: tensor.half() for name, tensor in model().items()}
-    strategy = FedRot(CONFIG, align=False)
+    strategy = FedRot(CONFIG, alignment=None)
     messages = broadcast(strategy, base, clients=2)
     broken = {n: t.to(sent) for n, t in updates(base)[0].items()}
     broken["classifier.bias"][0] = value
@@ -444,7 +449,11 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     base = model()
     symmetry = fedrot.symmetry_of(CONFIG, base)
     report = tmp_path / "deep" / "report.jsonl"
-    strategy = FedRot(CONFIG, anchor="global", reporting=Reporting(rows=report, all_metrics=True))
+    strategy = FedRot(
+        CONFIG,
+        alignment=fedrot.AlignmentOptions(anchor="global"),
+        reporting=Reporting(rows=report, all_metrics=True),
+    )
     messages = broadcast(strategy, base)
     sent = [fedrot.random_equivalent(u, symmetry, seed=i) for i, u in enumerate(updates(base))]
     _, metrics = strategy.aggregate_train(
@@ -540,7 +549,7 @@ def test_the_mixin_works_in_front_of_a_server_optimiser() -> None:
         return strategy.start(grid, ArrayRecord(base), 2).arrays
 
     options = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, "eta": 0.01}
-    aligned = {"anchor": "global", "options": EAGER}
+    aligned = {"alignment": replace(EAGER, anchor="global")}
     honest = run(AlignedAdam(CONFIG, **aligned, **options), scramble=False)
     scrambled = run(AlignedAdam(CONFIG, **aligned, **options), scramble=True)
     # Adam divides by the size of the change, so rounding grows where nothing changed.
@@ -552,7 +561,9 @@ def test_the_mixin_works_in_front_of_a_server_optimiser() -> None:
 def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(build: Any) -> None:
     base, found = model(), []
     for name in ("num-examples", "rows"):
-        strategy = build(CONFIG, weighted_by_key=name, anchor="global")
+        strategy = build(
+            CONFIG, weighted_by_key=name, alignment=fedrot.AlignmentOptions(anchor="global")
+        )
         messages = broadcast(strategy, base)
         answers = [
             reply(m, u, 1, i) for i, (m, u) in enumerate(zip(messages, updates(base), strict=True))
@@ -588,7 +599,7 @@ def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
     with pytest.raises(fedrot.SymmetryError, match="not supported"):
         broadcast(FedRot({"model_type": "mamba"}), model())
     with pytest.raises(fedrot.FedrotError, match="Unknown anchor 'median'"):
-        FedRot(CONFIG, anchor="median")
+        FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="median"))
 
 
 class Unasked(FakeGrid):
@@ -625,7 +636,14 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
     class Private(Aligned, DifferentialPrivacyServerSideFixedClipping):
         pass
 
-    strategy = Private(CONFIG, FedAvg(fraction_train=2.0), 0.1, 1.0, 3, anchor="global")
+    strategy = Private(
+        CONFIG,
+        FedAvg(fraction_train=2.0),
+        0.1,
+        1.0,
+        3,
+        alignment=fedrot.AlignmentOptions(anchor="global"),
+    )
     with pytest.raises(fedrot.FedrotError, match=r"fraction_train is 2\.0"):
         strategy.start(Unasked({}), ArrayRecord(model()), 1)
 
@@ -634,10 +652,14 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
     ("given", "alignment", "replies"),
     [
         ({}, "attention + ffn to anchor 'running'", "averaged as they arrive"),
-        ({"anchor": "consensus"}, "attention + ffn to anchor 'consensus'", "kept until all have come"),
-        ({"align": False}, "off", "kept until all have come"),
         (
-            {"execution": Execution(deterministic=True)},
+            {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
+            "attention + ffn to anchor 'consensus'",
+            "kept until all have come",
+        ),
+        ({"alignment": None}, "off", "kept until all have come"),
+        (
+            {"execution": Server(deterministic=True)},
             "attention + ffn to anchor 'running'",
             "kept until all have come, in an order that their contents give",
         ),
@@ -657,7 +679,9 @@ def test_the_summary_names_the_folder_only_if_something_is_kept_there(
 ) -> None:
     with caplog.at_level("INFO", logger="flwr"):
         for anchor in ("global", "consensus"):
-            FedRot(CONFIG, anchor=anchor, execution=Execution(spill=tmp_path)).summary()
+            FedRot(
+                CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor), server=Server(spill=tmp_path)
+            ).summary()
     lines = [line for r in caplog.records if "Replies" in (line := r.getMessage())]
     assert [line.endswith(f", in {tmp_path}") for line in lines] == [False, True]
 

@@ -103,10 +103,10 @@ def test_a_module_in_place_of_what_builds_one_is_refused(strategy: type[Aligned]
 
 
 def test_without_alignment_no_configuration_is_needed_but_a_mistake_is_one() -> None:
-    FedRot(align=False)
-    FedRot({"model_type": "mamba"}, align=False)
+    FedRot(alignment=None)
+    FedRot({"model_type": "mamba"}, alignment=None)
     with pytest.raises(fedrot.FedrotError, match=r"fraction_train=0\.5"):
-        FedRot(0.5, align=False)
+        FedRot(0.5, alignment=None)
 
 
 # --- the first model ---------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"options": "attention"}, r"options is a str; pass fedrot\.AlignmentOptions"),
+        ({"alignment": "attention"}, r"alignment is a str; pass fedrot\.AlignmentOptions"),
         ({"rows": "."}, "rows is the folder"),
         ({"on_round": "wandb"}, "on_round is a str; give a function"),
         ({"spill": True}, "spill is True; give the folder"),
@@ -141,12 +141,12 @@ def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train() -> None
         raise AssertionError("a client was asked")
 
     broken = {**state(), BIAS: torch.full_like(state()[BIAS], torch.nan)}
-    for strategy in (FedRot(CONFIG), FedRot(align=False)):
+    for strategy in (FedRot(CONFIG), FedRot(alignment=None)):
         with pytest.raises(fedrot.FedrotError, match=f"'{BIAS}' in initial_arrays holds NaN"):
             _start(strategy, ArrayRecord(broken), asked)
     options = fedrot.AlignmentOptions(layers=(7,))
     with pytest.raises(fedrot.FedrotError, match="Layer 7 is not in the model"):
-        _start(FedRot(CONFIG, options=options), ArrayRecord(state()), asked)
+        _start(FedRot(CONFIG, alignment=options), ArrayRecord(state()), asked)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_arrays_without_names_are_refused_before_clients_train(strategy: type[Al
 def test_numbers_are_names_where_nothing_is_aligned_or_the_symmetry_says_so() -> None:
     unnamed = ArrayRecord([torch.zeros(3).numpy(), torch.ones(2).numpy()])
     named = fedrot.Symmetry("own", 0, (), {"0": (3,), "1": (2,)})
-    for strategy in (FedRot(align=False), FedRot(named)):
+    for strategy in (FedRot(alignment=None), FedRot(named)):
         assert _start(strategy, unnamed).asked
 
 
@@ -250,7 +250,7 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
 ) -> None:
     report = tmp_path / "report.jsonl"
     clients = _clients(*(without(WEIGHT, index) for index in range(3)))
-    given: dict[str, Any] = {"align": align, "rows": report}
+    given: dict[str, Any] = {"rows": report} | ({} if align else {"alignment": None})
     with pytest.raises(
         fedrot.FedrotError, match=f"Every reply of the first round .*'{WEIGHT}' is missing"
     ):

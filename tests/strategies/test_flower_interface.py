@@ -30,7 +30,7 @@ from flwr.serverapp.strategy import (
 from fedrot.errors import FedrotError
 from fedrot.simulations.federation.local_grid import LocalGrid
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
-from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, Execution, FedRot, FedRotLoRA
+from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, FedRot, FedRotLoRA, Server
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.resume.checkpoints import Checkpoints
@@ -141,7 +141,10 @@ def behind(mixin: Any, *bases: Any) -> Any:
 
 STRATEGIES: dict[str, tuple[Callable[..., Any], bool]] = {
     "FedRot": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(SYMMETRY, **k), False),
-    "not aligned": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(align=False, **k), False),
+    "not aligned": (
+        lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(alignment=None, **k),
+        False,
+    ),
     "FedAdam": (lambda **k: behind(Aligned, ADAM)(SYMMETRY, **k), False),
     "adapters": (lambda **k: behind(AlignedLoRA, ADAM)(LORA, **k), True),
 }
@@ -164,7 +167,7 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
         random.seed(0)
         strategy = build(
             fraction_evaluate=0.0,
-            execution=Execution(deterministic=True),
+            server=Server(deterministic=True),
             **(own if checkpoints else {}),
         )
         return strategy.start(FakeGrid(dict.fromkeys((1, 2), moved)), arrays, rounds, **given)
@@ -199,12 +202,12 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> 
             return super().start(*args, **kwargs)
 
     grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord(state())
-    strategy = behind(Aligned, Later)(align=False, fraction_evaluate=0.0)
+    strategy = behind(Aligned, Later)(alignment=None, fraction_evaluate=0.0)
     strategy.start(grid, arrays, 1, colour="red")
     assert strategy.colour == "red"
     with pytest.raises(FedrotError, match="colour"):
-        FedRot(align=False).start(grid, arrays, 1, colour="red")
-    kept = behind(Aligned, Later)(align=False, checkpointing=Checkpointing(tmp_path))
+        FedRot(alignment=None).start(grid, arrays, 1, colour="red")
+    kept = behind(Aligned, Later)(alignment=None, checkpointing=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match="checkpoints"):
         kept.start(grid, arrays, 1, colour="red")
 
@@ -231,7 +234,7 @@ def replies(*given: tuple[Any, float]) -> list[Message]:
 
 
 def over(base: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(f"Aligned{base.__name__}", (Aligned, base), {})(None, *args, align=False, **kwargs)
+    return type(f"Aligned{base.__name__}", (Aligned, base), {})(None, *args, alignment=None, **kwargs)
 
 
 def aggregated(strategy: Any, given: list[Message], server_round: int = 1) -> list[np.ndarray]:
@@ -253,7 +256,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("build", [lambda: FedRot(align=False), lambda: over(FedAvg)])
+@pytest.mark.parametrize("build", [lambda: FedRot(alignment=None), lambda: over(FedAvg)])
 def test_fedavg_weights_by_examples(build: Callable[[], Any]) -> None:
     for found, expected in zip(
         aggregated(build(), replies((TWO[0], 1), (TWO[1], 2))), OF_TWO, strict=True

@@ -20,7 +20,7 @@ from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
-from fedrot.strategies.settings import Checkpointing, Execution, Reporting
+from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -149,7 +149,7 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
 
 
 def test_arguments_of_alignment_are_refused() -> None:
-    for name, value in {"guard": "accuracy", "align": True, "anchor": "global"}.items():
+    for name, value in {"guard": "accuracy", "alignment": None, "other_basis": None}.items():
         given: Any = {name: value}
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             FedRotLoRA(CONFIG, **given)
@@ -175,8 +175,8 @@ def test_settings_are_checked_before_anything_runs() -> None:
 )
 def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path: Any) -> None:
     def strategy(**more: Any) -> FedRotLoRA:
-        execution = Execution(deterministic=True)
-        return FedRotLoRA(CONFIG, options, execution=execution, **EVERY, **more)
+        execution = Server(deterministic=True)
+        return FedRotLoRA(CONFIG, options, server=execution, **EVERY, **more)
 
     whole = started(strategy(), 3).arrays.to_torch_state_dict()
     started(strategy(checkpointing=Checkpointing(tmp_path)), 2)

@@ -11,7 +11,7 @@ import torch
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.strategies import Execution, FedRot, Reporting
+from fedrot.strategies import FedRot, Reporting, Server
 from tests.strategies.fakes import arrays_of, broadcast, reply
 from tests.strategies.test_fedrot import CONFIG, model, updates
 
@@ -32,8 +32,8 @@ def test_without_evidence_the_model_is_the_plain_mean_to_the_last_bit(
             means[-1].add(given[client], weights[client])
     strategy = FedRot(
         CONFIG,
-        anchor=anchor,
-        execution=Execution(deterministic=deterministic),
+        alignment=fedrot.AlignmentOptions(anchor=anchor),
+        server=Server(deterministic=deterministic),
         reporting=Reporting(rows=tmp_path / "alignment.jsonl"),
     )
     messages = broadcast(strategy, base)

@@ -19,7 +19,8 @@ from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.averaging import MeanOfFactors
-from fedrot.strategies import Aligned, FedRot, OtherBasis, Robustness
+from fedrot.options import AlignmentOptions
+from fedrot.strategies import Aligned, FedRot, OtherBasis, Server
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
 from fedrot.strategies.resume.state import RunState
@@ -127,7 +128,7 @@ def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
 
 def test_without_alignment_the_marks_of_one_client_count() -> None:
     one, two, *_ = (replace(client, statistics={}) for client in honest())
-    result, _ = play_clients(FedRot(CONFIG, align=False), [headless(one, (0,)), two])
+    result, _ = play_clients(FedRot(CONFIG, alignment=None), [headless(one, (0,)), two])
     torch.testing.assert_close(tensors_of(result)[HEAD[1]][1:], two.update[HEAD[1]][1:])
 
 
@@ -135,7 +136,7 @@ def test_a_norm_bit_is_0_or_1() -> None:
     class Private(Aligned, DifferentialPrivacyClientSideAdaptiveClipping):
         pass
 
-    strategy = Private(None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, align=False)
+    strategy = Private(None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, alignment=None)
     sent = [
         reply(message, {"w": torch.ones(3)}, 1, i, **{KEY_NORM_BIT: bit})
         for i, (message, bit) in enumerate(zip(broadcast(strategy, ZERO, 3), (1e9, 1, 0), strict=True))
@@ -146,7 +147,7 @@ def test_a_norm_bit_is_0_or_1() -> None:
 
 
 def test_a_reply_that_is_dropped_for_its_metrics_is_not_enough_for_min_replies() -> None:
-    strategy = FedRot(align=False, robustness=Robustness(min_replies=3))
+    strategy = FedRot(alignment=None, server=Server(min_replies=3))
     sent = [
         reply(message, {"w": torch.ones(3)}, 1, i, **({"extra": 1.0} if i == 2 else {}))
         for i, message in enumerate(broadcast(strategy, ZERO, 3))
@@ -160,7 +161,9 @@ def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment
         return Message(RecordDict({"fedrot-elements": ArrayRecord()}), reply_to=message)
 
     others = OtherBasis(options=WHOLE, at_clients=True)
-    strategy = FedRot(SYMMETRY, anchor=anchor, other_basis=others, reporting=ALL_METRICS)
+    strategy = FedRot(
+        SYMMETRY, alignment=AlignmentOptions(anchor=anchor), other_basis=others, reporting=ALL_METRICS
+    )
     sent = [permuted(near(state(), 0.01, seed), seed) for seed in (1, 2, 3)]
     _, metrics = play(strategy, state(), sent, [identity, failure, failure])
     assert metrics["fedrot-replies-dropped"] == 0
@@ -170,7 +173,7 @@ def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment
 @pytest.mark.parametrize("median", [True, False])
 def test_token_counts_do_not_reach_a_strategy_of_flower(median: bool) -> None:
     aligned = type("AlignedMedian", (Aligned, FedMedian), {})
-    strategy = aligned(CONFIG) if median else FedRot(CONFIG, align=False)
+    strategy = aligned(CONFIG) if median else FedRot(CONFIG, alignment=None)
     sent = [
         reply(message, near(state(), 0.01, i), 10, i)
         for i, message in enumerate(broadcast(strategy, state(), 3))
@@ -182,7 +185,7 @@ def test_token_counts_do_not_reach_a_strategy_of_flower(median: bool) -> None:
 
 
 def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
-    strategy: Any = FedRot(align=False)
+    strategy: Any = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
 

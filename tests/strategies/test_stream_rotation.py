@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.strategies import (
-    Execution,
     FedRot,
     Matching,
     OtherBasis,
+    Server,
     match_at_client,
     token_counts_record,
 )
@@ -25,7 +25,7 @@ from tests.models import State, near
 from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of
 
 STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
-DETERMINISTIC = Execution(deterministic=True)
+DETERMINISTIC = Server(deterministic=True)
 NAMES = ["llama", "gpt2-classifier"]
 
 
@@ -124,7 +124,7 @@ def test_without_a_reply_from_another_basis_nothing_becomes_canonical() -> None:
     sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
     results = []
     for others in (OtherBasis(options=STREAM), None):
-        strategy = FedRot(config_of(name), other_basis=others, execution=DETERMINISTIC)
+        strategy = FedRot(config_of(name), other_basis=others, server=DETERMINISTIC)
         results.append(tensors_of(play(strategy, base, sent, [silent] * 2)[0]))
     assert all(torch.equal(results[0][key], results[1][key]) for key in base)
 
@@ -154,9 +154,9 @@ def test_tables_count_by_what_clients_report() -> None:
     vocabulary = config_of(name).vocab_size
     reported = [torch.arange(vocabulary).float() ** power for power in (0, 1, 2)]
     given = OtherBasis(options=STREAM, token_counts=torch.stack(reported).sum(0))
-    strategy = FedRot(config_of(name), other_basis=given, execution=DETERMINISTIC)
+    strategy = FedRot(config_of(name), other_basis=given, server=DETERMINISTIC)
     expected, _ = play(strategy, base, sent, [silent] * 3)
-    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM), execution=DETERMINISTIC)
+    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM), server=DETERMINISTIC)
     found, _ = play(strategy, base, sent, [silent] * 3, token_counts=reported)
     without, _ = play(strategy, base, sent, [silent] * 3)
     found, expected, without = map(tensors_of, (found, expected, without))

@@ -58,7 +58,11 @@ def test_rows_of_the_head_are_averaged_over_whoever_trained_them(aggregation: An
         )
         for i, (client, rows) in enumerate(zip(honest(), ROWS, strict=True))
     ]
-    strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=aggregation)
+    strategy = FedRot(
+        config_of(NAME),
+        alignment=fedrot.AlignmentOptions(anchor="global") if align else None,
+        aggregation=aggregation,
+    )
     result, metrics = play(strategy, clients)
     assert metrics.get("fedrot-replies-dropped", 0) == 0
     found = tensors_of(result)
@@ -86,7 +90,10 @@ def test_a_client_that_trained_every_row_marks_none(align: bool) -> None:
     """One client's marks are enough for the rows to be averaged over the others."""
     bare = [replace(client, statistics={}) for client in honest()]
     clients = [headless(bare[0], (0, 1)), *bare[1:]]
-    result, _ = play(FedRot(config_of(NAME), align=align, anchor="global"), clients)
+    result, _ = play(
+        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor="global") if align else None),
+        clients,
+    )
     for name in HEAD:
         others = [client.weight * client.update[name][2] for client in clients[1:]]
         expected = torch.stack(others).sum(0) / sum(client.weight for client in clients[1:])
@@ -98,7 +105,9 @@ def test_a_client_without_a_head_has_no_inputs_of_it_either() -> None:
     bare = headless(honest()[1], None)
     left = {name: gram for name, gram in bare.statistics["gram"].items() if name not in HEAD}
     without_head = replace(bare, statistics={**bare.statistics, "gram": left})
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    strategy = FedRot(
+        config_of(NAME), alignment=fedrot.AlignmentOptions(anchor="global"), aggregation=RegMean
+    )
     _, metrics = play(strategy, [honest()[0], without_head, honest()[2]])
     assert metrics["fedrot-replies-dropped"] == 0
 
@@ -110,7 +119,7 @@ def test_scrambled_clients_keep_their_marks() -> None:
     moved = [
         replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i)) for i, c in enumerate(bare)
     ]
-    strategy = FedRot(config_of(NAME), options=EAGER)
+    strategy = FedRot(config_of(NAME), alignment=EAGER)
     assert largest_difference(play(strategy, moved)[0], play(strategy, bare)[0]) <= 1e-5
 
 

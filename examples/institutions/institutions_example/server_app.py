@@ -24,7 +24,7 @@ def main(grid: Grid, context: Context) -> None:
     width = int(context.run_config["width"])
     model, test = build_model(width), load_rows("test")
     strategies = {
-        "plain average": FedRot(align=False, fraction_evaluate=0.0, train_metrics_aggr_fn=each_alone),
+        "plain average": FedRot(alignment=None, fraction_evaluate=0.0, train_metrics_aggr_fn=each_alone),
         "aligned average": FedRot(
             model.config, fraction_evaluate=0.0, other_basis=OtherBasis(lambda: build_model(width))
         ),

@@ -174,7 +174,7 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
     second, third = ({name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1))
     clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
     wanted = Mean()
-    for result in fedrot.align_round(clients, broadcast, symmetry, anchor="running"):
+    for result in fedrot.align_round(clients, broadcast, symmetry):
         wanted.add(result.tensors, result.weight)
     mean = Mean()
     with Pretend() as device:

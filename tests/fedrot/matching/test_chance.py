@@ -161,7 +161,9 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
     found, expected = torch.zeros(5), torch.zeros(5)
     for seed in range(12):
         updates = [(isotropic(state, 1e-5, 10 * seed + k), 1.0 + (k == 2)) for k in range(5)]
-        for k, result in enumerate(align_round(updates, state, symmetry, options, anchor)):
+        for k, result in enumerate(
+            align_round(updates, state, symmetry, replace(options, anchor=anchor))
+        ):
             for row in result.alignment.report.groups:
                 assert row.chance is not None
                 found[k] += row.found / row.before
@@ -375,7 +377,7 @@ def test_rounds_of_independent_noise_move_nothing(width: int, noise: float) -> N
     for anchor in ("running", "global"):
         for seed in range(4):
             updates = [(isotropic(state, noise, 10 * seed + client), 1.0) for client in range(3)]
-            for result in align_round(updates, state, symmetry, options, anchor):
+            for result in align_round(updates, state, symmetry, replace(options, anchor=anchor)):
                 assert not result.alignment.moves
 
 
@@ -386,7 +388,7 @@ def test_clients_in_other_coordinates_are_found_in_much_noise(noise: float) -> N
     parts = ("heads", "attention", "ffn")
     updates = [isotropic(state, noise, client) for client in range(3)]
     sent = [(fedrot.random_equivalent(u, symmetry, 5 + i, parts), 1.0) for i, u in enumerate(updates)]
-    found = align_round(sent, state, symmetry, fedrot.AlignmentOptions(parts=parts), "running")
+    found = align_round(sent, state, symmetry, fedrot.AlignmentOptions(parts=parts))
     for update, result in zip(updates, found, strict=True):
         assert all(result.alignment.moved.values())
         for name, tensor in result.tensors.items():

@@ -55,7 +55,7 @@ def save(tmp_path: Path) -> Callable[..., list[Path]]:
 def rows_of(states: list[State], number: int = 1, **more: Any) -> list[dict[str, Any]]:
     """Rows as a strategy writes them, of updates aligned to their running mean."""
     given = ((state, 1.0) for state in states)
-    aligned = fedrot.align_round(given, state_of(NAME), symmetry_for(NAME), anchor="running")
+    aligned = fedrot.align_round(given, state_of(NAME), symmetry_for(NAME))
     reports = [one.alignment.report for one in aligned]
     return [
         {"round": number, "client": client, **more, **row}

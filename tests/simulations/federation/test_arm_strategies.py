@@ -51,7 +51,7 @@ def made_with(arm: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dic
 
 def test_plain_aligns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     given = made_with("plain", monkeypatch)
-    assert (given["align"], given["options"], given["other_basis"], given["guard"]) == (
+    assert (given["align"], given["alignment"], given["other_basis"], given["guard"]) == (
         False,
         *[None] * 3,
     )
@@ -72,16 +72,15 @@ def test_replies_in_another_basis_are_matched_by_the_evidence_of_the_arm(
         "aligned~learned": (False, False, 3),
         "whole@running": (True, False, 0),
     }
-    assert all(given["align"] for given in found.values())
-    assert found["whole@running"]["anchor"] == "running"
+    assert all(given["alignment"] is not None for given in found.values())
     assert basis["aligned"].options == OTHER_BASIS_OPTIONS
     whole = found["whole@running"]
-    assert basis["whole@running"].options == whole["options"] == Arm.parse("whole@running").options
+    assert basis["whole@running"].options == whole["alignment"] == Arm.parse("whole@running").options
 
 
 def test_options_of_an_arm_hold_for_both_ways_to_match(monkeypatch: pytest.MonkeyPatch) -> None:
     given = made_with("aligned(layers=last:1)*0.25:loss", monkeypatch)
-    assert given["options"] == AlignmentOptions(layers="last:1", chance=0.25)
+    assert given["alignment"] == AlignmentOptions(layers="last:1", chance=0.25)
     assert given["other_basis"].options == replace(OTHER_BASIS_OPTIONS, layers="last:1")
     assert given["guard"].metric == "loss"
 

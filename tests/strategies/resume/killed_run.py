@@ -28,7 +28,7 @@ from fedrot.strategies import Aligned
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
 from fedrot.strategies.resume.state import RunState
-from fedrot.strategies.settings import Execution, Reporting
+from fedrot.strategies.settings import Reporting, Server
 from tests.models import near
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of, timeless
 
@@ -99,7 +99,7 @@ def play(folder: str) -> None:
         CONFIG,
         fraction_train=NODES / CLIENTS,
         fraction_evaluate=0.0,
-        execution=Execution(deterministic=True),
+        server=Server(deterministic=True),
         eta=0.01,
         reporting=Reporting(rows=home / "report.jsonl"),
     )

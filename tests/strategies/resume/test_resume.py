@@ -33,6 +33,7 @@ from flwr.serverapp.strategy import (
 )
 
 from fedrot.errors import FedrotError
+from fedrot.options import AlignmentOptions
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.loop import run
@@ -96,7 +97,9 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], bool]] = {
     "FedRot": (lambda: FedRot(CONFIG, **COMMON), True),
     "aligned FedAdam": (lambda: AlignedAdam(CONFIG, **COMMON, eta=0.01), True),
     "aligned privacy": (
-        lambda: AlignedPrivacy(CONFIG, FedAvg(**COMMON), **NOISE, anchor="global"),
+        lambda: AlignedPrivacy(
+            CONFIG, FedAvg(**COMMON), **NOISE, alignment=AlignmentOptions(anchor="global")
+        ),
         True,
     ),
 }
@@ -649,7 +652,7 @@ def test_what_a_subclass_leaves_out_is_left_out_beside_what_its_base_does(
 
     strategy: Any = Own(CONFIG)
     state = RunState(strategy, ConfigRecord(), ConfigRecord())
-    strategy.mine, strategy.ours, strategy._timeout, strategy.options = [1], [2], 5.0, [3]
+    strategy.mine, strategy.ours, strategy._timeout, strategy.alignment = [1], [2], 5.0, [3]
     assert [name for _, name, _ in state.encoded({})["entries"]] == ["ours"]
     assert warnings() == ""
 

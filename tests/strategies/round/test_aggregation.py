@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMean
 from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
@@ -63,14 +63,14 @@ from tests.strategies.fakes import (
 
 
 def test_regmean_behind_flower_is_regmean() -> None:
-    result, metrics = play(FedRot(config_of(NAME), align=False, aggregation=RegMean), honest())
+    result, metrics = play(FedRot(config_of(NAME), alignment=None, aggregation=RegMean), honest())
     assert apart(result, merged(RegMean(), honest())) == 0
     assert apart(result, mean(honest())) > 1e-3
     assert set(metrics) == {"fedrot-statistics-bytes"}
 
 
 def test_options_of_the_aggregation_are_its_own() -> None:
-    strategy = FedRot(config_of(NAME), align=False, aggregation=lambda: RegMean(alpha=0.3, beta=0.1))
+    strategy = FedRot(config_of(NAME), alignment=None, aggregation=lambda: RegMean(alpha=0.3, beta=0.1))
     result, _ = play(strategy, honest())
     assert apart(result, merged(RegMean(0.3, 0.1), honest())) == 0
 
@@ -80,13 +80,19 @@ def test_regmean_merges_what_alignment_moved(anchor: str) -> None:
     """The oracle: align the round, move each client's statistics by hand, merge."""
     clients = scrambled(honest())
     aligned = fedrot.align_round(
-        [(c.update, c.weight) for c in clients], state(), SYMMETRY, None, anchor
+        [(c.update, c.weight) for c in clients],
+        state(),
+        SYMMETRY,
+        fedrot.AlignmentOptions(anchor=anchor),
     )
     moved = [
         Client(dict(a.tensors), a.weight, a.alignment.transport(client.statistics))
         for client, a in zip(clients, aligned, strict=True)
     ]
-    result, _ = play(FedRot(config_of(NAME), anchor=anchor, aggregation=RegMean), clients)
+    result, _ = play(
+        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor), aggregation=RegMean),
+        clients,
+    )
     assert apart(result, merged(RegMean(), moved)) <= 1e-6
 
 
@@ -95,11 +101,11 @@ def test_regmean_merges_what_alignment_moved(anchor: str) -> None:
 def test_scrambled_clients_give_the_unscrambled_regmean(anchor: str, form: Any) -> None:
     collect = partial(grams, form=form, symmetry=SYMMETRY)
     clients = honest(collect)
-    strategy = FedRot(config_of(NAME), anchor=anchor, aggregation=RegMean, options=EAGER)
+    strategy = FedRot(config_of(NAME), alignment=replace(EAGER, anchor=anchor), aggregation=RegMean)
     expected, _ = play(strategy, clients)
     result, _ = play(strategy, scrambled(clients, collect))
     assert largest_difference(result, expected) <= 1e-4
-    unaligned = FedRot(config_of(NAME), align=False, aggregation=RegMean)
+    unaligned = FedRot(config_of(NAME), alignment=None, aggregation=RegMean)
     assert largest_difference(play(unaligned, scrambled(clients, collect))[0], expected) > 0.1
 
 
@@ -172,7 +178,12 @@ def test_few_tokens_in_bfloat16_are_gram_matrices_too() -> None:
 
 def test_the_metrics_know_what_statistics_weigh() -> None:
     for align in (True, False):
-        strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean, reporting=ALL_METRICS)
+        strategy = FedRot(
+            config_of(NAME),
+            alignment=fedrot.AlignmentOptions() if align else None,
+            aggregation=RegMean,
+            reporting=ALL_METRICS,
+        )
         messages = ask(strategy, state(), 3)
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
         expected = sum(statistics_bytes(message) for message in replies)
@@ -197,7 +208,7 @@ def test_models_of_conv1d_alone_are_merged_too() -> None:
         update = {"h.c_fc.weight": torch.randn(4, 3, generator=generator)}
         gram = {"gram_conv1d": {"h.c_fc.weight": inputs.T @ inputs}}
         clients.append(Client(update, weight, gram))
-    strategy = FedRot(None, align=False, aggregation=RegMean)
+    strategy = FedRot(None, alignment=None, aggregation=RegMean)
     result, _ = play(strategy, clients, base=clients[0].update)
     assert apart(result, merged(RegMean(), clients)) <= 1e-6
 
@@ -214,7 +225,9 @@ def test_integer_buffers_are_averaged_and_rounded() -> None:
     mean = sum(w * (9 + i) for i, w in enumerate(weights)) / sum(weights)
     assert round(mean) != mean
     for align in (True, False):
-        strategy = FedRot(symmetry, align=align, aggregation=RegMean)
+        strategy = FedRot(
+            symmetry, alignment=fedrot.AlignmentOptions() if align else None, aggregation=RegMean
+        )
         arrays = arrays_of(play(strategy, clients, base=base)[0])
         assert (arrays["steps"].dtype, int(arrays["steps"])) == (np.dtype("int64"), round(mean))
         assert arrays["mask"].tolist() == [True, False]
@@ -248,8 +261,18 @@ def test_the_replies_and_their_statistics_are_not_changed() -> None:
 # --- asking ------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_asked_for_every_so_many_rounds() -> None:
-    strategy = FedRot(config_of(NAME), align=False, aggregation=RegMean, statistics_every=2)
+class EveryOther(FedRot):
+    """A strategy of a user's own that uses statistics in odd rounds only."""
+
+    def needs(self, server_round: int) -> tuple[str, ...]:
+        return super().needs(server_round) if server_round % 2 else ()
+
+    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+        return super().aggregator(server_round) if server_round % 2 else Mean
+
+
+def test_a_subclass_may_ask_for_statistics_in_some_rounds() -> None:
+    strategy = EveryOther(config_of(NAME), alignment=None, aggregation=RegMean)
     for server_round in range(1, 6):
         config = ask(strategy, state(), 3, server_round)[0].content.config_records["config"]
         assert config[STATISTICS] == ("gram" if server_round % 2 else "")
@@ -275,14 +298,12 @@ def test_the_clients_read_what_is_asked_round_by_round() -> None:
         return train
 
     given: dict[str, Any] = {"fraction_evaluate": 0.0, "reporting": ALL_METRICS}
-    strategy = FedRot(
-        config_of(NAME), aggregation=RegMean, statistics_every=3, min_evaluate_nodes=0, **given
-    )
+    strategy = EveryOther(config_of(NAME), aggregation=RegMean, min_evaluate_nodes=0, **given)
     grid = FakeGrid({100 + i: client(i) for i in range(2)})
     result = strategy.start(grid, ArrayRecord(state()), 5, train_config=ConfigRecord({"lr": 0.1}))
-    assert asked == [[("gram",), (), (), ("gram",), ()]] * 2
+    assert asked == [[("gram",), (), ("gram",), (), ("gram",)]] * 2
     weights = [result.train_metrics_clientapp[i]["fedrot-statistics-bytes"] for i in range(1, 6)]
-    assert [weight > 0 for weight in weights] == [True, False, False, True, False]
+    assert [weight > 0 for weight in weights] == [True, False, True, False, True]
     assert {m["fedrot-replies-dropped"] for m in result.train_metrics_clientapp.values()} == {0}
 
 
@@ -293,20 +314,14 @@ def test_without_needs_nothing_is_asked_for() -> None:
         assert STATISTICS not in config
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_a_period_that_is_none_is_refused(every: int) -> None:
-    with pytest.raises(fedrot.FedrotError, match=f"statistics_every is {every}"):
-        FedRot(config_of(NAME), aggregation=RegMean, statistics_every=every)
-
-
 def test_the_summary_names_the_aggregation(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("flwr").propagate = True
     caplog.set_level(logging.INFO)
     for build_it in (RegMean, lambda: RegMean(0.5), partial(RegMean, 0.5)):
         caplog.clear()
-        FedRot(config_of(NAME), aggregation=build_it, statistics_every=2).summary()
-        assert "Aggregation: RegMean every 2 rounds" in caplog.text
-    FedRot(config_of(NAME), aggregation=Mean, statistics_every=2).summary()
+        FedRot(config_of(NAME), aggregation=build_it).summary()
+        assert "Aggregation: RegMean\n" in caplog.text
+    FedRot(config_of(NAME), aggregation=Mean).summary()
     assert "Aggregation: Mean\n" in caplog.text
 
 
@@ -399,7 +414,7 @@ def test_bad_statistics_are_dropped_with_their_client_and_the_round_goes_on(
     case: str, place: int, warnings: Callable[[], str]
 ) -> None:
     change, reason = BAD[case]
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean, options=EAGER)
+    strategy = FedRot(config_of(NAME), alignment=replace(EAGER, anchor="global"), aggregation=RegMean)
     messages = ask(strategy, state(), 4)
     good = [answer(m, c, i + 1) for i, (m, c) in enumerate(zip(messages, honest(), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -424,7 +439,11 @@ def record_of(statistics: Statistics) -> ArrayRecord:
 
 @pytest.mark.parametrize("align", [True, False])
 def test_undecodable_statistics_are_dropped(align: bool, warnings: Callable[[], str]) -> None:
-    strategy = FedRot(config_of(NAME), align=align, anchor="global", aggregation=RegMean)
+    strategy = FedRot(
+        config_of(NAME),
+        alignment=fedrot.AlignmentOptions(anchor="global") if align else None,
+        aggregation=RegMean,
+    )
     messages = ask(strategy, state(), 4)
     clients = honest()
     good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=False))]
@@ -448,7 +467,9 @@ def test_undecodable_statistics_are_dropped(align: bool, warnings: Callable[[], 
 
 
 def test_statistics_in_a_record_of_another_kind_are_none(warnings: Callable[[], str]) -> None:
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    strategy = FedRot(
+        config_of(NAME), alignment=fedrot.AlignmentOptions(anchor="global"), aggregation=RegMean
+    )
     messages = ask(strategy, state(), 4)
     good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=False))]
     expected, _ = strategy.aggregate_train(1, good)
@@ -462,7 +483,9 @@ def test_statistics_in_a_record_of_another_kind_are_none(warnings: Callable[[], 
 
 def test_matrices_too_large_to_add_up_are_no_end_of_the_round() -> None:
     """Finite in float64, infinite once they are weighed."""
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=RegMean)
+    strategy = FedRot(
+        config_of(NAME), alignment=fedrot.AlignmentOptions(anchor="global"), aggregation=RegMean
+    )
     messages = ask(strategy, state(), 3)
     replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
     huge = changed("gram", DOWN, lambda g: torch.eye(len(g), dtype=torch.float64) * 1e308)
@@ -475,7 +498,9 @@ def test_matrices_too_large_to_add_up_are_no_end_of_the_round() -> None:
 def test_if_nobody_sends_statistics_nothing_is_averaged(
     align: bool, warnings: Callable[[], str]
 ) -> None:
-    strategy = FedRot(config_of(NAME), align=align, aggregation=RegMean)
+    strategy = FedRot(
+        config_of(NAME), alignment=fedrot.AlignmentOptions() if align else None, aggregation=RegMean
+    )
     messages = ask(strategy, state(), 3, server_round=2)
     bare = [replace(client, statistics={}) for client in honest()]
     replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, bare, strict=True))]
@@ -529,7 +554,7 @@ def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path: Path) -> 
 
 def test_fedavg_is_unchanged_to_the_last_bit() -> None:
     found = []
-    for strategy in (FedRot(config_of(NAME), align=False), FedAvg()):
+    for strategy in (FedRot(config_of(NAME), alignment=None), FedAvg()):
         messages = ask(strategy, state(), 3)
         assert all(list(m.content.config_records["config"]) == ["server-round"] for m in messages)
         bare = [replace(client, statistics={}) for client in honest()]
@@ -546,8 +571,8 @@ def test_fedavg_is_unchanged_to_the_last_bit() -> None:
 
 def test_statistics_that_nobody_asked_for_leave_the_mean_alone() -> None:
     bare = [replace(client, statistics={}) for client in honest()]
-    expected, _ = play(FedRot(config_of(NAME), align=False), bare)
-    result, metrics = play(FedRot(config_of(NAME), align=False), honest())
+    expected, _ = play(FedRot(config_of(NAME), alignment=None), bare)
+    result, metrics = play(FedRot(config_of(NAME), alignment=None), honest())
     assert largest_difference(result, expected) <= 1e-6
     assert metrics["fedrot-statistics-bytes"] > 0
 
@@ -578,7 +603,7 @@ class FedRotInspecting(FedRot, Inspecting):
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("kind", [AlignedInspecting, partial(FedRotInspecting, aggregation=RegMean)])
 def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], align: bool) -> None:
-    strategy = kind(config_of(NAME), align=align)
+    strategy = kind(config_of(NAME), alignment=fedrot.AlignmentOptions() if align else None)
     play(strategy, honest())
     all_of_them = [{"arrays", "metrics", "client"}] * 3
     assert strategy.seen == (all_of_them if kind is AlignedInspecting else [{"arrays", "metrics"}])
@@ -591,12 +616,12 @@ def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], al
     "options",
     [
         {},
-        {"options": fedrot.AlignmentOptions(parts=("attention",))},
+        {"alignment": fedrot.AlignmentOptions(parts=("attention",))},
         {
-            "options": PERMUTATIONS,
+            "alignment": PERMUTATIONS,
             "other_basis": OtherBasis(options=fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)),
         },
-        {"options": PERMUTATIONS, "other_basis": OtherBasis(build)},
+        {"alignment": PERMUTATIONS, "other_basis": OtherBasis(build)},
     ],
     ids=["default", "attention", "other_basis", "model"],
 )
@@ -610,11 +635,11 @@ def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {"align": False},
-        {"align": False, "other_basis": OtherBasis(build)},
-        {"options": PERMUTATIONS},
+        {"alignment": None},
+        {"alignment": None, "other_basis": OtherBasis(build)},
+        {"alignment": PERMUTATIONS},
         {
-            "options": PERMUTATIONS,
+            "alignment": PERMUTATIONS,
             "other_basis": OtherBasis(options=fedrot.AlignmentOptions(parts=("residual", "ffn"))),
         },
     ],
@@ -631,13 +656,13 @@ def test_orders_of_a_heads_units_are_no_rotations() -> None:
         Client(a.apply(c.update), c.weight, a.transport(c.statistics))
         for c, a in zip(clients, aligned, strict=True)
     ]
-    strategy = FedRot(config_of(NAME), anchor="global", aggregation=Fisher, options=options)
+    strategy = FedRot(config_of(NAME), alignment=replace(options, anchor="global"), aggregation=Fisher)
     assert apart(play(strategy, clients)[0], merged(Fisher(), moved)) <= 1e-6
 
 
 def test_fisher_behind_flower_is_fisher() -> None:
     clients = honest(fishers)
-    result, _ = play(FedRot(config_of(NAME), align=False, aggregation=Fisher), clients)
+    result, _ = play(FedRot(config_of(NAME), alignment=None, aggregation=Fisher), clients)
     assert apart(result, merged(Fisher(), clients)) == 0
     assert apart(result, mean(clients)) > 1e-3
 
@@ -646,7 +671,10 @@ def test_fisher_behind_flower_is_fisher() -> None:
 def test_permutations_carry_fisher_information(anchor: str) -> None:
     clients = honest(fishers)
     strategy = FedRot(
-        config_of(NAME), anchor=anchor, aggregation=Fisher, options=PERMUTATIONS, reporting=ALL_METRICS
+        config_of(NAME),
+        alignment=replace(PERMUTATIONS, anchor=anchor),
+        aggregation=Fisher,
+        reporting=ALL_METRICS,
     )
     expected, _ = play(strategy, clients)
     moved = scrambled(clients, fishers, PERMUTATIONS.parts)
@@ -655,7 +683,7 @@ def test_permutations_carry_fisher_information(anchor: str) -> None:
     # Of a key's bias, which the loss does not see, the average is the mean.
     assert largest_difference(result, expected) <= 1e-4
     assert error(result, tensors_of(expected)) <= 1e-4
-    unaligned = FedRot(config_of(NAME), align=False, aggregation=Fisher)
+    unaligned = FedRot(config_of(NAME), alignment=None, aggregation=Fisher)
     assert largest_difference(play(unaligned, moved)[0], expected) > 0.1
 
 
@@ -673,12 +701,14 @@ def test_optimal_transport_without_regularisation_permutes(align: bool) -> None:
     ]
     transport = partial(OptimalTransport, SYMMETRY, regularisation=0.0, anchor=base)
     strategy = FedRot(
-        config_of(NAME), align=align, anchor="global", aggregation=transport, options=EAGER
+        config_of(NAME),
+        alignment=replace(EAGER, anchor="global") if align else None,
+        aggregation=transport,
     )
     expected, _ = play(strategy, clients)
     if not align:
         assert apart(expected, mean(clients)) <= 1e-6
     result, _ = play(strategy, moved)
     assert largest_difference(result, expected) <= 1e-5
-    plain, _ = play(FedRot(config_of(NAME), align=False), moved)
+    plain, _ = play(FedRot(config_of(NAME), alignment=None), moved)
     assert largest_difference(plain, expected) > 0.1

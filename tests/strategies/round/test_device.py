@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
-from fedrot.strategies import Aligned, Execution, FedRot, OtherBasis
+from fedrot.strategies import Aligned, FedRot, OtherBasis, Server
 from tests.fedrot.pretend import Pretend
 from tests.models import near
 from tests.strategies.aggregating import (
@@ -43,16 +43,20 @@ WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 #: What goes through the device layer by layer.
 STREAMED: dict[str, Callable[..., FedAvg]] = {
     "running": lambda **given: FedRot(SYMMETRY, **given),
-    "global": lambda **given: FedRot(SYMMETRY, anchor="global", **given),
-    "deterministic": lambda execution=None, **given: FedRot(
-        SYMMETRY, execution=replace(execution or Execution(), deterministic=True), **given
+    "global": lambda **given: FedRot(
+        SYMMETRY, alignment=fedrot.AlignmentOptions(anchor="global"), **given
     ),
-    "whole": lambda **given: FedRot(SYMMETRY, options=WHOLE, **given),
+    "deterministic": lambda server=None, **given: FedRot(
+        SYMMETRY, server=replace(server or Server(), deterministic=True), **given
+    ),
+    "whole": lambda **given: FedRot(SYMMETRY, alignment=WHOLE, **given),
     "adam": lambda **given: AlignedAdam(SYMMETRY, **given),
 }
 #: What goes there as a whole.
 OTHERS: dict[str, Callable[..., FedAvg]] = {
-    "consensus": lambda **given: FedRot(SYMMETRY, anchor="consensus", **given),
+    "consensus": lambda **given: FedRot(
+        SYMMETRY, alignment=fedrot.AlignmentOptions(anchor="consensus"), **given
+    ),
     "other_basis": lambda **given: FedRot(SYMMETRY, other_basis=OtherBasis(build), **given),
     "median": lambda **given: AlignedMedian(SYMMETRY, **given),
 }
@@ -68,7 +72,7 @@ def _both(build_one: Callable[..., FedAvg], clients: Sequence[Client]) -> tuple[
     """Return what a round gives on the CPU and on the device."""
     wanted = _played(build_one(reporting=ALL_METRICS), clients)
     with Pretend() as device:
-        found = _played(build_one(execution=Execution(device="cuda"), reporting=ALL_METRICS), clients)
+        found = _played(build_one(server=Server(device="cuda"), reporting=ALL_METRICS), clients)
         assert device.uploads > 0
     return wanted, found
 
@@ -93,7 +97,10 @@ def test_other_basis_replies_are_matched_there_too(anchor: str, at_clients: bool
     clients[0] = Client(near(state(), 0.02, 5), 2.0, {})
     wanted, found = _both(
         lambda **given: FedRot(
-            SYMMETRY, other_basis=OtherBasis(build, at_clients=at_clients), **given, anchor=anchor
+            SYMMETRY,
+            other_basis=OtherBasis(build, at_clients=at_clients),
+            **given,
+            alignment=fedrot.AlignmentOptions(anchor=anchor),
         ),
         clients,
     )
@@ -110,7 +117,7 @@ def test_statistics_go_to_the_device_too(
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
     wanted, found = _both(
-        lambda **given: FedRot(SYMMETRY, aggregation=aggregation, options=options, **given),
+        lambda **given: FedRot(SYMMETRY, aggregation=aggregation, alignment=options, **given),
         clients,
     )
     assert apart(found[0], tensors_of(wanted[0])) <= 1e-5
@@ -124,7 +131,7 @@ def test_rows_that_were_not_trained_count_for_nothing_there_too(
         headless(replace(c, statistics={}), rows)
         for c, rows in zip(scrambled(honest()), ([0, 1], None, [0, 1, 2]), strict=True)
     ]
-    wanted, found = _both(lambda **given: FedRot(SYMMETRY, options=options, **given), clients)
+    wanted, found = _both(lambda **given: FedRot(SYMMETRY, alignment=options, **given), clients)
     assert apart(found[0], tensors_of(wanted[0])) <= 2e-6
 
 
@@ -132,7 +139,7 @@ def test_rows_that_were_not_trained_count_for_nothing_there_too(
 def test_a_round_leaves_nothing_on_the_device(which: str) -> None:
     with Pretend() as device:
         _played(
-            (STREAMED | OTHERS)[which](execution=Execution(device="cuda")),
+            (STREAMED | OTHERS)[which](server=Server(device="cuda")),
             [replace(c, statistics={}) for c in honest()],
         )
         assert device.peak > 0
@@ -150,4 +157,4 @@ def test_a_reply_that_is_not_finite_is_dropped_there_too() -> None:
 
 def test_a_device_that_is_not_there_is_said_before_the_first_round() -> None:
     with pytest.raises(fedrot.FedrotError, match="device 'nowhere'"):
-        FedRot(SYMMETRY, execution=Execution(device="nowhere"))
+        FedRot(SYMMETRY, server=Server(device="nowhere"))

@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import (
 import fedrot
 from fedrot.aggregation import Fisher, RegMean
 from fedrot.errors import FedrotError
-from fedrot.strategies import Aligned, Checkpointing, Execution, FedRot, Guard, Reporting
+from fedrot.strategies import Aligned, Checkpointing, FedRot, Guard, Reporting, Server
 from tests.fedrot.pretend import Pretend
 from tests.models import near
 from tests.strategies.aggregating import (
@@ -109,7 +109,7 @@ def run(
     **given: Any,
 ) -> Result:
     """Play rounds in the order of the clients' ids."""
-    given.setdefault("execution", Execution(deterministic=True))
+    given.setdefault("server", Server(deterministic=True))
     strategy = build(SYMMETRY, fraction_evaluate=0.0, **given)
     grid = FakeGrid({100 + i: scrambling(i) for i in range(CLIENTS)})
     return strategy.start(grid, ArrayRecord(state()), rounds, evaluate_fn=evaluate)
@@ -215,7 +215,7 @@ def test_where_nothing_is_moved_nothing_is_evaluated(
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     caplog.set_level("INFO", "flwr")
     evaluate = points("aligned")
-    result = run(evaluate=evaluate, guard="accuracy", options=UNMOVED)
+    result = run(evaluate=evaluate, guard="accuracy", alignment=UNMOVED)
     assert evaluate.calls == [0, 1, 2]
     assert bits(result) == bits(unguarded("plain"))
     assert kept(result) == [0, 0]
@@ -226,7 +226,9 @@ def test_where_nothing_is_moved_nothing_is_evaluated(
 def test_biases_that_become_0_are_compared_where_no_group_is_moved() -> None:
     evaluate = points("plain")
     canonical = fedrot.AlignmentOptions(chance=1e12, canonical=True)
-    assert bits(run(evaluate=evaluate, guard="accuracy", options=canonical)) == bits(unguarded("plain"))
+    assert bits(run(evaluate=evaluate, guard="accuracy", alignment=canonical)) == bits(
+        unguarded("plain")
+    )
     assert evaluate.calls == [0, 1, 1, 2, 2]
 
 
@@ -255,9 +257,12 @@ def test_an_optimiser_sees_the_kept_mean_only(
 @pytest.mark.parametrize(
     "given",
     [
-        {"anchor": "consensus"},
-        {"anchor": "global", "execution": Execution(deterministic=True, spill="spill")},
-        {"execution": Execution()},
+        {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
+        {
+            "alignment": fedrot.AlignmentOptions(anchor="global"),
+            "server": Server(deterministic=True, spill="spill"),
+        },
+        {"server": Server()},
     ],
 )
 def test_every_way_to_take_updates(
@@ -266,10 +271,10 @@ def test_every_way_to_take_updates(
     monkeypatch.chdir(tmp_path)
     result = run(evaluate=points(better), rounds=1, guard="accuracy", **given)
     # The plain mean is the same for every anchor.
-    anchor = {"anchor": "running"} if better == "plain" else {}
+    anchor = {"alignment": fedrot.AlignmentOptions()} if better == "plain" else {}
     wanted = unguarded(better, rounds=1, **{**given, **anchor})
     # Views of messages lie elsewhere in memory in every run: last bits differ, and rotations with them.
-    within = 0.0 if given.get("execution") != Execution() else 5e-3
+    within = 0.0 if given.get("server") != Server() else 5e-3
     assert apart(result.arrays, tensors_of(wanted.arrays)) <= within
 
 
@@ -282,7 +287,7 @@ def test_statistics_go_with_their_updates(
     aggregation: Any, collect: Callable[..., Statistics], options: fedrot.AlignmentOptions, better: str
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
-    given: dict[str, Any] = {"aggregation": aggregation, "options": options}
+    given: dict[str, Any] = {"aggregation": aggregation, "alignment": options}
     guard = Guard("accuracy", evaluate=points(better))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, **given), clients)
     if better == "plain":
@@ -312,17 +317,17 @@ def test_a_round_on_a_device(anchor: str, better: str) -> None:
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]
 
     def played(**given: Any) -> ArrayRecord:
-        strategy = FedRot(SYMMETRY, anchor=anchor, **given)
+        strategy = FedRot(SYMMETRY, alignment=fedrot.AlignmentOptions(anchor=anchor), **given)
         messages = ask(strategy, state(), len(clients))
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
         arrays, _ = strategy.aggregate_train(1, replies)
         assert arrays is not None
         return arrays
 
-    wanted = tensors_of(played(**({"options": UNMOVED} if better == "plain" else {})))
+    wanted = tensors_of(played(**({"alignment": UNMOVED} if better == "plain" else {})))
     with Pretend() as device:
         guard = Guard("accuracy", evaluate=points(better))
-        found = played(execution=Execution(device="cuda"), guard=guard)
+        found = played(server=Server(device="cuda"), guard=guard)
         assert device.uploads > 0
     assert apart(found, wanted) <= 2e-6
 
@@ -378,7 +383,7 @@ def test_from_a_plain_mean_that_is_kept_an_optimiser_goes_back_to_the_model_that
     """In a canonical round the aligned mean has other coordinates than the broadcast model."""
     canonical = fedrot.AlignmentOptions(chance=1e12, canonical=True)
     given: dict[str, Any] = {"eta": 0.01, "rounds": 1}
-    result = run(AlignedAdam, points("plain"), guard="accuracy", options=canonical, **given)
+    result = run(AlignedAdam, points("plain"), guard="accuracy", alignment=canonical, **given)
     assert bits(result) == bits(unguarded("plain", AlignedAdam, **given))
 
 
@@ -388,7 +393,7 @@ def test_from_a_plain_mean_that_is_kept_an_optimiser_goes_back_to_the_model_that
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"guard": "accuracy", "align": False}, "align=False"),
+        ({"guard": "accuracy", "alignment": None}, "alignment=None"),
         ({"guard": 0.5}, "guard is a float"),
         ({"guard": "points"}, r"'points' does not say.*higher_is_better=True"),
         ({"guard": "loss_of_accuracy"}, "'loss_of_accuracy' does not say"),
@@ -407,7 +412,9 @@ def test_a_wrong_evaluation_is_refused_when_the_guard_is_built() -> None:
 
 def _private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
     settings: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": CLIENTS}
-    return AlignedPrivacy(symmetry, FedAvg(), **settings, anchor="global", **given)
+    return AlignedPrivacy(
+        symmetry, FedAvg(), **settings, alignment=fedrot.AlignmentOptions(anchor="global"), **given
+    )
 
 
 @pytest.mark.parametrize("build", [AlignedMedian, _private])
@@ -458,7 +465,7 @@ def test_tensors_of_a_round_are_those_that_were_received() -> None:
             seen.append(update)
 
     clients = scrambled(honest(grams), grams)
-    play(Watched(SYMMETRY, aggregation=RegMean, options=fedrot.AlignmentOptions(chance=0)), clients)
+    play(Watched(SYMMETRY, aggregation=RegMean, alignment=fedrot.AlignmentOptions(chance=0)), clients)
     for update, client in zip(seen, clients, strict=True):
         for name, tensor in client.update.items():
             assert torch.equal(update.update.tensors[name].to(tensor.dtype), tensor)

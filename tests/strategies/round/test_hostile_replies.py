@@ -167,7 +167,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_reason_of_a_failed_evaluation_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = type("Tried", (Aligned, FedAvg), {})(None, align=False)
+    strategy = type("Tried", (Aligned, FedAvg), {})(None, alignment=None)
     grid = FakeGrid({100 + i: failure for i in range(2)})
     asked = list(strategy.configure_evaluate(1, ArrayRecord(BASE), ConfigRecord(), grid))
     good = Message(RecordDict({"metrics": METRICS}), reply_to=asked[1])
@@ -266,9 +266,7 @@ PRIVACY: dict[type, dict[str, Any]] = {
 def test_an_update_that_changes_nothing_can_be_clipped(wrapper: type, change: float) -> None:
     base = {"w": torch.zeros(2, 3)}
     settings = {"noise_multiplier": 0.0, "num_sampled_clients": 2, **PRIVACY[wrapper]}
-    strategy: Any = type("Private", (Aligned, wrapper), {})(
-        None, FedAvg(), align=False, anchor="global", **settings
-    )
+    strategy: Any = type("Private", (Aligned, wrapper), {})(None, FedAvg(), alignment=None, **settings)
     grid = FakeGrid({100 + i: failure for i in range(2)})
     asked = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
     sent = [base["w"] + change, base["w"] + 0.01]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fedrot.matching import descent
 from fedrot.matching.problem import Match, Problem
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.strategies import Aligned, FedRot, OtherBasis
-from fedrot.strategies.settings import Execution, Reporting
+from fedrot.strategies.settings import Reporting, Server
 from fedrot.symmetry import Group
 from fedrot.tensors import LARGEST_NORM
 from tests.models import State, near
@@ -166,7 +167,9 @@ def test_an_update_whose_canonical_form_overflows_chooses_no_anchor(anchor: str)
     start, honest = gpt2_clients(0.02)
 
     def strategy() -> FedRot:
-        return FedRot(GPT2, anchor=anchor, other_basis=OtherBasis(build_gpt2))
+        return FedRot(
+            GPT2, alignment=fedrot.AlignmentOptions(anchor=anchor), other_basis=OtherBasis(build_gpt2)
+        )
 
     hostile = overflows_when_folded(honest[0])
     found, metrics = play(strategy(), [*honest, hostile], (10, 11, 12, 1e12), start)
@@ -184,8 +187,8 @@ def test_a_bias_that_overflows_in_canonical_form_chooses_no_anchor(anchor: str) 
             hostile[name][:] = 1e12
     symmetry = fedrot.symmetry_of(CONFIG, state())
     honest = [fedrot.random_equivalent(update, symmetry, i) for i, update in enumerate(HONEST)]
-    found, metrics = play(FedRot(CONFIG, anchor=anchor, options=options), [*honest, hostile])
-    expected, _ = play(FedRot(CONFIG, anchor=anchor, options=options), honest)
+    found, metrics = play(FedRot(CONFIG, alignment=replace(options, anchor=anchor)), [*honest, hostile])
+    expected, _ = play(FedRot(CONFIG, alignment=replace(options, anchor=anchor)), honest)
     assert metrics["fedrot-replies-dropped"] == 1
     assert largest_difference(found, expected) == 0
 
@@ -238,9 +241,11 @@ def marked() -> State:
 def test_whatever_fails_drops_the_update_and_not_the_round(
     anchor: str, place: int, failing: list[bool]
 ) -> None:
-    found, metrics = play(FedRot(CONFIG, anchor=anchor), among(marked(), place))
+    found, metrics = play(
+        FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor)), among(marked(), place)
+    )
     weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
-    expected, _ = play(FedRot(CONFIG, anchor=anchor), HONEST, weights)
+    expected, _ = play(FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor)), HONEST, weights)
     assert metrics["fedrot-replies-dropped"] == 1
     assert largest_difference(found, expected) <= 1e-6
 
@@ -252,7 +257,7 @@ def test_honest_clients_are_not_dropped_where_the_anchor_fails(
 ) -> None:
     failing.append(True)
     _, metrics = play(
-        FedRot(CONFIG, anchor=anchor),
+        FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor)),
         among(marked(), place),
         [1e12 if i == place else 1 for i in range(4)],
     )
@@ -272,7 +277,7 @@ def test_what_no_client_can_cause_ends_the_round(monkeypatch: pytest.MonkeyPatch
 
 def test_spilled_updates_are_attacked_in_vain(tmp_path: Path) -> None:
     for kind in KINDS:
-        execution = Execution(deterministic=True, spill=tmp_path)
-        arrays, metrics = play(FedRot(CONFIG, execution=execution), among(attack(state(), kind), 0))
+        execution = Server(deterministic=True, spill=tmp_path)
+        arrays, metrics = play(FedRot(CONFIG, server=execution), among(attack(state(), kind), 0))
         assert arrays is not None
         assert metrics["fedrot-replies-accepted"] == 4

@@ -88,11 +88,14 @@ def test_weights_that_no_sum_can_hold_set_their_replies_aside(
     anchor: str, aggregation: Any, warnings: Callable[[], str]
 ) -> None:
     clients = honest() if aggregation else bare(honest())
-    expected, _ = play(FedRot(CONFIG, anchor=anchor, aggregation=aggregation), clients)
+    expected, _ = play(
+        FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor), aggregation=aggregation),
+        clients,
+    )
     tripled = replace(clients[1], update={n: 3 * t for n, t in clients[1].update.items()})
     odd = [replace(tripled, weight=weight) for weight in WEIGHTS]
     ids = (-9, -8, 8, 9, 1, 2, 3)
-    strategy = FedRot(CONFIG, anchor=anchor, aggregation=aggregation)
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor), aggregation=aggregation)
     arrays, metrics = finished(strategy, answers(strategy, [*odd, *clients], ids))
     assert metrics["fedrot-replies-dropped"] == len(WEIGHTS)
     assert all(f"Reply of client {i} dropped" in warnings() for i in ids[:4])
@@ -129,7 +132,9 @@ def reversed_statistics(client: Client) -> Client:
 def test_masks_make_nobody_a_minority(turned: bool, align: bool, warnings: Callable[[], str]) -> None:
     one, two, three = honest()
     good = [marked(one, h0=[0, 1], h1=[0, 1]), marked(two, h1=[2]), three]
-    strategy = FedRot(CONFIG, align=align, anchor="global", options=PERMUTATIONS, aggregation=RegMean)
+    strategy = FedRot(
+        CONFIG, alignment=replace(PERMUTATIONS, anchor="global") if align else None, aggregation=RegMean
+    )
     expected, _ = play(strategy, good)
     if turned:
         good[0], good[2] = reversed_statistics(good[0]), reversed_statistics(good[2])
@@ -151,7 +156,7 @@ def without(client: Client, name: str) -> Client:
 def test_what_clients_lack_makes_nobody_a_minority(warnings: Callable[[], str]) -> None:
     one, two, three = honest()
     good = [without(one, HEAD[0]), without(two, POOLER), three]
-    strategy = FedRot(CONFIG, align=False, aggregation=RegMean)
+    strategy = FedRot(CONFIG, alignment=None, aggregation=RegMean)
     expected, _ = play(strategy, good)
     for ids in ((1, 2, 3, -8, -9), (1, 2, 3, 8, 9)):
         others = [diagonal(c) for c in (one, two)]
@@ -176,7 +181,7 @@ def private() -> Any:
     common = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
     # Without noise, and with a norm that clips everybody.
     given = {"noise_multiplier": 0.0, "clipping_norm": 0.2, "num_sampled_clients": 3}
-    return Private(CONFIG, FedAvg(**common), anchor="global", **given)
+    return Private(CONFIG, FedAvg(**common), alignment=fedrot.AlignmentOptions(anchor="global"), **given)
 
 
 def turned_around(client: Client) -> Client:
@@ -189,8 +194,8 @@ def turned_around(client: Client) -> Client:
         private,
         lambda: Behind(CONFIG),
         lambda: FedRot(CONFIG),
-        lambda: FedRot(CONFIG, align=False),
-        lambda: FedRot(CONFIG, align=False, aggregation=Mean),
+        lambda: FedRot(CONFIG, alignment=None),
+        lambda: FedRot(CONFIG, alignment=None, aggregation=Mean),
     ],
     ids=["private", "aligned", "FedRot", "unaligned", "merged"],
 )
@@ -220,7 +225,7 @@ class Noting(RegMean):
 
 def test_bfloat16_records_nearly_give_the_float32_result_without_notes() -> None:
     Noting.kept.clear()
-    strategy = FedRot(CONFIG, align=False, aggregation=Noting)
+    strategy = FedRot(CONFIG, alignment=None, aggregation=Noting)
     expected, _ = play(strategy, honest())
     found, metrics = play(strategy, honest(), dtype=torch.bfloat16)
     assert metrics.get("fedrot-replies-dropped", 0) == 0
@@ -230,7 +235,7 @@ def test_bfloat16_records_nearly_give_the_float32_result_without_notes() -> None
 
 
 def test_float16_gram_matrices_are_dropped_by_name(warnings: Callable[[], str]) -> None:
-    strategy = FedRot(CONFIG, align=False, aggregation=RegMean)
+    strategy = FedRot(CONFIG, alignment=None, aggregation=RegMean)
     expected, _ = play(strategy, honest())
     replies = answers(strategy, [*honest(), honest()[0]])
     arrays = dict(replies[3].content.array_records[STATISTICS])
@@ -271,14 +276,16 @@ def test_fisher_follows_every_permutation_inside_and_outside_of_heads(anchor: st
     for seed, client in enumerate(clients):
         update = reordered(client.update, seed)
         moved.append(Client(update, client.weight, fishers(update, seed)))
-    strategy = FedRot(CONFIG, anchor=anchor, aggregation=Fisher, options=options, reporting=ALL_METRICS)
+    strategy = FedRot(
+        CONFIG, alignment=replace(options, anchor=anchor), aggregation=Fisher, reporting=ALL_METRICS
+    )
     expected, _ = play(strategy, clients)
     found, metrics = play(strategy, moved)
     assert metrics["fedrot-replies-dropped"] == 0
     assert min(int(metrics[f"fedrot-{what}"]) for what in ("heads-rotated", "neurons-moved")) > 0  # type: ignore[arg-type]
     assert largest_difference(found, expected) <= 1e-4
     assert apart(expected, mean(clients)) > 1e-3
-    unaligned = FedRot(CONFIG, align=False, aggregation=Fisher)
+    unaligned = FedRot(CONFIG, alignment=None, aggregation=Fisher)
     assert largest_difference(play(unaligned, moved)[0], expected) > 0.1
 
 
@@ -288,7 +295,7 @@ def test_a_client_without_a_head_sends_no_fisher_for_it(place: int) -> None:
     lacking = headless(clients[place], None)
     left = {n: f for n, f in lacking.statistics["fisher"].items() if n not in HEAD}
     clients[place] = replace(lacking, statistics={**lacking.statistics, "fisher": left})
-    strategy = FedRot(CONFIG, anchor="global", aggregation=Fisher, options=PERMUTATIONS)
+    strategy = FedRot(CONFIG, alignment=replace(PERMUTATIONS, anchor="global"), aggregation=Fisher)
     found, metrics = play(strategy, clients)
     assert metrics["fedrot-replies-dropped"] == 0
     others = [client for i, client in enumerate(clients) if i != place]
@@ -304,7 +311,9 @@ def test_a_client_without_a_head_sends_no_fisher_for_it(place: int) -> None:
 def test_refused_replies_have_no_part_in_the_metrics(align: bool, warnings: Callable[[], str]) -> None:
     clients = honest()
     odd = diagonal(replace(clients[0], weight=50.0))
-    strategy = FedRot(CONFIG, align=align, anchor="global", options=PERMUTATIONS, aggregation=RegMean)
+    strategy = FedRot(
+        CONFIG, alignment=replace(PERMUTATIONS, anchor="global") if align else None, aggregation=RegMean
+    )
     for ids in ((1, 2, 3, 9), (1, 2, 3, -9)):
         replies = answers(strategy, [*clients, odd], ids, loss=[1.0, 2.0, 4.0, 1000.0])
         arrays, metrics = finished(strategy, replies)
@@ -325,12 +334,14 @@ class Choosy(Mean):
 
 @ALIGN
 def test_what_an_aggregation_of_ones_own_refuses_is_not_in_the_metrics(align: bool) -> None:
-    strategy = FedRot(CONFIG, align=align, anchor="global", aggregation=Choosy)
+    strategy = FedRot(
+        CONFIG, alignment=fedrot.AlignmentOptions(anchor="global") if align else None, aggregation=Choosy
+    )
     clients = bare(honest())
     arrays, metrics = finished(strategy, answers(strategy, clients, loss=[1.0, 1000.0, 3.0]))
     assert metrics["fedrot-replies-dropped"] == 1
     assert metrics["loss"] == pytest.approx((3 * 1.0 + 5 * 3.0) / 8)
-    plain = FedRot(CONFIG, align=align, anchor="global")
+    plain = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global") if align else None)
     expected, _ = play(plain, [clients[0], clients[2]])
     assert largest_difference(arrays, expected) <= 1e-6
 
@@ -341,7 +352,11 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
     aggregation: Any, align: bool
 ) -> None:
     clients = honest() if aggregation is RegMean else bare(honest())
-    strategy = FedRot(CONFIG, align=align, anchor="global", aggregation=aggregation)
+    strategy = FedRot(
+        CONFIG,
+        alignment=fedrot.AlignmentOptions(anchor="global") if align else None,
+        aggregation=aggregation,
+    )
     expected, _ = play(strategy, clients)
     # One more record, in one reply.
     replies = answers(strategy, bare([*clients, clients[0]]))
@@ -377,7 +392,7 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
     ],
 )
 def test_a_privacy_wrapper_around_an_aggregation_is_refused(wrapper: Any, given: dict[str, Any]) -> None:
-    behind = FedRot(CONFIG, align=False, aggregation=RegMean)
+    behind = FedRot(CONFIG, alignment=None, aggregation=RegMean)
     strategy = wrapper(behind, noise_multiplier=0.0, num_sampled_clients=3, **given)
     with pytest.raises(fedrot.FedrotError, match="in front of"):
         ask(strategy, state(), 3)
@@ -387,7 +402,7 @@ def test_a_privacy_wrapper_around_an_aggregation_is_refused(wrapper: Any, given:
 @ALIGN
 def test_an_aggregator_in_the_place_of_its_class_is_refused(align: bool, aggregator: Any) -> None:
     with pytest.raises(fedrot.FedrotError, match="or a class, aggregation=fedrot"):
-        FedRot(CONFIG, align=align, aggregation=aggregator)
+        FedRot(CONFIG, alignment=fedrot.AlignmentOptions() if align else None, aggregation=aggregator)
 
 
 # --- results that are no model -----------------------------------------------------------------------
@@ -416,7 +431,12 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
     align: bool, aggregation: Any, warnings: Callable[[], str], tmp_path: Path
 ) -> None:
     report = tmp_path / "report.jsonl"
-    strategy = FedRot(CONFIG, align=align, aggregation=aggregation, reporting=Reporting(rows=report))
+    strategy = FedRot(
+        CONFIG,
+        alignment=fedrot.AlignmentOptions() if align else None,
+        aggregation=aggregation,
+        reporting=Reporting(rows=report),
+    )
     arrays, metrics = finished(strategy, answers(strategy, bare(honest()), loss=[1.0, 1.0, 1.0]))
     assert arrays is None
     assert "not finite" in warnings()
@@ -446,11 +466,13 @@ def test_a_step_beyond_float32_leaves_the_model_as_it_was(warnings: Callable[[],
 def test_alignment_alone_warns_that_it_uses_no_statistics(
     align: bool, warnings: Callable[[], str]
 ) -> None:
-    expected, _ = play(Behind(CONFIG, align=align), bare(honest()))
+    expected, _ = play(
+        Behind(CONFIG, alignment=fedrot.AlignmentOptions() if align else None), bare(honest())
+    )
     assert "not used" not in warnings()
-    found, _ = play(Behind(CONFIG, align=align), honest())
+    found, _ = play(Behind(CONFIG, alignment=fedrot.AlignmentOptions() if align else None), honest())
     assert "The statistics 'gram' are not used" in warnings()
     assert largest_difference(found, expected) == 0
     masks = [marked(client, h0=[0]) for client in bare(honest())]
-    play(Behind(CONFIG, align=align), masks)
+    play(Behind(CONFIG, alignment=fedrot.AlignmentOptions() if align else None), masks)
     assert f"The statistics '{TRAINED}' are not used" in warnings()

@@ -73,7 +73,10 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
     result, metrics = play(
         FedRot(
-            config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build), reporting=ALL_METRICS
+            config_of(NAME),
+            alignment=fedrot.AlignmentOptions(anchor=anchor),
+            other_basis=OtherBasis(model=build),
+            reporting=ALL_METRICS,
         ),
         base,
         sent,
@@ -81,7 +84,11 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     assert error(result, other) <= 1e-4
     assert metrics["fedrot-replies-other-basis"] == 3
     assert warnings() == ""
-    lost, metrics = play(FedRot(config_of(NAME), anchor=anchor, reporting=ALL_METRICS), base, sent)
+    lost, metrics = play(
+        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor), reporting=ALL_METRICS),
+        base,
+        sent,
+    )
     assert error(lost, other) > 0.1
     assert metrics["fedrot-replies-other-basis"] == 3
     assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
@@ -96,7 +103,10 @@ def test_where_most_are_other_basis_the_heaviest_reply_is_the_anchor(anchor: str
     weights[heaviest] = 9.0
     sent = [(permuted(other, seed), weights[seed]) for seed in range(3)]
     strategy = FedRot(
-        config_of(NAME), anchor=anchor, other_basis=OtherBasis(options=WHOLE), reporting=ALL_METRICS
+        config_of(NAME),
+        alignment=fedrot.AlignmentOptions(anchor=anchor),
+        other_basis=OtherBasis(options=WHOLE),
+        reporting=ALL_METRICS,
     )
     result, metrics = play(strategy, base, sent)
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
@@ -107,7 +117,13 @@ def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -
     """The oracle: ``align`` with activations of the same tokens, model by model."""
     sent = [(state(seed), weight) for seed, weight in ((3, 5.0), (4, 9.0), (5, 7.0))]
     result, _ = play(
-        FedRot(config_of(NAME), anchor="global", other_basis=OtherBasis(model=build)), state(), sent
+        FedRot(
+            config_of(NAME),
+            alignment=fedrot.AlignmentOptions(anchor="global"),
+            other_basis=OtherBasis(model=build),
+        ),
+        state(),
+        sent,
     )
     symmetry = SYMMETRY
     evidence = fedrot.collect.activations.probing(build, config_of(NAME).to_dict(), symmetry)
@@ -119,7 +135,13 @@ def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -
     assert difference(tensors_of(result), mean(aligned)) <= 1e-5
     assert difference(aligned[1][0], anchor) <= 1e-6
     by_weights, _ = play(
-        FedRot(config_of(NAME), anchor="global", other_basis=OtherBasis(options=WHOLE)), state(), sent
+        FedRot(
+            config_of(NAME),
+            alignment=fedrot.AlignmentOptions(anchor="global"),
+            other_basis=OtherBasis(options=WHOLE),
+        ),
+        state(),
+        sent,
     )
     assert largest_difference(result, by_weights) > 1e-3
 
@@ -133,8 +155,8 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members
     honest[-1] = (honest[-1][0], 90.0)
     # The late joiner is the heaviest and comes first.
     for given, accepted in ((OtherBasis(options=WHOLE), 1e-4), (OtherBasis(build), 0.05)):
-        settings = {"options": EAGER, "other_basis": given, "reporting": ALL_METRICS}
-        strategy = FedRot(config_of(NAME), anchor=anchor, **settings)
+        settings = {"alignment": EAGER, "other_basis": given, "reporting": ALL_METRICS}
+        strategy = FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor), **settings)
         expected, ordinary = play(strategy, base, honest[::-1])
         result, metrics = play(strategy, base, [late, *honest[-2::-1]])
         assert (ordinary["fedrot-replies-other-basis"], metrics["fedrot-replies-other-basis"]) == (0, 1)
@@ -228,7 +250,7 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
     result, metrics = play(strategy, base, sent)
     assert strategy.other_bases.options == replace(options, canonical=False)
     assert (metrics["fedrot-stream-moved"], metrics["fedrot-heads-rotated"]) == (0, 0)
-    aligned = fedrot.align_round(sent, base, SYMMETRY, options, strategy.anchor)
+    aligned = fedrot.align_round(sent, base, SYMMETRY, options)
     assert difference(tensors_of(result), mean([(a.tensors, a.weight) for a in aligned])) <= 1e-5
 
 
@@ -255,10 +277,17 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
         (fedrot.random_equivalent(near(base, 0.1, i), symmetry, i), weight)
         for i, weight in enumerate((3.0, 5.0, 1.0))
     ]
-    expected, stock = play(FedRot(config_of(NAME), anchor=anchor, reporting=ALL_METRICS), base, sent)
+    expected, stock = play(
+        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor), reporting=ALL_METRICS),
+        base,
+        sent,
+    )
     result, metrics = play(
         FedRot(
-            config_of(NAME), anchor=anchor, other_basis=OtherBasis(model=build), reporting=ALL_METRICS
+            config_of(NAME),
+            alignment=fedrot.AlignmentOptions(anchor=anchor),
+            other_basis=OtherBasis(model=build),
+            reporting=ALL_METRICS,
         ),
         base,
         sent,
@@ -271,7 +300,9 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
 def test_without_alignment_no_model_is_built() -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(2)]
-    strategy = FedRot(config_of(NAME), align=False, other_basis=OtherBasis(model=never, at_clients=True))
+    strategy = FedRot(
+        config_of(NAME), alignment=None, other_basis=OtherBasis(model=never, at_clients=True)
+    )
     messages = broadcast(strategy, base, 2)
     replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
     arrays, _ = strategy.aggregate_train(1, replies)

@@ -52,7 +52,7 @@ def clients_of(page: dict[str, Any]) -> list[Client]:
 
 def test_rounds_use_it_by_its_name(page: dict[str, Any]) -> None:
     clients = clients_of(page)
-    strategy = FedRot(config_of(NAME), aggregation="by-tokens", align=False)
+    strategy = FedRot(config_of(NAME), aggregation="by-tokens", alignment=None)
     found = tensors_of(play(strategy, clients)[0])
     expected = merged(page["ByTokens"](), clients)
     assert difference(found, expected) <= 1e-6
@@ -62,7 +62,7 @@ def test_rounds_use_it_by_its_name(page: dict[str, Any]) -> None:
 def test_its_statistics_move_with_aligned_updates(page: dict[str, Any]) -> None:
     collect, clients = counted(page), clients_of(page)
     plain, moved = (
-        tensors_of(play(FedRot(config_of(NAME), options=EAGER, aggregation="by-tokens"), given)[0])
+        tensors_of(play(FedRot(config_of(NAME), alignment=EAGER, aggregation="by-tokens"), given)[0])
         for given in (clients, scrambled(clients, collect))
     )
     assert difference(plain, moved) <= 1e-4
@@ -80,7 +80,7 @@ def test_replies_that_do_not_fit_are_dropped(
     page: dict[str, Any], statistics: dict[str, Any], message: str, warnings: Callable[[], str]
 ) -> None:
     first, *others = clients_of(page)
-    strategy = FedRot(config_of(NAME), aggregation="by-tokens", align=False)
+    strategy = FedRot(config_of(NAME), aggregation="by-tokens", alignment=None)
     found = tensors_of(play(strategy, [replace(first, statistics=statistics), *others])[0])
     assert message in warnings()
     assert difference(found, merged(page["ByTokens"](), others)) <= 1e-6

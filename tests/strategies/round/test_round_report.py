@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import CHANCE, FOUND, empty_rounds
 from fedrot.strategies.round.record import FIGURES, RoundRecord
-from fedrot.strategies.settings import Robustness
+from fedrot.strategies.settings import Server
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, LAYERS, NEURONS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -70,7 +71,9 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
     updates, found = [near(state(), 0.05, i + 1) for i in range(3)], []
     for chance in (1.5, 0.0):
         options = fedrot.AlignmentOptions(chance=chance)
-        metrics = _play(FedRot(CONFIG, anchor="global", options=options, reporting=ALL_METRICS), updates)
+        metrics = _play(
+            FedRot(CONFIG, alignment=replace(options, anchor="global"), reporting=ALL_METRICS), updates
+        )
         found.append([metrics[f"fedrot-share-{name}"] for name in ("found", "chance", "rotation")])
         assert metrics["fedrot-groups-moved"] == (0 if chance else 3 * 2 * LAYERS)
         reports = [fedrot.align(client, state(), SYMMETRY, options).report for client in updates]
@@ -90,7 +93,7 @@ def test_without_alignment_only_what_went_wrong_is_reported_under_the_page_s_nam
     def bare(message: Message) -> Message:
         return reply(message, {}, 10, 2)
 
-    metrics = _play(FedRot(align=False, robustness=Robustness(min_replies=2)), [whole], bare, failure)
+    metrics = _play(FedRot(alignment=None, server=Server(min_replies=2)), [whole], bare, failure)
     expected = {"replies-dropped": 1, "replies-failed": 1, "round-failed": 1}
     ours = {name: value for name, value in metrics.items() if name.startswith("fedrot-")}
     assert ours == {f"fedrot-{name}": value for name, value in expected.items()}
@@ -109,7 +112,9 @@ def test_heads_and_neurons_count_once_however_many_clients_moved_them() -> None:
         return apply_moves(state(), [Move(groups[part], turn), Move(groups["ffn"], order)])
 
     sent = [moved("qk", 0, 5), moved("vo", 0, 6), moved("vo", 2, 5)]
-    metrics = _play(FedRot(CONFIG, anchor="global", reporting=ALL_METRICS), sent)
+    metrics = _play(
+        FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"), reporting=ALL_METRICS), sent
+    )
     assert (metrics["fedrot-heads-rotated"], metrics["fedrot-neurons-moved"]) == (2, 3)
 
 
@@ -123,7 +128,9 @@ def test_what_is_moved_in_every_client_is_no_more_than_the_model_has() -> None:
             if group.part in ("heads", "ffn", "residual")
         ]
         sent.append(apply_moves(state(), moves))
-    metrics = _play(FedRot(CONFIG, anchor="global", options=whole, reporting=ALL_METRICS), sent)
+    metrics = _play(
+        FedRot(CONFIG, alignment=replace(whole, anchor="global"), reporting=ALL_METRICS), sent
+    )
     width = state()["classifier.weight"].shape[1]
     found = [metrics[f"fedrot-{name}"] for name in ("heads-moved", "neurons-moved", "stream-moved")]
     assert found == [LAYERS * HEADS, LAYERS * NEURONS, width]

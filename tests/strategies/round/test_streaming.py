@@ -44,7 +44,7 @@ from fedrot.strategies.round.outbox import as_sent, common_model
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
 from fedrot.strategies.round.waiting import Store, Waiting
-from fedrot.strategies.settings import Execution, Reporting, Robustness
+from fedrot.strategies.settings import Reporting, Server
 from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import Client, answer, grams, honest
@@ -104,18 +104,20 @@ class Counted:
 
 STREAMING: dict[str, Callable[..., Any]] = {
     "FedRot": FedRot,
-    "FedRot, global": lambda *a, **k: FedRot(*a, anchor="global", **k),
-    "FedRot, Mean, not aligned": lambda *a, **k: FedRot(*a, aggregation=Mean, align=False, **k),
+    "FedRot, global": lambda *a, **k: FedRot(
+        *a, alignment=fedrot.AlignmentOptions(anchor="global"), **k
+    ),
+    "FedRot, Mean, not aligned": lambda *a, **k: FedRot(*a, aggregation=Mean, alignment=None, **k),
     "FedAvg": behind(FedAvg),
     "FedAvgM": behind(FedAvgM),
     "FedAdam": behind(FedAdam),
     "FedYogi": behind(FedYogi),
 }
 WAITING: dict[str, Callable[..., Any]] = {
-    "deterministic": lambda *a, execution=None, **k: FedRot(
-        *a, execution=replace(execution or Execution(), deterministic=True), **k
+    "deterministic": lambda *a, server=None, **k: FedRot(
+        *a, server=replace(server or Server(), deterministic=True), **k
     ),
-    "consensus": lambda *a, **k: FedRot(*a, anchor="consensus", **k),
+    "consensus": lambda *a, **k: FedRot(*a, alignment=fedrot.AlignmentOptions(anchor="consensus"), **k),
 }
 HOLDING: dict[str, Callable[..., Any]] = {
     **WAITING,
@@ -141,7 +143,7 @@ def test_one_update_is_held_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(WAITING))
 def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
-    assert most_alive(WAITING[name](CONFIG, execution=Execution(spill=spill))) == 1
+    assert most_alive(WAITING[name](CONFIG, server=Server(spill=spill))) == 1
     assert list(spill.iterdir()) == []
     assert most_alive(WAITING[name](CONFIG)) == COUNT
 
@@ -149,7 +151,7 @@ def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tm
 @pytest.mark.parametrize("name", sorted(WAITING))
 def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
     found = []
-    for settings in ({}, {"execution": Execution(spill=tmp_path)}):
+    for settings in ({}, {"execution": Server(spill=tmp_path)}):
         strategy = WAITING[name](CONFIG, **settings)
         messages = broadcast(strategy, state(), COUNT)
         arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))
@@ -161,9 +163,7 @@ def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_statistics_are_spilled_with_their_update(tmp_path: Path) -> None:
     found = []
     for spill in (None, tmp_path):
-        strategy = FedRot(
-            CONFIG, aggregation=RegMean, execution=Execution(deterministic=True, spill=spill)
-        )
+        strategy = FedRot(CONFIG, aggregation=RegMean, server=Server(deterministic=True, spill=spill))
         messages = broadcast(strategy, state(), 3)
         sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))]
         found.append(strategy.aggregate_train(1, sent)[0])
@@ -210,7 +210,9 @@ def test_a_disk_that_is_full_in_a_round_is_named(
 
 @pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: str) -> None:
-    strategy = FedRot(CONFIG, anchor=anchor, execution=Execution(deterministic=True))
+    strategy = FedRot(
+        CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor), server=Server(deterministic=True)
+    )
     messages = broadcast(strategy, state(), COUNT)
     sent = replies(messages, updates(), loss=0.5)
     results = [strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS]
@@ -265,7 +267,9 @@ def elsewhere(array: Array, shift: int) -> Array:
 
 def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() -> None:
     def results(**settings: Any) -> Iterator[ArrayRecord | None]:
-        strategy = FedRot(CONFIG, anchor="global", aggregation=RegMean, **settings)
+        strategy = FedRot(
+            CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"), aggregation=RegMean, **settings
+        )
         messages = broadcast(strategy, state(), 3)
         for shift in range(0, 64, 8):
             sent = [
@@ -277,14 +281,14 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
                         record[name] = elsewhere(array, shift)
             yield strategy.aggregate_train(1, sent)[0]
 
-    first, *others = results(execution=Execution(deterministic=True))
+    first, *others = results(server=Server(deterministic=True))
     assert {largest_difference(first, other) for other in others} == {0.0}
     first, *others = results()
     assert max(largest_difference(first, other) for other in others) < 1e-4
 
 
 def test_in_order_of_arrival_the_mean_is_the_same_to_rounding() -> None:
-    strategy = FedRot(CONFIG, anchor="global")
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"))
     messages = broadcast(strategy, state(), COUNT)
     sent = replies(messages, updates())
     results = [strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS]
@@ -423,7 +427,7 @@ def test_nobody_asked_nothing_fetched() -> None:
 
 
 def test_a_second_answer_an_unasked_one_and_one_of_another_round_are_dropped() -> None:
-    strategy = FedRot(CONFIG, anchor="global")
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global"))
     old = FakeGrid(dict.fromkeys(range(100, 105), failure))
     late = list(strategy.configure_train(1, ArrayRecord(state()), ConfigRecord(), old))
     old.push_messages(late)
@@ -446,7 +450,7 @@ def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(least: int,
     report = tmp_path / "report.jsonl"
     strategy = FedRot(
         CONFIG,
-        robustness=Robustness(min_replies=least),
+        server=Server(min_replies=least),
         reporting=Reporting(rows=report, all_metrics=True),
     )
     messages = broadcast(strategy, state(), 3)
@@ -511,7 +515,7 @@ def test_an_update_whose_canonical_form_overflows_is_dropped(anchor: str) -> Non
         for name, t in state().items()
     }
     options = fedrot.AlignmentOptions(canonical=True)
-    strategy = FedRot(SYMMETRY, anchor=anchor, options=options, reporting=ALL_METRICS)
+    strategy = FedRot(SYMMETRY, alignment=replace(options, anchor=anchor), reporting=ALL_METRICS)
     sent = [*updates(3), huge]
     messages = broadcast(strategy, state(), clients=4)
     replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
@@ -563,7 +567,7 @@ def test_no_content_raises_out_of_the_strategy() -> None:
 @pytest.mark.parametrize("align", [True, False])
 def test_a_legacy_array_in_the_place_of_a_number_is_dropped(align: bool) -> None:
     base = {**state(), "scale": torch.tensor(1.0)}
-    strategy = FedRot(CONFIG, align=align)
+    strategy = FedRot(CONFIG, alignment=fedrot.AlignmentOptions() if align else None)
     messages = broadcast(strategy, base, 3)
     sent = [
         reply(m, {**u, "scale": base["scale"]}, 10, i)
@@ -589,7 +593,7 @@ def through_the_wire(message: Message) -> Message:
 
 @pytest.mark.parametrize("name", sorted(WAITING))
 def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path: Path) -> None:
-    strategy = WAITING[name](CONFIG, execution=Execution(spill=tmp_path))
+    strategy = WAITING[name](CONFIG, server=Server(spill=tmp_path))
     messages = broadcast(strategy, state(), COUNT)
     zero = [{n: t * 0 if "LayerNorm.bias" in n else t for n, t in u.items()} for u in updates()]
     sent = [through_the_wire(m) for m in replies(messages, zero, train_loss=0.5)]
@@ -600,7 +604,14 @@ def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path:
 
 def private_q_fedavg() -> Any:
     private: Any = behind(DifferentialPrivacyServerSideFixedClipping)
-    return private(CONFIG, QFedAvg(client_learning_rate=0.5), 0.0, 1.0, 4, anchor="global")
+    return private(
+        CONFIG,
+        QFedAvg(client_learning_rate=0.5),
+        0.0,
+        1.0,
+        4,
+        alignment=fedrot.AlignmentOptions(anchor="global"),
+    )
 
 
 @pytest.mark.parametrize("build", [lambda: HOLDING["QFedAvg"](CONFIG), private_q_fedavg])
@@ -692,7 +703,7 @@ def test_large_configurations_of_clients_are_not_kept() -> None:
 
 
 def test_without_alignment_replies_keep_their_order() -> None:
-    ours, stock = FedRot(CONFIG, align=False), FedAvg()
+    ours, stock = FedRot(CONFIG, alignment=None), FedAvg()
     results = []
     for strategy in (ours, stock):
         messages = broadcast(strategy, state(), COUNT)
@@ -722,7 +733,7 @@ def test_what_clients_write_cannot_flood_or_forge_the_log(
 def test_a_spill_folder_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(fedrot.FedrotError, match="cannot be written to"):
-        FedRot(CONFIG, execution=Execution(spill=tmp_path / "file" / "below"))
+        FedRot(CONFIG, server=Server(spill=tmp_path / "file" / "below"))
 
 
 def test_nobody_asked_is_no_failed_round() -> None:
@@ -767,7 +778,7 @@ def odd(client: Client, how: int) -> Client:
 
 def test_odd_clients_at_the_start_do_not_take_over_the_round() -> None:
     clients = [*honest(grams), *honest(grams)[:2]]
-    strategy = FedRot(CONFIG, aggregation=RegMean, align=False)
+    strategy = FedRot(CONFIG, aggregation=RegMean, alignment=None)
     messages = broadcast(strategy, state(), 5 + 3)
     bad = {name: torch.full_like(t, 666.0) for name, t in state().items()}
     strange = [odd(Client(bad, 10.0, clients[0].statistics), i) for i in range(3)]
@@ -781,11 +792,11 @@ def test_odd_clients_at_the_start_do_not_take_over_the_round() -> None:
 @pytest.mark.parametrize("odds", [1, 2, 5])
 def test_whatever_odd_statistics_come_first_most_clients_decide(odds: int) -> None:
     clients = [*honest(grams), *honest(grams)]
-    plain = FedRot(CONFIG, aggregation=RegMean, align=False)
+    plain = FedRot(CONFIG, aggregation=RegMean, alignment=None)
     messages = broadcast(plain, state(), len(clients))
     good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
     expected, _ = plain.aggregate_train(1, good)
-    strategy = FedRot(CONFIG, aggregation=RegMean, align=False)
+    strategy = FedRot(CONFIG, aggregation=RegMean, alignment=None)
     messages = broadcast(strategy, state(), len(clients) + odds)
     strange = [answer(messages[-1 - i], odd(clients[0], i), 90 + i) for i in range(odds)]
     good = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=False))]
@@ -859,7 +870,12 @@ def test_half_precision_travels_and_the_server_keeps_its_own(kind: Any, wire: to
         answered.content["arrays"] = to_arrays(trained, wire)
         return answered
 
-    strategy = kind(CONFIG, anchor="global", execution=Execution(wire=wire), fraction_evaluate=0.0)
+    strategy = kind(
+        CONFIG,
+        alignment=fedrot.AlignmentOptions(anchor="global"),
+        server=Server(wire=wire),
+        fraction_evaluate=0.0,
+    )
     grid = FakeGrid(dict.fromkeys((100, 101), client))
     result = strategy.start(grid, ArrayRecord(state()), 1)
     assert {t.dtype for tensors in received for t in tensors.values()} == {wire}
@@ -875,7 +891,7 @@ def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so() -> None:
     shared = torch.randn(6, 4)
     base = {**state(), "steps": torch.tensor(3), "one": shared, "two": shared}
     sent = to_arrays(base, torch.bfloat16)
-    strategy = FedRot(CONFIG, align=False, aggregation=Mean)
+    strategy = FedRot(CONFIG, alignment=None, aggregation=Mean)
     grid = FakeGrid(dict.fromkeys((100, 101), failure))
     messages = list(strategy.configure_train(1, sent, ConfigRecord(), grid))
     answers = [reply(m, state(), 10, i) for i, m in enumerate(messages)]
@@ -900,7 +916,7 @@ def test_a_model_in_bfloat16_is_sent_with_its_ties(wire: torch.dtype | None) -> 
     """The base strategy reads Flower's own arrays; clients receive the model's, or those of the wire."""
     shared = torch.randn(6, 4)
     model = to_arrays({**state(), "one": shared, "two": shared}, torch.bfloat16)
-    strategy = FedRot(CONFIG, execution=Execution(wire=wire))
+    strategy = FedRot(CONFIG, server=Server(wire=wire))
     grid = FakeGrid(dict.fromkeys((100, 101), failure))
     messages = list(strategy.configure_train(1, model, ConfigRecord(), grid))
     assert len(messages) == 2
@@ -977,7 +993,7 @@ def test_evaluations_are_weighted_by_the_metric_that_the_strategy_names() -> Non
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
 def test_models_to_evaluate_travel_in_the_precision_of_the_wire(wire: torch.dtype) -> None:
-    strategy = FedRot(CONFIG, execution=Execution(wire=wire))
+    strategy = FedRot(CONFIG, server=Server(wire=wire))
     grid = FakeGrid(dict.fromkeys((100, 101), failure))
     messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
     for message in messages:
@@ -1052,7 +1068,7 @@ def test_an_update_that_overflows_once_it_is_aligned_is_in_no_figure(
             raise fedrot.UpdateError("it holds Inf")
 
     def moved(clients: range, overflow: bool) -> Any:
-        strategy = FedRot(CONFIG, anchor="global", options=EAGER)
+        strategy = FedRot(CONFIG, alignment=replace(EAGER, anchor="global"))
         messages = broadcast(strategy, state(), 3)
         with monkeypatch.context() as patch:
             if overflow:
@@ -1067,7 +1083,7 @@ def test_an_update_that_overflows_once_it_is_aligned_is_in_no_figure(
 
 def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> None:
     base = {"w": torch.ones(3), "steps": torch.tensor(100)}
-    strategy = behind(FedMedian)(CONFIG, align=False)
+    strategy = behind(FedMedian)(CONFIG, alignment=None)
     messages = broadcast(strategy, base, 3)
     sent = [{"w": torch.ones(3), "steps": torch.tensor(n)} for n in (104, 107, 190)]
     found, _ = strategy.aggregate_train(1, replies(messages, sent))

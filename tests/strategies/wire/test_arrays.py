@@ -430,7 +430,12 @@ def test_stock_strategies_get_numpys_arrays() -> None:
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_no_round_writes_into_what_was_received(anchor: str) -> None:
     base = state(0)
-    strategy = FedRot(SYMMETRY, anchor=anchor, min_train_nodes=3, min_available_nodes=3)
+    strategy = FedRot(
+        SYMMETRY,
+        alignment=fedrot.AlignmentOptions(anchor=anchor),
+        min_train_nodes=3,
+        min_available_nodes=3,
+    )
     answers, received = [], []
     for seed, asked in enumerate(broadcast(strategy, base, 3)):
         update = fedrot.random_equivalent(near(base, 0.01, seed), SYMMETRY, seed)

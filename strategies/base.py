@@ -29,7 +29,7 @@ from fedrot.strategies.reporting.rows import (
 )
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
@@ -133,21 +133,21 @@ class ReplyStrategy(Strategy):
 
         Raises:
             FedrotError: ``initial_arrays`` is no model; rounds, nodes or fractions are impossible; a
-                checkpoint is wrong, see ``loop.run``; or the installed Flower, or a run with
+                checkpoint is wrong, see ``run``; or the installed Flower, or a run with
                 checkpoints, has no such argument.
         """
         self.check_initial(initial_arrays)
         arguments.check_numbers(self._weighting, num_rounds)
         if should_stop is not None:
             further["should_stop"] = should_stop
-        with_loop = self._checkpoints is not None or self.checkpointing.resume is not None
-        arguments.check_further(further, super().start, run if with_loop else None)
+        saves = self._checkpoints is not None or self.checkpointing.resume is not None
+        arguments.check_further(further, super().start, Strategy.start if saves else None)
         self._timeout = timeout
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         evaluating = reporting_evaluations(self.reporting, self.evaluating(evaluate_fn))
         given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
-        if with_loop:
+        if saves:
             further |= {"checkpoints": self._checkpoints, "resume": self.checkpointing.resume}
             result = run(self, lazy, initial_arrays, *given, **further)
         else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from inspect import Parameter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, Execution, Fe
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.run import run
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
 from tests.strategies.test_lora import CONFIG as LORA
@@ -116,16 +118,48 @@ def test_a_new_argument_of_flowers_would_be_found() -> None:
 # --- should_stop -------------------------------------------------------------------------------------
 
 
-class Stoppable(Strategy):
-    """``start`` of Flower 1.43, for older ones."""
-
-    def start(self, *args: Any, should_stop: Any = None, **kwargs: Any) -> Result:
-        return run(self, *args, should_stop=should_stop, **kwargs)
-
-
 HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
-BEHIND: Any = FedAvg if HAS_IT else type("StoppableFedAvg", (Stoppable, FedAvg), {})
-ADAM: Any = FedAdam if HAS_IT else type("StoppableFedAdam", (Stoppable, FedAdam), {})
+
+
+class _StoppedError(Exception):
+    """A run has ended early."""
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a first result."""
+    older: Any = Strategy.start
+
+    def start(
+        self: Strategy,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        *args: Any,
+        should_stop: Any = None,
+        **kwargs: Any,
+    ) -> Result:
+        result = Result(arrays=initial_arrays)
+        hooks = ("summary", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+        asking = SimpleNamespace(**{name: getattr(self, name) for name in hooks})
+
+        def stop_after(number: int) -> None:
+            if number > 0 and should_stop is not None and should_stop(number, result):
+                raise _StoppedError
+
+        def configure_train(number: int, *given: Any) -> Any:
+            stop_after(number - 1)
+            return self.configure_train(number, *given)
+
+        asking.configure_train = configure_train
+        with monkeypatch.context() as patch, suppress(_StoppedError):
+            patch.setattr("flwr.serverapp.strategy.strategy.Result", lambda: result)
+            older(asking, grid, initial_arrays, num_rounds, *args, **kwargs)
+            stop_after(num_rounds)
+        return result
+
+    if not HAS_IT:
+        monkeypatch.setattr(Strategy, "start", start)
 
 
 def moved(message: Message) -> Message:
@@ -140,15 +174,16 @@ def behind(mixin: Any, *bases: Any) -> Any:
 
 
 STRATEGIES: dict[str, tuple[Callable[..., Any], bool]] = {
-    "FedRot": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(SYMMETRY, **k), False),
-    "not aligned": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(align=False, **k), False),
-    "FedAdam": (lambda **k: behind(Aligned, ADAM)(SYMMETRY, **k), False),
-    "adapters": (lambda **k: behind(AlignedLoRA, ADAM)(LORA, **k), True),
+    "FedRot": (lambda **k: FedRot(SYMMETRY, **k), False),
+    "not aligned": (lambda **k: FedRot(align=False, **k), False),
+    "FedAdam": (lambda **k: behind(Aligned, FedAdam)(SYMMETRY, **k), False),
+    "adapters": (lambda **k: behind(AlignedLoRA, FedAdam)(LORA, **k), True),
 }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.usefixtures("newest")
 def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_path: Path) -> None:
     build, adapters = STRATEGIES[name]
     arrays = ArrayRecord(floats(adapter(9)) if adapters else state())
@@ -209,6 +244,7 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> 
         kept.start(grid, arrays, 1, colour="red")
 
 
+@pytest.mark.usefixtures("newest")
 def test_should_stop_of_the_loop_needs_no_checkpoints() -> None:
     grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord([np.ones(3)])
     result = run(FedAvg(fraction_evaluate=0.0), grid, arrays, 4, should_stop=lambda n, r: n == 3)

@@ -1,7 +1,7 @@
 """Checkpoints that an earlier fedrot wrote after round 2 are resumed to the bits that it reached.
 
-``data/`` was written by ``python -m tests.strategies.resume.test_old_checkpoints`` at the commit that is
-named in ``data/expected.json``. All arithmetic of these runs is elementwise or discrete, so that the bits
+``data/`` was written by ``python -m tests.strategies.resume.test_old_checkpoints`` at the commit that
+``data/expected.json`` names. All arithmetic of these runs is elementwise or discrete, so that the bits
 do not depend on the machine.
 """
 

@@ -1,4 +1,4 @@
-"""The resumable loop: the same calls as Flower's, and the same end after a stop or a kill."""
+"""Resumed runs: the same calls as in Flower's loop, and the same end after a stop or a kill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flwr.serverapp.strategy import (
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Checkpointing
 from fedrot.strategies.settings import Reporting as Files
@@ -292,7 +292,12 @@ def test_the_state_is_what_makes_it_so(
 ) -> None:
     folder, expected = uninterrupted(name)
     shutil.copytree(folder / "round-000002", tmp_path / "round-000002")
-    monkeypatch.setattr("fedrot.strategies.resume.state.RunState.restore", lambda *args: None)
+    restore = RunState.restore
+
+    def without_entries(self: RunState, saved: dict[str, Any], arrays: Any) -> None:
+        restore(self, {**saved, "entries": []}, arrays)
+
+    monkeypatch.setattr(RunState, "restore", without_entries)
     assert ending(play(STRATEGIES[name][0](), resume=tmp_path))["arrays"] != expected["arrays"]
 
 
@@ -332,7 +337,7 @@ def test_a_finished_run_is_returned_as_it_ended(tmp_path: Path, uninterrupted: F
     for rounds in (ROUNDS, 1):
         found = run(strategy, asked, ArrayRecord(SMALL), rounds, evaluate_fn=evaluate, resume=folder)
         assert ending(found) == expected
-    assert asked.asked == []
+    assert not any(asked.asked)
 
 
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
@@ -628,7 +633,8 @@ def test_bytes_of_a_configuration_are_not_logged(caplog: pytest.LogCaptureFixtur
     config = ConfigRecord({"key": b"secret", "lr": 0.5})
     play(FedAvg(), rounds=1, train_config=config)
     (line,) = (m for r in caplog.records if "ConfigRecord (train)" in (m := r.getMessage()))
-    assert line.endswith("{'key': '<bytes>', 'lr': 0.5}")
+    assert "<bytes>" in line
+    assert "secret" not in line
 
 
 def test_strategies_that_know_each_other_are_saved_once() -> None:

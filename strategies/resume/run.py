@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from logging import INFO
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def run(
     return result
 
 
+@dataclass(eq=False)
 class Run(Strategy):
     """A strategy in Flower's loop: finished rounds come from a checkpoint, all others are saved.
 
@@ -95,32 +97,25 @@ class Run(Strategy):
     the last of them the model. The random generators are restored at the end of that round, where they
     were saved.
 
-    Args:
+    Attributes:
         strategy: plays the rounds that are not finished.
-        evaluate: evaluates a round's model at the server.
+        evaluate_fn: evaluates a round's model at the server.
         state: of the strategy.
         checkpoints: where to write.
         done: the last finished round, 0 if there is none.
-        result: of the finished rounds.
+        result: of the finished rounds, and of those that are played.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        evaluate: Evaluate | None,
-        state: RunState,
-        checkpoints: Checkpoints | None,
-        done: int,
-        result: Result,
-    ) -> None:
-        self.strategy = strategy
-        self.state = state
-        self.checkpoints = checkpoints
-        self.done = done
-        self.result = result
+    strategy: Strategy
+    evaluate_fn: Evaluate | None
+    state: RunState
+    checkpoints: Checkpoints | None
+    done: int
+    result: Result
+
+    def __post_init__(self) -> None:
         #: Whether Flower ends a round with ``evaluate``; otherwise it ends with ``aggregate_evaluate``.
-        self.evaluates = evaluate is not None or bool(result.evaluate_metrics_serverapp)
-        self._evaluate = evaluate
+        self.evaluates = self.evaluate_fn is not None or bool(self.result.evaluate_metrics_serverapp)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -163,8 +158,8 @@ class Run(Strategy):
         """Return the metrics of the server's evaluation: Flower's ``evaluate_fn``."""
         noted = self.result.evaluate_metrics_serverapp
         # Flower evaluates the initial model as round 0.
-        if self._evaluate is not None and (server_round > self.done or self.done == 0):
-            _note(noted, server_round, self._evaluate(server_round, arrays))
+        if self.evaluate_fn is not None and (server_round > self.done or self.done == 0):
+            _note(noted, server_round, self.evaluate_fn(server_round, arrays))
         if server_round > 0:
             self._end_round(server_round)
         return noted.get(server_round)

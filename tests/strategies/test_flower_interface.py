@@ -215,6 +215,29 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
         assert again.arrays.object_id == stopped.arrays.object_id
 
 
+@pytest.mark.usefixtures("newest")
+def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_path: Path) -> None:
+    """With the same random numbers, and the same result so far."""
+    asked: list[tuple[int, float, list[int], str]] = []
+
+    def should_stop(number: int, result: Result) -> bool:
+        trained = sorted(result.train_metrics_clientapp)
+        asked.append((number, random.random(), trained, result.arrays.object_id))
+        return False
+
+    def play(rounds: int, seed: int, **given: Any) -> list[tuple[int, float, list[int], str]]:
+        random.seed(seed)
+        asked.clear()
+        strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid({1: moved, 2: moved})
+        run(strategy, grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
+        return asked.copy()
+
+    whole = play(4, seed=0)
+    assert play(2, seed=0, checkpoints=Checkpoints(tmp_path)) == whole[:2]
+    assert play(2, seed=9, resume=tmp_path) == whole[1:2]
+    assert play(4, seed=9, resume=tmp_path) == whole[1:]
+
+
 @pytest.mark.skipif(HAS_IT, reason="the installed Flower has should_stop")
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_an_older_flower_refuses_should_stop_before_any_client_trains(

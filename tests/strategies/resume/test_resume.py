@@ -340,6 +340,46 @@ def test_a_finished_run_is_returned_as_it_ended(tmp_path: Path, uninterrupted: F
     assert not any(asked.asked)
 
 
+def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(tmp_path: Path) -> None:
+    whole = Recorded(**COMMON)
+    expected = ending(play(whole, checkpoints=Checkpoints(tmp_path, keep=ROUNDS)))
+    for after in range(1, ROUNDS + 1):
+        folder = tmp_path / f"after {after}"
+        shutil.copytree(tmp_path / f"round-{after:06d}", folder / f"round-{after:06d}")
+        rest, clients, evaluated = Recorded(**COMMON), grid(), list[int]()
+
+        def evaluation(number: int, arrays: ArrayRecord, seen: Any = evaluated) -> MetricRecord | None:
+            seen.append(number)
+            return evaluate(number, arrays)
+
+        found = run(rest, clients, ArrayRecord(SMALL), ROUNDS, evaluate_fn=evaluation, resume=folder)
+        assert ending(found) == expected
+        # Those before are in the checkpoint: the list is state of this strategy.
+        saved = 1 + 4 * after
+        assert rest.calls == [*whole.calls[:saved], ("summary",), *whole.calls[saved:]]
+        assert evaluated == [*range(after + 1, ROUNDS + 1)]
+        assert [len(nodes) for nodes in clients.asked] == [0] * 2 * after + [3] * 2 * (ROUNDS - after)
+
+
+def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Its rounds end with the clients' evaluation, and are saved then."""
+    expected = ending(play(FedAdam(**COMMON), evaluate_fn=None))
+    for rounds in range(1, ROUNDS + 1):
+        given: Any = {"checkpoints": Checkpoints(tmp_path), "resume": tmp_path, "evaluate_fn": None}
+        result = play(FedAdam(**COMMON), rounds=rounds, seed=rounds - 1, **given)
+    assert ending(result) == expected
+    assert Checkpoints(tmp_path).rounds() == [ROUNDS - 2, ROUNDS - 1, ROUNDS]
+
+
+def test_what_the_server_has_evaluated_stays_when_it_evaluates_no_more(tmp_path: Path) -> None:
+    first = play(FedAvg(**COMMON), rounds=3, checkpoints=Checkpoints(tmp_path))
+    rest = play(FedAvg(**COMMON), evaluate_fn=None, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
+    assert [*rest.evaluate_metrics_serverapp] == [0, 1, 3]
+    assert rest.evaluate_metrics_serverapp == first.evaluate_metrics_serverapp
+    assert Checkpoints(tmp_path).newest().result.evaluate_metrics_serverapp.keys() == {0, 1, 3}
+    assert Checkpoints(tmp_path).rounds() == [2, 3, 4]
+
+
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     failing = FakeGrid(dict.fromkeys(grid().nodes, failure))
     settings: dict[str, Any] = {"checkpoints": Checkpoints(tmp_path), "resume": tmp_path}

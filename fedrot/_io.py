@@ -18,6 +18,9 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Errors of file systems that have no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:

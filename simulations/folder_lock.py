@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fedrot._io import refuse_links
+from fedrot._io import NO_LOCKS, refuse_links
 from fedrot.errors import FedrotError
 
 
@@ -25,7 +24,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
     path = folder / ".lock"
-    lock = FileLock(path, timeout=0, thread_local=False)
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout as error:
@@ -33,7 +32,7 @@ def only_writer(folder: Path) -> Iterator[None]:
             f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
         ) from error
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+        if error.errno not in NO_LOCKS:
             raise
     try:
         yield

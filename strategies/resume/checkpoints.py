@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedrot._io import sync
+from fedrot._io import NO_LOCKS, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
@@ -39,8 +38,6 @@ from fedrot.strategies.wire.arrays import decode as decode_array
 _FORMAT = 1
 _MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
 _LOCK = ".lock"
-#: Errors of file systems that have no locks.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NAME = re.compile(r"round-(\d{6,})")
 _UNFINISHED = ".writing-"
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
@@ -322,7 +319,7 @@ def _locked(folder: Path) -> Iterator[None]:
     path = folder / _LOCK
     if (path.is_symlink() or path.exists()) and not stat.S_ISREG(path.lstat().st_mode):
         raise FedrotError(f"'{path}' is a link or a folder, not a file of ours. Remove it.")
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
         lock.acquire()
         path.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
@@ -336,7 +333,7 @@ def _locked(folder: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         lock.release()
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise _not_writable(folder, error) from error
         log(WARNING, "'%s' cannot be locked against other runs: %s", folder, error)
     try:

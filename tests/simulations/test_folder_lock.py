@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,18 @@ def test_a_folder_may_be_a_link_and_hold_links_to_itself(tmp_path: Path) -> None
     refuse_links(tmp_path / "run")
     with only_writer(tmp_path / "run"):
         pass
+
+
+def test_a_file_system_without_locks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without)
+    with only_writer(tmp_path):
+        (tmp_path / "rows").write_text("1")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

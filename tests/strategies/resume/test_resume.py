@@ -371,6 +371,16 @@ def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(tmp_p
     assert Checkpoints(tmp_path).rounds() == [ROUNDS - 2, ROUNDS - 1, ROUNDS]
 
 
+def test_a_round_is_saved_after_the_server_has_evaluated_it(tmp_path: Path) -> None:
+    saved: list[list[int]] = []
+
+    def evaluation(number: int, arrays: ArrayRecord) -> None:
+        saved.append(Checkpoints(tmp_path).rounds())
+
+    play(FedAvg(), evaluate_fn=evaluation, checkpoints=Checkpoints(tmp_path, keep=ROUNDS))
+    assert saved == [[], [], [1], [1, 2], [1, 2, 3]]
+
+
 def test_what_the_server_has_evaluated_stays_when_it_evaluates_no_more(tmp_path: Path) -> None:
     first = play(FedAvg(**COMMON), rounds=3, checkpoints=Checkpoints(tmp_path))
     rest = play(FedAvg(**COMMON), evaluate_fn=None, checkpoints=Checkpoints(tmp_path), resume=tmp_path)

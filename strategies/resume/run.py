@@ -41,7 +41,8 @@ def run(
     A resumed run goes on after the newest valid checkpoint. It restores the model, the result so far,
     the strategy's state, the changed entries of the configurations, and the random generators. If the
     strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
-    killed in round 1, None for a new run.
+    killed in round 1, None for a new run. If it has a method ``model_of``, this returns the arrays by
+    which a checkpoint of another model is recognised.
 
     Args:
         strategy: built as for the run that is resumed.
@@ -67,7 +68,7 @@ def run(
         state = RunState(strategy, train_config, evaluate_config)
         done, result = 0, Result(arrays=initial_arrays)
         if source is not None:
-            done, result = _restored(source, initial_arrays, state)
+            done, result = _restored(source, strategy, initial_arrays, state)
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
         # Flower logs the name of the class that it runs.
@@ -215,14 +216,18 @@ def _source(checkpoints: Checkpoints | None, resume: str | Path | None) -> Check
     return found
 
 
-def _restored(source: Checkpoints, initial: ArrayRecord, state: RunState) -> tuple[int, Result]:
+def _restored(
+    source: Checkpoints, strategy: Strategy, initial: ArrayRecord, state: RunState
+) -> tuple[int, Result]:
     """Return the last finished round and the result so far, and restore the state of the strategy.
 
     Raises:
         FedrotError: there is no checkpoint, or it has other tensors than the initial model.
     """
     found = source.newest()
-    saved, ours = ({name: a.shape for name, a in arrays.items()} for arrays in (found.arrays, initial))
+    model_of = getattr(strategy, "model_of", lambda arrays: arrays)
+    both = model_of(found.arrays), model_of(initial)
+    saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in both)
     different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if different:
         name = different[0]

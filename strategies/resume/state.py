@@ -47,7 +47,7 @@ class RunState:
     ) -> None:
         self._strategy = strategy
         self._configs = {"train_config": train_config, "evaluate_config": evaluate_config}
-        self._start = {key: (value, _plain(value)) for key, value in self._entries()}
+        self._start = {key: (value, _plain(value), _inside(value)) for key, value in self._entries()}
         self._warned: set[tuple[str, str]] = set()
         self._random: dict[str, Any] = {}
 
@@ -63,7 +63,7 @@ class RunState:
                 continue
             if access is not None:
                 found.append((*key, {"within": coded}))
-            elif own or json.dumps(coded) != self._start.get(key, (None, None))[1]:
+            elif own or json.dumps(coded) != self._start.get(key, (None, None, {}))[1]:
                 found.append((*key, {"value": coded}))
             arrays |= own
         generators = {
@@ -125,8 +125,11 @@ class RunState:
 
     def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
         """Warn once about an attribute that is not saved and looks like state."""
-        replaced = key not in self._start or self._start[key][0] is not value
-        looks_like_state = replaced or isinstance(value, Collection) or _access(value) is not None
+        before, _, inside = self._start.get(key, (None, None, {}))
+        now = _inside(value)
+        changed = before is not value or inside.keys() != now.keys()
+        changed = changed or any(now[name] is not inside[name] for name in now)
+        looks_like_state = changed or isinstance(value, Collection) or _access(value) is not None
         if looks_like_state and key not in self._warned:
             log(
                 WARNING,
@@ -161,6 +164,11 @@ def _plain(value: Any) -> str | None:
     except UnknownValueError:
         return None
     return None if arrays else encoded
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object."""
+    return {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -561,17 +562,23 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
     class Odd(FedAvg):
         ours: object = None
 
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.server, self.fixed = SimpleNamespace(momentum=0.0), SimpleNamespace(rate=0.5)
+
         def configure_train(self, server_round: int, *args: Any) -> Iterable[Message]:
             self.ours = object()
             self.seen_nodes = Counter({3: server_round})
             self.mixed = {"array": np.zeros(3), "other": object()}
+            self.server.momentum = 0.5 * self.server.momentum + 1
             return super().configure_train(server_round, *args)
 
     strategy = Odd(train_metrics_aggr_fn=lambda records, key: MetricRecord())
     play(strategy, rounds=2, checkpoints=Checkpoints(tmp_path))
-    for attribute in ("ours is a object", "seen_nodes is a Counter", "mixed/other is a object"):
+    seen = ("ours is a object", "seen_nodes is a Counter", "mixed/other is a object")
+    for attribute in (*seen, "server is a SimpleNamespace"):
         assert warnings().count(f"strategy.{attribute}") == 1
-    assert warnings().count("Not in the checkpoints") == 3
+    assert warnings().count("Not in the checkpoints") == 4
     assert not [name for name in Checkpoints(tmp_path).newest().state_arrays if "mixed" in name]
 
 

@@ -90,10 +90,6 @@ class Checkpoints:
             FedrotError: the folder cannot be made or written to, another run writes there, or something
                 else has the name of a checkpoint.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(self.folder, error) from error
         with _locked(self.folder):
             self._clear()
             yield
@@ -311,16 +307,17 @@ def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str,
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which ends with the process; its file stays and names the owner.
+    """Make a folder, and hold its lock, which ends with the process; its file stays and names the owner.
 
     Raises:
-        FedrotError: another run holds it, or it cannot be made.
+        FedrotError: another run holds the lock, or one of them cannot be made.
     """
     path = folder / _LOCK
-    if (path.is_symlink() or path.exists()) and not stat.S_ISREG(path.lstat().st_mode):
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise FedrotError(f"'{path}' is a link or a folder, not a file of ours. Remove it.")
     lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         path.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
     except Timeout as error:

@@ -33,7 +33,7 @@ test-all: lint types docs flower lab ## every family in every test, notebooks, n
 # The environment has the oldest Flower that pyproject.toml allows (constraints.txt). Beside it lie its
 # newest release that is allowed, and the nightly build of the next: what was the newest when it was made.
 NEWER := .venv/flower-release .venv/flower-nightly
-.venv/flower-release/installed: ALLOWED = '$(shell sed -n 's/^flower = \["\(.*\)"\]/\1/p' pyproject.toml)'
+.venv/flower-release/installed: ALLOWED = '$(shell sed -n 's/^flower = \["\([^"]*\)".*/\1/p' pyproject.toml)'
 .venv/flower-nightly/installed: ALLOWED = --pre flwr-nightly
 $(NEWER:%=%/installed): .venv/installed
 	rm -rf $(@D)

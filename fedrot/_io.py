@@ -1,4 +1,4 @@
-"""Files: atomic replacement, rows as JSON lines, JSON that names its file, and folders of one writer."""
+"""Files: atomic replacement, rows as JSON lines, JSON that names its file, and links out of a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The file of a folder that its writer locks.
-LOCK = ".lock"
+#: Errors of file systems that have no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 @contextmanager
@@ -137,43 +137,6 @@ def refuse_pointer(file: Path) -> None:
                 f"'{file}' is a pointer of git-lfs, not the file itself. Run git lfs pull in its "
                 "folder, or download it again."
             )
-
-
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Make a folder if needed, and be the only process that writes to it.
-
-    The lock ends with the process. File systems without locks are left unlocked.
-
-    Raises:
-        FedrotError: another process holds the folder, or a link in it leads elsewhere.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    refuse_links(folder)
-    lock = folder / LOCK
-    with lock.open("a", encoding="utf-8") as file:
-        if not _locked(file.fileno(), lock):
-            raise FedrotError(
-                f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
-            )
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                lock.unlink()
-
-
-def _locked(descriptor: int, path: Path) -> bool:
-    """Lock an open file until it is closed; return False if it is locked already, or was deleted."""
-    if os.name == "nt":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def refuse_links(folder: Path) -> None:

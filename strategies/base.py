@@ -29,7 +29,7 @@ from fedrot.strategies.reporting.rows import (
 )
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
@@ -53,7 +53,7 @@ class ReplyStrategy(Strategy):
     Args:
         *args: of the strategy behind, like ``**kwargs``.
         server: when a round fails, device, precision on the wire, spill folder, determinism.
-        checkpointing: where to write checkpoints, and where to resume.
+        checkpoints: where to write checkpoints, and to go on from them.
         reporting: files that receive what happened.
 
     Raises:
@@ -69,7 +69,7 @@ class ReplyStrategy(Strategy):
 
     #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
     not_in_checkpoints: tuple[str, ...] = (
-        *("server", "checkpointing", "reporting", "_checkpoints", "_device"),
+        *("server", "checkpoints", "reporting", "_device"),
         *("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
     )
 
@@ -77,19 +77,17 @@ class ReplyStrategy(Strategy):
         self,
         *args: Any,
         server: Server | None = None,
-        checkpointing: Checkpointing | None = None,
+        checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.server = server or Server()
-        self.checkpointing = checkpointing or Checkpointing()
         self.reporting = reporting or Reporting()
         with Store(self.server.spill):
             pass  # A folder that cannot be written to is an error before clients train.
         self._device = checked_device(self.server.device)
-        folder = self.checkpointing.folder
-        self._checkpoints = Checkpoints(folder, self.checkpointing.keep) if folder is not None else None
+        self.checkpoints = Checkpoints(checkpoints.folder, checkpoints.keep) if checkpoints else None
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None
@@ -130,22 +128,22 @@ class ReplyStrategy(Strategy):
 
         Raises:
             FedrotError: ``initial_arrays`` is no model; rounds, nodes or fractions are impossible; a
-                checkpoint is wrong, see ``loop.run``; or the installed Flower, or a run with
+                checkpoint is wrong, see ``run``; or the installed Flower, or a run with
                 checkpoints, has no such argument.
         """
         self.check_initial(initial_arrays)
         arguments.check_numbers(self._weighting, num_rounds)
         if should_stop is not None:
             further["should_stop"] = should_stop
-        with_loop = self._checkpoints is not None or self.checkpointing.resume is not None
-        arguments.check_further(further, super().start, run if with_loop else None)
+        saves = Strategy.start if self.checkpoints is not None else None
+        arguments.check_further(further, super().start, saves)
         self._timeout = timeout
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         evaluating = reporting_evaluations(self.reporting, self.evaluating(evaluate_fn))
         given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
-        if with_loop:
-            further |= {"checkpoints": self._checkpoints, "resume": self.checkpointing.resume}
+        if self.checkpoints is not None:
+            further |= {"checkpoints": self.checkpoints, "resume": self.checkpoints.folder}
             result = run(self, lazy, initial_arrays, *given, **further)
         else:
             self.begin(None)

@@ -47,7 +47,7 @@ class FedRot(Aligned, FedAvg):
             that it needs (``wanted_statistics``); they send them with ``statistics_record``. Replies
             without them are dropped.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
-        server: of ``ReplyStrategy``, like ``checkpointing`` and ``reporting``.
+        server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
         FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, which cannot
@@ -75,7 +75,7 @@ class FedRot(Aligned, FedAvg):
         other_basis: OtherBasis | None = None,
         guard: str | Guard | None = None,
         server: Server | None = None,
-        checkpointing: Checkpointing | None = None,
+        checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
     ) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ class FedRot(Aligned, FedAvg):
             other_basis=other_basis,
             guard=guard,
             server=server,
-            checkpointing=checkpointing,
+            checkpoints=checkpoints,
             reporting=reporting,
             fraction_train=fraction_train,
             fraction_evaluate=fraction_evaluate,

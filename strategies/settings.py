@@ -109,19 +109,19 @@ class Server:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Where the run writes checkpoints, and where it resumes, see docs/how-to/checkpoints.md.
+    """Where the run writes checkpoints, see docs/how-to/checkpoints.md.
 
-    Example: ``FedRot(config, checkpointing=Checkpointing("checkpoints", resume="checkpoints"))``.
+    A run whose folder has checkpoints goes on after the newest valid one.
+
+    Example: ``FedRot(config, checkpoints=Checkpointing("runs/tuesday"))``.
 
     Attributes:
-        folder: receives a checkpoint after every round; None writes none.
+        folder: receives a checkpoint after every round. It may be empty or missing.
         keep: the number of newest checkpoints that stay.
-        resume: a folder of checkpoints to resume from. It may be ``folder``, and empty at first.
     """
 
-    folder: str | Path | None = None
+    folder: str | Path
     keep: int = 3
-    resume: str | Path | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from fedrot._io import (
     json_line,
-    only_writer,
     read_json,
     replacing,
     write_json,
@@ -36,6 +35,7 @@ from fedrot.simulations.barrier.barrier_lines import (
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows, refuse_other_config, rows_file, versions
+from fedrot.simulations.folder_lock import only_writer
 from fedrot.simulations.grids import read_grid
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
 

@@ -132,7 +132,7 @@ def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) ->
         family=symmetry.family,
         architecture=type(model).__name__,
         seed=seed,
-        parts=chosen,
+        parts=tuple(chosen),
         refused=symmetry.refused,
         groups=tuple(map(_found, groups)),
         kinds=kinds,

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedrot._io import only_writer, read_json, write_json
+from fedrot._io import read_json, write_json
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
 from fedrot.simulations.federation.local_grid import local_clients
 from fedrot.simulations.federation.run_folder import note_partition
 from fedrot.simulations.federation.runner import check, check_gpus, log_to, present, print_partitions
+from fedrot.simulations.folder_lock import only_writer
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine

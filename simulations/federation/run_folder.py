@@ -15,8 +15,9 @@ from typing import Any, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedrot._io import append_rows, json_line, only_writer, read_json, replacing, write_json, write_text
+from fedrot._io import append_rows, json_line, read_json, replacing, write_json, write_text
 from fedrot.errors import FedrotError
+from fedrot.simulations.folder_lock import only_writer
 
 _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),

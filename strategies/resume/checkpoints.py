@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,13 +21,14 @@ import numpy as np
 import safetensors.numpy
 import safetensors.torch
 import torch
+from filelock import FileLock, Timeout
 from flwr.app import Array, ArrayRecord
 from flwr.common import log
 from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedrot._io import sync
+from fedrot._io import NO_LOCKS, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
@@ -41,8 +41,6 @@ _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
 _UNFINISHED = ".writing-"
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-#: The folders locked by this process: the system's locks exclude other processes only.
-_HELD: set[Path] = set()
 _PACKAGES = ("fedrot", "flwr", "torch", "numpy")
 
 
@@ -92,10 +90,6 @@ class Checkpoints:
             FedrotError: the folder cannot be made or written to, another run writes there, or something
                 else has the name of a checkpoint.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(self.folder, error) from error
         with _locked(self.folder):
             self._clear()
             yield
@@ -313,54 +307,36 @@ def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str,
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock; it ends with the process, and child processes do not inherit it."""
-    import fcntl
+    """Make a folder, and hold its lock, which ends with the process; its file stays and names the owner.
 
-    place = folder.resolve()
-    if place in _HELD:
-        raise FedrotError(f"Another run in this process is writing checkpoints to '{folder}'.")
-    with _opened(place / _LOCK) as descriptor:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                log(WARNING, "'%s' cannot be locked against other runs: %s", folder, error)
-            else:
-                owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-                raise FedrotError(
-                    f"Another run ({owner}) is writing checkpoints to '{folder}'. End it first, or "
-                    "choose another folder."
-                ) from error
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
-        except OSError as error:
+    Raises:
+        FedrotError: another run holds the lock, or one of them cannot be made.
+    """
+    path = folder / _LOCK
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise FedrotError(f"'{path}' is a link or a folder, not a file of ours. Remove it.")
+    lock = FileLock(path, timeout=0, fallback_to_soft=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        path.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
+    except Timeout as error:
+        if not path.exists():
             raise _not_writable(folder, error) from error
-        _HELD.add(place)
-        try:
-            yield
-        finally:
-            _HELD.discard(place)
-
-
-@contextmanager
-def _opened(lock: Path) -> Iterator[int]:
-    """Open a lock file, which is made if it is missing; a link is not followed."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(lock, flags, 0o666)
+        owner = path.read_text(encoding="utf-8", errors="replace")[:1000].strip()
+        raise FedrotError(
+            f"Another run ({owner}) is writing checkpoints to '{folder}'. End it first, or choose "
+            "another folder."
+        ) from error
     except OSError as error:
-        if lock.is_symlink() or lock.is_dir():
-            raise FedrotError(
-                f"'{lock}' is a link or a folder, not a file of ours. Remove it."
-            ) from error
-        raise _not_writable(lock.parent, error) from error
+        lock.release()
+        if error.errno not in NO_LOCKS:
+            raise _not_writable(folder, error) from error
+        log(WARNING, "'%s' cannot be locked against other runs: %s", folder, error)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FedrotError(f"'{lock}' is not a file of ours. Remove it.")
-        yield descriptor
+        yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def _digest(path: Path) -> str:

@@ -37,6 +37,9 @@ class RunState:
     random generators of Python, NumPy and torch (CPU). Attributes named in ``not_in_checkpoints`` of
     any class of the strategy are left out. Other objects are left out with a warning if they look like
     state.
+
+    The attributes are searched, and no strategy says itself what its state is: so the state of every
+    strategy of Flower, and of whoever derives from one, is saved without a list that could lack one.
     """
 
     def __init__(
@@ -44,31 +47,38 @@ class RunState:
     ) -> None:
         self._strategy = strategy
         self._configs = {"train_config": train_config, "evaluate_config": evaluate_config}
-        self._start = {key: (value, _plain(value)) for key, value in self._entries()}
+        self._start = {key: (value, _plain(value), _inside(value)) for key, value in self._entries()}
         self._warned: set[tuple[str, str]] = set()
+        self._random: dict[str, Any] = {}
 
     def encoded(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the state as JSON values; arrays are put into ``arrays``."""
         found: list[tuple[str, str, dict[str, Any]]] = []
         for key, value in self._entries():
-            access, path, known = _access(value), ".".join(key), len(arrays)
+            access, own = _access(value), dict[str, np.ndarray]()
             try:
-                if access is not None:
-                    found.append((*key, {"within": encode(access[0](), path, arrays)}))
-                elif (plain := _plain(value)) is None or plain != self._start.get(key, (None, None))[1]:
-                    found.append((*key, {"value": encode(value, path, arrays)}))
+                coded = encode(value if access is None else access[0](), ".".join(key), own)
             except UnknownValueError as error:
-                for half in list(arrays)[known:]:
-                    del arrays[half]
                 self._warn_of(key, value, error)
+                continue
+            if access is not None:
+                found.append((*key, {"within": coded}))
+            elif own or json.dumps(coded) != self._start.get(key, (None, None, {}))[1]:
+                found.append((*key, {"value": coded}))
+            arrays |= own
+        generators = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+        }
         return {
             "strategy": type(self._strategy).__qualname__,
             "entries": found,
-            "random": encode(_global_random(), "random", arrays),
+            "random": encode(generators, "random", arrays),
         }
 
     def restore(self, saved: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Restore the state that ``encoded`` returned, but for the global random generators.
+        """Restore the state that ``encoded`` returned; ``restore_random`` does the random generators.
 
         Raises:
             FedrotError: the state is of another strategy, or of one that wraps other strategies.
@@ -93,6 +103,13 @@ class RunState:
                 access[1](decode(entry["within"], arrays))
             else:
                 holder[name] = decode(entry["value"], arrays)
+        self._random = decode(saved["random"], arrays)
+
+    def restore_random(self) -> None:
+        """Restore the global random generators of the state that ``restore`` was given."""
+        random.setstate(self._random["python"])
+        np.random.set_state(self._random["numpy"])
+        torch.set_rng_state(self._random["torch"])
 
     def _holders(self) -> dict[str, tuple[MutableMapping[str, Any], frozenset[str]]]:
         """Return the mappings that hold state, by path, each with the names that are left out."""
@@ -108,27 +125,19 @@ class RunState:
 
     def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
         """Warn once about an attribute that is not saved and looks like state."""
-        replaced = key not in self._start or self._start[key][0] is not value
-        looks_like_state = replaced or isinstance(value, Collection) or _access(value) is not None
+        before, _, inside = self._start.get(key, (None, None, {}))
+        now = _inside(value)
+        changed = before is not value or inside.keys() != now.keys()
+        changed = changed or any(now[name] is not inside[name] for name in now)
+        looks_like_state = changed or isinstance(value, Collection) or _access(value) is not None
         if looks_like_state and key not in self._warned:
-            log(WARNING, "Not in the checkpoints, and lost when the run is resumed: %s", error)
+            log(
+                WARNING,
+                "Not in the checkpoints, and lost when the run is resumed: %s Give it the methods "
+                "state_dict and load_state_dict, or name it in not_in_checkpoints.",
+                error,
+            )
             self._warned.add(key)
-
-
-def restore_random(saved: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Restore the global random generators from what ``RunState.encoded`` returned."""
-    states = decode(saved["random"], arrays)
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-
-
-def _global_random() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
 
 
 def _strategies(strategy: Strategy, path: str, seen: set[int]) -> Iterator[tuple[str, Strategy]]:
@@ -155,6 +164,11 @@ def _plain(value: Any) -> str | None:
     except UnknownValueError:
         return None
     return None if arrays else encoded
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object."""
+    return {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

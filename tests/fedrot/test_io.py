@@ -1,12 +1,10 @@
-"""Files are written whole or not at all, in the folder that was given, by one process."""
+"""Files are written whole or not at all, in the folder that was given."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedrot._io import (
-    append_rows,
-    only_writer,
-    read_json,
-    refuse_links,
-    replacing,
-    write_tensors,
-    write_text,
-)
+from fedrot._io import append_rows, read_json, replacing, write_tensors, write_text
 from fedrot.errors import FedrotError
 
 
@@ -114,39 +104,3 @@ def test_what_is_no_json_object_is_named(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(FedrotError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "cells", "plots/map.png"])
-def test_a_link_out_of_a_folder_is_refused(name: str, tmp_path: Path) -> None:
-    folder, outside = tmp_path / "run", tmp_path / "outside"
-    (folder / "plots").mkdir(parents=True)
-    (folder / name).symlink_to(outside)
-    with pytest.raises(FedrotError, match="outside"), only_writer(folder):
-        pass
-    assert not outside.exists()
-
-
-def test_a_folder_may_be_a_link_and_hold_links_to_itself(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    (tmp_path / "run/latest").symlink_to("plots")
-    refuse_links(tmp_path / "run")
-    with only_writer(tmp_path / "run"):
-        pass
-
-
-def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from fedrot._io import only_writer\n"
-        f"with only_writer(Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(FedrotError, match="Another run"), only_writer(tmp_path):
-            pass
-        other.kill()
-    with only_writer(tmp_path):
-        pass
-    assert not [*tmp_path.iterdir()]

@@ -146,8 +146,8 @@ def test_a_resumed_run_ends_with_the_same_bits(options: RivalOptions, tmp_path: 
         return FedAvgRivalLoRA(CONFIG, options, server=execution, **EVERY, **more)
 
     whole = started(strategy(), 3).arrays.to_torch_state_dict()
-    started(strategy(checkpointing=Checkpointing(tmp_path)), 2)
-    rest = strategy(checkpointing=Checkpointing(tmp_path, resume=tmp_path))
+    started(strategy(checkpoints=Checkpointing(tmp_path)), 2)
+    rest = strategy(checkpoints=Checkpointing(tmp_path))
     resumed = started(rest, 3).arrays.to_torch_state_dict()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 

@@ -15,7 +15,7 @@ _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
         Server,
         {name: name for name in ("min_replies", "device", "wire", "spill", "deterministic")},
     ),
-    "checkpointing": (Checkpointing, {"checkpoints": "folder", "keep": "keep", "resume": "resume"}),
+    "checkpoints": (Checkpointing, {"folder": "folder", "keep": "keep"}),
     "reporting": (Reporting, {"rows": "rows", "on_round": "on_round"}),
 }
 

@@ -335,7 +335,7 @@ def fails_until(number: int) -> Any:
 def test_rounds_without_a_client_in_the_mean_are_named_at_the_end(
     settings: Any, checkpoints: bool, until: int, tmp_path: Any, warnings: Any
 ) -> None:
-    own = {"checkpointing": Checkpointing(tmp_path)} if checkpoints else {}
+    own = {"checkpoints": Checkpointing(tmp_path)} if checkpoints else {}
     grid = FakeGrid(dict.fromkeys(NODES, fails_until(until)))
     initial = ArrayRecord(state())
     result = FedRot(**settings, **own, fraction_evaluate=0.0).start(grid, initial, 4)

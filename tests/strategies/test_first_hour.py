@@ -304,9 +304,7 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
     clients = _clients(*(once(index, []) for index in range(3)))
 
     def play(rounds: int) -> Any:
-        strategy = FedRot(
-            CONFIG, checkpointing=Checkpointing(folder=tmp_path, resume=tmp_path), fraction_evaluate=0.0
-        )
+        strategy = FedRot(CONFIG, checkpoints=Checkpointing(tmp_path), fraction_evaluate=0.0)
         return strategy.start(FakeGrid(clients), ArrayRecord(state()), rounds)
 
     play(1)
@@ -331,7 +329,7 @@ def _run(folder: Path, rounds: int, **given: Any) -> None:
 def test_a_second_run_begins_files_of_its_own_and_loses_nothing(tmp_path: Path) -> None:
     before: dict[str, bytes] = {}
     for run, rounds in enumerate((3, 1, 2)):
-        _run(tmp_path, rounds, checkpoints=tmp_path / "first" if run == 1 else None)
+        _run(tmp_path, rounds, **({"folder": tmp_path / "first"} if run == 1 else {}))
         path = tmp_path / "alignment.jsonl"
         assert _rounds(path) == list(range(1, rounds + 1))
         before[f"alignment.{run + 1}.jsonl"] = path.read_bytes()
@@ -360,17 +358,19 @@ def test_what_is_moved_aside_is_said_and_an_empty_file_stays(
 def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     for rounds in (1, 3):
-        _run(tmp_path, rounds, checkpoints=kept, resume=kept)
+        _run(tmp_path, rounds, folder=kept)
     (path,) = tmp_path.glob("*.jsonl")
     assert _rounds(path) == [1, 2, 3]
 
 
 def test_a_run_that_was_refused_leaves_the_files_of_the_other_one(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    _run(tmp_path, 1, checkpoints=kept)
+    _run(tmp_path, 1, folder=kept)
     before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
-    with pytest.raises(fedrot.FedrotError, match="already has checkpoints"):
-        _run(tmp_path, 1, checkpoints=kept)
+    (found,) = kept.glob("round-*")
+    (found / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(fedrot.FedrotError, match="damaged"):
+        _run(tmp_path, 1, folder=kept)
     assert {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")} == before
 
 
@@ -381,7 +381,7 @@ def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> 
         raise KeyboardInterrupt
 
     def play(client: Any) -> None:
-        strategy = FedRot(CONFIG, **grouped(checkpoints=kept, resume=kept, rows=path))
+        strategy = FedRot(CONFIG, **grouped(folder=kept, rows=path))
         strategy.start(
             FakeGrid(_clients(*(client,) * 2)),
             ArrayRecord(state()),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from inspect import Parameter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, FedRot, FedRo
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.run import run
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
 from tests.strategies.test_lora import CONFIG as LORA
@@ -116,16 +118,48 @@ def test_a_new_argument_of_flowers_would_be_found() -> None:
 # --- should_stop -------------------------------------------------------------------------------------
 
 
-class Stoppable(Strategy):
-    """``start`` of Flower 1.43, for older ones."""
-
-    def start(self, *args: Any, should_stop: Any = None, **kwargs: Any) -> Result:
-        return run(self, *args, should_stop=should_stop, **kwargs)
-
-
 HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
-BEHIND: Any = FedAvg if HAS_IT else type("StoppableFedAvg", (Stoppable, FedAvg), {})
-ADAM: Any = FedAdam if HAS_IT else type("StoppableFedAdam", (Stoppable, FedAdam), {})
+
+
+class _StoppedError(Exception):
+    """A run has ended early."""
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a first result."""
+    older: Any = Strategy.start
+
+    def start(
+        self: Strategy,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        *args: Any,
+        should_stop: Any = None,
+        **kwargs: Any,
+    ) -> Result:
+        result = Result(arrays=initial_arrays)
+        hooks = ("summary", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+        asking = SimpleNamespace(**{name: getattr(self, name) for name in hooks})
+
+        def stop_after(number: int) -> None:
+            if number > 0 and should_stop is not None and should_stop(number, result):
+                raise _StoppedError
+
+        def configure_train(number: int, *given: Any) -> Any:
+            stop_after(number - 1)
+            return self.configure_train(number, *given)
+
+        asking.configure_train = configure_train
+        with monkeypatch.context() as patch, suppress(_StoppedError):
+            patch.setattr("flwr.serverapp.strategy.strategy.Result", lambda: result)
+            older(asking, grid, initial_arrays, num_rounds, *args, **kwargs)
+            stop_after(num_rounds)
+        return result
+
+    if not HAS_IT:
+        monkeypatch.setattr(Strategy, "start", start)
 
 
 def moved(message: Message) -> Message:
@@ -140,18 +174,16 @@ def behind(mixin: Any, *bases: Any) -> Any:
 
 
 STRATEGIES: dict[str, tuple[Callable[..., Any], bool]] = {
-    "FedRot": (lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(SYMMETRY, **k), False),
-    "not aligned": (
-        lambda **k: behind(FedRot, *([] if HAS_IT else [BEHIND]))(alignment=None, **k),
-        False,
-    ),
-    "FedAdam": (lambda **k: behind(Aligned, ADAM)(SYMMETRY, **k), False),
-    "adapters": (lambda **k: behind(AlignedLoRA, ADAM)(LORA, **k), True),
+    "FedRot": (lambda **k: FedRot(SYMMETRY, **k), False),
+    "not aligned": (lambda **k: FedRot(alignment=None, **k), False),
+    "FedAdam": (lambda **k: behind(Aligned, FedAdam)(SYMMETRY, **k), False),
+    "adapters": (lambda **k: behind(AlignedLoRA, FedAdam)(LORA, **k), True),
 }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.usefixtures("newest")
 def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_path: Path) -> None:
     build, adapters = STRATEGIES[name]
     arrays = ArrayRecord(floats(adapter(9)) if adapters else state())
@@ -163,7 +195,7 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
         return number == 2
 
     def play(rounds: int, folder: str, **given: Any) -> Any:
-        own = {"checkpointing": Checkpointing(tmp_path / folder, resume=tmp_path / folder)}
+        own = {"checkpoints": Checkpointing(tmp_path / folder)}
         random.seed(0)
         strategy = build(
             fraction_evaluate=0.0,
@@ -183,12 +215,35 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
         assert again.arrays.object_id == stopped.arrays.object_id
 
 
+@pytest.mark.usefixtures("newest")
+def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_path: Path) -> None:
+    """With the same random numbers, and the same result so far."""
+    asked: list[tuple[int, float, list[int], str]] = []
+
+    def should_stop(number: int, result: Result) -> bool:
+        trained = sorted(result.train_metrics_clientapp)
+        asked.append((number, random.random(), trained, result.arrays.object_id))
+        return False
+
+    def play(rounds: int, seed: int, **given: Any) -> list[tuple[int, float, list[int], str]]:
+        random.seed(seed)
+        asked.clear()
+        strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid({1: moved, 2: moved})
+        run(strategy, grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
+        return asked.copy()
+
+    whole = play(4, seed=0)
+    assert play(2, seed=0, checkpoints=Checkpoints(tmp_path)) == whole[:2]
+    assert play(2, seed=9, resume=tmp_path) == whole[1:2]
+    assert play(4, seed=9, resume=tmp_path) == whole[1:]
+
+
 @pytest.mark.skipif(HAS_IT, reason="the installed Flower has should_stop")
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_an_older_flower_refuses_should_stop_before_any_client_trains(
     checkpoints: bool, tmp_path: Path
 ) -> None:
-    own = {"checkpointing": Checkpointing(tmp_path)} if checkpoints else {}
+    own = {"checkpoints": Checkpointing(tmp_path)} if checkpoints else {}
     grid = FakeGrid({1: moved, 2: moved})
     with pytest.raises(FedrotError, match=r"1\.43"):
         FedRot(SYMMETRY, **own).start(grid, ArrayRecord(state()), 1, should_stop=lambda n, r: True)
@@ -207,11 +262,12 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> 
     assert strategy.colour == "red"
     with pytest.raises(FedrotError, match="colour"):
         FedRot(alignment=None).start(grid, arrays, 1, colour="red")
-    kept = behind(Aligned, Later)(alignment=None, checkpointing=Checkpointing(tmp_path))
+    kept = behind(Aligned, Later)(alignment=None, checkpoints=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match="checkpoints"):
         kept.start(grid, arrays, 1, colour="red")
 
 
+@pytest.mark.usefixtures("newest")
 def test_should_stop_of_the_loop_needs_no_checkpoints() -> None:
     grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord([np.ones(3)])
     result = run(FedAvg(fraction_evaluate=0.0), grid, arrays, 4, should_stop=lambda n, r: n == 3)

@@ -133,7 +133,7 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> N
         strategy = FedRot(
             CONFIG,
             reporting=Reporting(path, lambda number, metrics: heard.append(number)),
-            checkpointing=Checkpointing(folder=kept, resume=kept),
+            checkpoints=Checkpointing(kept),
             fraction_evaluate=0,
         )
         strategy.start(grid(), ArrayRecord(state()), rounds)

@@ -318,9 +318,9 @@ def test_a_resumed_run_sums_up_the_rounds_before(
 ) -> None:
     caplog.set_level(logging.INFO)
     updates = [turned(client) for client in range(3)]
-    checkpoints = Checkpointing(tmp_path, resume=tmp_path)
+    checkpoints = Checkpointing(tmp_path)
     for rounds in (1, 2):
-        strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, checkpointing=checkpoints)
+        strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, checkpoints=checkpoints)
         lines = lines_of(caplog, strategy, updates, rounds)
     first, second = lines[-3:-1]
     assert lines[-4].startswith("Alignment moved groups in ")

@@ -26,7 +26,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from fedrot._io import replacing
 from fedrot.strategies import Aligned
 from fedrot.strategies.resume.checkpoints import Checkpoints
-from fedrot.strategies.resume.loop import run
+from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Reporting, Server
 from tests.models import near

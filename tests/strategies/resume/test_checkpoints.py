@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -439,7 +440,7 @@ def test_two_runs_of_one_process_cannot_write_to_one_folder(tmp_path: Path) -> N
     with (
         Checkpoints(tmp_path / "a").writing(),
         Checkpoints(tmp_path / "b").writing(),
-        pytest.raises(FedrotError, match="in this process is writing checkpoints to"),
+        pytest.raises(FedrotError, match=f"process {os.getpid()} on .* is writing checkpoints to"),
         Checkpoints(tmp_path / "b" / ".." / "a").writing(),
     ):
         pass
@@ -449,8 +450,8 @@ def test_two_runs_of_one_process_cannot_write_to_one_folder(tmp_path: Path) -> N
 
 def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from fedrot.strategies.resume.checkpoints import _locked\n"
-        "with _locked(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+        "import sys; from fedrot.strategies.resume.checkpoints import Checkpoints\n"
+        "with Checkpoints(sys.argv[1]).writing(): print('locked', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", script, tmp_path],
@@ -470,6 +471,20 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
         other.kill()
     save(tmp_path, 1)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on")
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named_and_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], str], code: int
+) -> None:
+    def without(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", without)
+    for number in (1, 2):
+        save(tmp_path, number)
+    assert warnings().count(f"'{tmp_path}' cannot be locked against other runs") == 2
+    assert round_of(Checkpoints(tmp_path).newest()) == 2
 
 
 # Writes that fail

@@ -344,8 +344,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
-        checkpointing = Checkpointing(tmp_path, resume=tmp_path)
-        given: dict[str, Any] = {"guard": "loss", "eta": 0.01, "checkpointing": checkpointing}
+        checkpointing = Checkpointing(tmp_path)
+        given: dict[str, Any] = {"guard": "loss", "eta": 0.01, "checkpoints": checkpointing}
         resumed = run(AlignedAdam, evaluate, rounds=rounds, **given)
     assert kept(whole) == kept(resumed) == [1, 0, 1]
     assert bits(resumed) == bits(whole)

@@ -1,0 +1,240 @@
+"""``run``: Flower's loop with a checkpoint after every round, from the start or from a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from logging import INFO
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedrot.errors import FedrotError
+from fedrot.strategies.reporting.rows import Evaluate
+from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.state import RunState
+
+Stop = Callable[[int, Result], bool]
+
+
+def run(
+    strategy: Strategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    num_rounds: int = 3,
+    timeout: float = 3600,
+    train_config: ConfigRecord | None = None,
+    evaluate_config: ConfigRecord | None = None,
+    evaluate_fn: Evaluate | None = None,
+    should_stop: Stop | None = None,
+    *,
+    checkpoints: Checkpoints | None = None,
+    resume: str | Path | None = None,
+) -> Result:
+    """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every round.
+
+    A resumed run goes on after the newest valid checkpoint. It restores the model, the result so far,
+    the strategy's state, the changed entries of the configurations, and the random generators. If the
+    strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
+    killed in round 1, None for a new run. If it has a method ``model_of``, this returns the arrays by
+    which a checkpoint of another model is recognised.
+
+    Args:
+        strategy: built as for the run that is resumed.
+        grid: as in ``Strategy.start``, like all arguments up to ``should_stop``.
+        num_rounds: of the whole run, with the rounds before it was resumed.
+        should_stop: asked after each checkpoint, and first about the round of the one that is resumed.
+            Flower 1.43 and later have it.
+        checkpoints: where to write.
+        resume: the folder of checkpoints to resume from. If ``checkpoints`` writes to it, it may be
+            empty or missing; then the run starts from round 1.
+
+    Raises:
+        FedrotError: there is no valid checkpoint; it is of another model or strategy; another run
+            writes to the folder, or has left checkpoints there; a checkpoint cannot be written.
+    """
+    train_config = ConfigRecord() if train_config is None else train_config
+    evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+    with ExitStack() as stack:
+        killed_in_first = resume is not None and checkpoints is not None and checkpoints.used()
+        if checkpoints is not None:
+            stack.enter_context(checkpoints.writing())
+        source = _source(checkpoints, resume)
+        state = RunState(strategy, train_config, evaluate_config)
+        done, result = 0, Result(arrays=initial_arrays)
+        if source is not None:
+            done, result = _restored(source, strategy, initial_arrays, state)
+        if hasattr(strategy, "begin"):
+            strategy.begin(done or (0 if killed_in_first else None))
+        # Flower logs the name of the class that it runs.
+        kind = type(type(strategy).__name__, (Run,), {})
+        rounds: Run = kind(strategy, evaluate_fn, state, checkpoints, done, result)
+        result = Strategy.start(
+            rounds,
+            grid,
+            initial_arrays,
+            max(num_rounds, done),
+            timeout,
+            train_config,
+            evaluate_config,
+            rounds.evaluate if rounds.evaluates else None,
+            **({} if should_stop is None else {"should_stop": rounds.unfinished(should_stop)}),
+        )
+    # Before 1.43, Flower returned no model if every round had failed.
+    result.arrays = result.arrays or initial_arrays
+    return result
+
+
+@dataclass(eq=False)
+class Run(Strategy):
+    """A strategy in Flower's loop: finished rounds come from a checkpoint, all others are saved.
+
+    In a finished round nobody is asked, and Flower receives what the round gave: its metrics, and in
+    the last of them the model. The random generators are restored at the end of that round, where they
+    were saved.
+
+    Attributes:
+        strategy: plays the rounds that are not finished.
+        evaluate_fn: evaluates a round's model at the server.
+        state: of the strategy.
+        checkpoints: where to write.
+        done: the last finished round, 0 if there is none.
+        result: of the finished rounds, and of those that are played.
+    """
+
+    strategy: Strategy
+    evaluate_fn: Evaluate | None
+    state: RunState
+    checkpoints: Checkpoints | None
+    done: int
+    result: Result
+
+    def __post_init__(self) -> None:
+        #: Whether Flower ends a round with ``evaluate``; otherwise it ends with ``aggregate_evaluate``.
+        self.evaluates = self.evaluate_fn is not None or bool(self.result.evaluate_metrics_serverapp)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients to train, in a round that is not finished."""
+        if server_round <= self.done:
+            return []
+        return self.strategy.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return a round's model and metrics."""
+        noted = self.result.train_metrics_clientapp
+        if server_round <= self.done:
+            return self.result.arrays if server_round == self.done else None, noted.get(server_round)
+        arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+        if arrays is not None:
+            self.result.arrays = arrays
+        return arrays, _note(noted, server_round, metrics)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients to evaluate, in a round that is not finished."""
+        if server_round <= self.done:
+            return []
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return the metrics of the clients' evaluations."""
+        noted = self.result.evaluate_metrics_clientapp
+        if server_round > self.done:
+            _note(noted, server_round, self.strategy.aggregate_evaluate(server_round, replies))
+        if not self.evaluates:
+            self._end_round(server_round)
+        return noted.get(server_round)
+
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Return the metrics of the server's evaluation: Flower's ``evaluate_fn``."""
+        noted = self.result.evaluate_metrics_serverapp
+        # Flower evaluates the initial model as round 0.
+        if self.evaluate_fn is not None and (server_round > self.done or self.done == 0):
+            _note(noted, server_round, self.evaluate_fn(server_round, arrays))
+        if server_round > 0:
+            self._end_round(server_round)
+        return noted.get(server_round)
+
+    def unfinished(self, should_stop: Stop) -> Stop:
+        """Return a ``should_stop`` that is asked about the last finished round and later ones."""
+        return lambda number, result: number >= self.done and should_stop(number, result)
+
+    def summary(self) -> None:
+        """Log the summary of the strategy."""
+        self.strategy.summary()
+
+    def _end_round(self, number: int) -> None:
+        """Save a round; at the end of the last finished one restore the random generators."""
+        if number == self.done:
+            self.state.restore_random()
+        elif number > self.done and self.checkpoints is not None:
+            started = time.time()
+            folder = self.checkpoints.save(number, self.result.arrays, self.result, self.state)
+            log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - started)
+
+
+def _note(
+    noted: dict[int, MetricRecord], number: int, metrics: MetricRecord | None
+) -> MetricRecord | None:
+    """Keep and return the metrics of a round, if there are any."""
+    if metrics is not None:
+        noted[number] = metrics
+    return metrics
+
+
+def _source(checkpoints: Checkpoints | None, resume: str | Path | None) -> Checkpoints | None:
+    """Return the checkpoints to resume from; None starts from round 1.
+
+    Raises:
+        FedrotError: the folder to write to has checkpoints, and is not the one to resume from.
+    """
+    found = Checkpoints(resume) if resume is not None else None
+    if checkpoints is None:
+        if found is not None:
+            log(INFO, "No checkpoints are written from here on: no folder for them was given.")
+        return found
+    used = checkpoints.rounds() != []
+    same = found is not None and checkpoints.folder.resolve() == found.folder.resolve()
+    if used and not same:
+        raise FedrotError(
+            f"'{checkpoints.folder}' already has checkpoints. Go on from them with resume="
+            f"'{checkpoints.folder}', or write to another folder."
+        )
+    if same and not used:
+        log(INFO, "There is no checkpoint in '%s' yet: starting from round 1.", resume)
+        return None
+    return found
+
+
+def _restored(
+    source: Checkpoints, strategy: Strategy, initial: ArrayRecord, state: RunState
+) -> tuple[int, Result]:
+    """Return the last finished round and the result so far, and restore the state of the strategy.
+
+    Raises:
+        FedrotError: there is no checkpoint, or it has other tensors than the initial model.
+    """
+    found = source.newest()
+    model_of = getattr(strategy, "model_of", lambda arrays: arrays)
+    both = model_of(found.arrays), model_of(initial)
+    saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in both)
+    different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+    if different:
+        name = different[0]
+        raise FedrotError(
+            f"'{found.folder}' is of another model: '{name}' is {saved.get(name, 'missing')} there and "
+            f"{ours.get(name, 'missing')} in initial_arrays ({len(different)} tensors differ)."
+        )
+    state.restore(found.state, found.state_arrays)
+    log(INFO, "Resumed after round %d from '%s'.", found.round, found.folder)
+    return found.round, found.result

@@ -151,7 +151,7 @@ class Checkpoints:
                 log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
             f"There is no usable checkpoint in '{self.folder}'. Give the folder of a run that wrote "
-            "checkpoints, or start anew without 'resume'."
+            "checkpoints, or a new folder to start anew."
         )
 
     def _path(self, number: int) -> Path:

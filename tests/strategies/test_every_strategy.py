@@ -186,7 +186,7 @@ def idle(index: int, other: bool) -> Client:
 @pytest.mark.parametrize("name", [*COMPARING, *SERVER_SIDE, "Krum"])
 def test_clients_that_learned_nothing_change_no_function_in_canonical_rounds(name: str) -> None:
     """A strategy that compares updates with the broadcast model is given that in canonical form."""
-    canonical = fedrot.AlignmentOptions(parts=("attention", "ffn"), canonical=True)
+    canonical = fedrot.AlignmentOptions(("attention", "ffn"), anchor="global", canonical=True)
     grid = FakeGrid({100 + i: idle(i, other=False) for i in range(CLIENTS)})
     result = CASES[name].aligned(alignment=canonical).start(grid, ArrayRecord(state()), ROUNDS)
     assert gap(result, state()) > 0.1

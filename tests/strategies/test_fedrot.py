@@ -659,7 +659,7 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
         ),
         ({"alignment": None}, "off", "kept until all have come"),
         (
-            {"execution": Server(deterministic=True)},
+            {"server": Server(deterministic=True)},
             "attention + ffn to anchor 'running'",
             "kept until all have come, in an order that their contents give",
         ),

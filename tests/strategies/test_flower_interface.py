@@ -62,7 +62,7 @@ def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
             found.append(name)
         elif parameter.default is not parameter.empty and given.default != parameter.default:
             found.append(f"{name}={given.default}")
-        elif parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and "symmetry" not in own:
+        elif parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and "model_config" not in own:
             if places[place : place + 1] != [RENAMED.get(name, name)]:
                 found.append(f"place of {name}")
         elif parameter.kind is Parameter.KEYWORD_ONLY and given.kind is Parameter.POSITIONAL_ONLY:

@@ -48,7 +48,7 @@ class AlignedAdam(Aligned, FedAdam):
 
 def _common(folder: Path) -> dict[str, Any]:
     return {
-        "options": AlignmentOptions(parts=("heads", "ffn")),
+        "alignment": AlignmentOptions(parts=("heads", "ffn")),
         "server": Server(deterministic=True),
         "checkpoints": Checkpointing(folder, keep=1),
         "fraction_train": 0.5,

@@ -628,7 +628,7 @@ def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], al
 def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(fedrot.FedrotError, match="cannot follow rotations") as caught:
         FedRot(config_of(NAME), aggregation=Fisher, **options)
-    for way_out in ("align_mod", "align=False", "parts=('heads', 'ffn')"):
+    for way_out in ("align_mod", "alignment=None", "parts=('heads', 'ffn')"):
         assert way_out in str(caught.value)
 
 

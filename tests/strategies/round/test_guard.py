@@ -125,7 +125,7 @@ def kept(result: Result) -> list[Any]:
 
 def unguarded(better: str, build: Callable[..., FedAvg] = FedRot, **given: Any) -> Result:
     if better == "plain":
-        given["options"] = UNMOVED
+        given["alignment"] = UNMOVED
     return run(build, **given)
 
 
@@ -317,7 +317,8 @@ def test_a_round_on_a_device(anchor: str, better: str) -> None:
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]
 
     def played(**given: Any) -> ArrayRecord:
-        strategy = FedRot(SYMMETRY, alignment=fedrot.AlignmentOptions(anchor=anchor), **given)
+        own: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(anchor=anchor), **given}
+        strategy = FedRot(SYMMETRY, **own)
         messages = ask(strategy, state(), len(clients))
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
         arrays, _ = strategy.aggregate_train(1, replies)

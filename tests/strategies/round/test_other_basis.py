@@ -155,8 +155,12 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members
     honest[-1] = (honest[-1][0], 90.0)
     # The late joiner is the heaviest and comes first.
     for given, accepted in ((OtherBasis(options=WHOLE), 1e-4), (OtherBasis(build), 0.05)):
-        settings = {"alignment": EAGER, "other_basis": given, "reporting": ALL_METRICS}
-        strategy = FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor), **settings)
+        strategy = FedRot(
+            config_of(NAME),
+            alignment=replace(EAGER, anchor=anchor),
+            other_basis=given,
+            reporting=ALL_METRICS,
+        )
         expected, ordinary = play(strategy, base, honest[::-1])
         result, metrics = play(strategy, base, [late, *honest[-2::-1]])
         assert (ordinary["fedrot-replies-other-basis"], metrics["fedrot-replies-other-basis"]) == (0, 1)

@@ -151,7 +151,7 @@ def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tm
 @pytest.mark.parametrize("name", sorted(WAITING))
 def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
     found = []
-    for settings in ({}, {"execution": Server(spill=tmp_path)}):
+    for settings in ({}, {"server": Server(spill=tmp_path)}):
         strategy = WAITING[name](CONFIG, **settings)
         messages = broadcast(strategy, state(), COUNT)
         arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))

@@ -15,7 +15,7 @@ help: ## this list
 
 demo: .venv/installed ## three natural cases on bundled real data: tables and runs/demo/report.html
 	rm -rf runs/demo
-	$(BIN)/fedrot compare demo --out runs/demo
+	$(BIN)/fedrot simulate demo --out runs/demo
 
 # One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal

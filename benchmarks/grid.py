@@ -32,7 +32,7 @@ def seconds(grid: str, data_dir: Path, nodes: int) -> float:
         cluster.add_node(num_cpus=1)
     try:
         with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, "-m", "fedrot", "compare", grid, "--quick", "--out", out]
+            command = [sys.executable, "-m", "fedrot", "simulate", grid, "--quick", "--out", out]
             command += ["--ray", cluster.address, "--data-dir", str(data_dir.resolve())]
             start = perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

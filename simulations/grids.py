@@ -37,7 +37,7 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.
-        entries: the name of the tables, ``setting`` for ``fedrot compare``.
+        entries: the name of the tables, ``setting`` for ``fedrot simulate``.
         quick: whether the small variant is wanted.
 
     Raises:

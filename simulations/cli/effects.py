@@ -9,6 +9,8 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.cli.commands import names
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.merge.merge_settings import MergeSettings, is_adapter
 
 Values = Mapping[str, Any]
 
@@ -44,8 +46,30 @@ def _collects(values: Values) -> bool:
 
 _TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")
 
+
+def _of_adapters(values: Values) -> bool:
+    return any(map(is_adapter, map(Path, values["models"])))
+
+
+#: What a grid takes beside its file.
+_BESIDE_A_GRID = ("data_dir", "model", "setting")
+_SETTINGS = tuple(name for name in SimulationConfig.model_fields if name not in _BESIDE_A_GRID)
+#: What adapters are merged with.
+_OF_ADAPTERS = ("method", "weights")
+_OF_MODELS = tuple(name for name in MergeSettings.model_fields if name not in _OF_ADAPTERS)
+
 EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "simulate": (
+        Effect(
+            ("workers", "ray", "quick"),
+            "with a grid, fedrot simulate GRID",
+            lambda v: v["grid"] is not None,
+        ),
+        Effect(
+            (*_SETTINGS, "first_seed"),
+            "without a grid, whose file has the settings",
+            lambda v: v["grid"] is None,
+        ),
         Effect(
             ("layers", "width", "heads", "dropout"),
             "on a small model from scratch, not with --model",
@@ -72,6 +96,8 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         _TEXTS,
     ),
     "merge": (
+        Effect(_OF_MODELS, "on models, not on LoRA adapters", lambda v: not _of_adapters(v)),
+        Effect(("rank",), "on LoRA adapters", _of_adapters),
         Effect(("alpha",), "with --method regmean", lambda v: v["method"] == "regmean"),
         Effect(
             ("data_dir", "text_column", "label_column", "rows", "max_length"),

@@ -1,4 +1,4 @@
-"""The commands about experiments: simulate, compare, flower-app, report, barrier."""
+"""The commands about experiments: simulate, flower-app, report, barrier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from fedrot.simulations.jobs import Machine
 def grid_argument(entries: str) -> Any:
     """Return the argument of a grid: a file, or the name of a bundled one, which the shell completes."""
     bundled = bundled_grids(entries)
-    help_text = f"TOML file: [base] and one [[{entries}]] each; or a bundled one: {', '.join(bundled)}."
+    help_text = (
+        f"A grid in place of settings, a TOML file with [base] and one [[{entries}]] each; or a bundled "
+        f"one: {', '.join(bundled)}."
+    )
 
     def completed(incomplete: str) -> list[str]:
         return [name for name in bundled if name.startswith(incomplete)]
@@ -51,24 +54,40 @@ GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the g
 @command(
     app,
     "fedrot simulate --out runs/first",
-    "fedrot simulate --out runs/skewed --partition dirichlet:0.5 --seeds 5",
-    "fedrot simulate --out runs/mine --data mine.csv --dry-run",
+    "fedrot simulate --out runs/mine --data mine.csv --seeds 5 --dry-run",
+    "fedrot simulate rounds --data-dir data --out runs/grid --quick",
     fields=SimulationConfig,
     renamed={"starts": "--start"},
     leave_out=("setting",),
 )
 def simulate(
-    out: Annotated[
-        Path, typer.Option(help="Folder for results; an unfinished run there of these options goes on.")
-    ],
+    grid: Annotated[Path | None, grid_argument("setting")] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
     settings: dict[str, Any],
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    workers: Workers = None,
+    ray: RayAddress = "",
     gpus: Annotated[
-        float, typer.Option(min=0, help="GPUs per client: a share of one, such as 0.5, or whole ones.")
+        float,
+        typer.Option(
+            min=0,
+            help="GPUs per client, or per cell of a grid: a share of one, such as 0.5, or whole ones.",
+        ),
     ] = 0.0,
+    quick: Quick = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Compare aligned with plain averaging in Flower's simulation engine."""
+    """Compare aligned with plain averaging: one setting from the options, or a grid of settings.
+
+    One setting runs in Flower's simulation engine. Of a grid, cells (setting, seed, start and arm) run
+    side by side, one per core, each with all of its clients in one process. A cell that fails does not
+    stop the others.
+    """
+    if grid is not None:
+        data_dir, model = settings["data_dir"], settings["model"]
+        run_settings(grid, out, data_dir, model, workers, ray, gpus, quick=quick, dry_run=dry_run)
+        return
     if "arms" not in given(click.get_current_context()):
         del settings["arms"]  # The other settings choose them: adapters have arms of their own.
     config = SimulationConfig.from_flat({**settings, "first_seed": first_seed})
@@ -77,32 +96,6 @@ def simulate(
         raise ValueError("--pretrain-data goes with --start pretrained")
     if not runner.simulate(config, out, command_line(), console, gpus=gpus, dry_run=dry_run):
         raise KeyboardInterrupt
-
-
-@command(
-    app,
-    "fedrot compare rounds --data-dir data --out runs/grid",
-    "fedrot compare rounds --data-dir data --out runs/small --quick",
-)
-def compare(
-    grid: Annotated[Path, grid_argument("setting")],
-    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
-    data_dir: GridData = None,
-    model: Annotated[str | None, typer.Option(help="Overrides model of the grid.")] = None,
-    workers: Workers = None,
-    ray: RayAddress = "",
-    gpus: Annotated[
-        float, typer.Option(min=0, help="GPUs per cell: a share of one, such as 0.5, or whole ones.")
-    ] = 0.0,
-    quick: Quick = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Run a grid of settings, each with its arms, starts and seeds.
-
-    Cells (setting, seed, start and arm) run side by side, one per core, each with all of its clients in
-    one process. A cell that fails does not stop the others.
-    """
-    run_settings(grid, out, data_dir, model, workers, ray, gpus, quick=quick, dry_run=dry_run)
 
 
 def run_settings(
@@ -117,7 +110,7 @@ def run_settings(
     quick: bool,
     dry_run: bool,
 ) -> None:
-    """Run the settings of a grid; arguments as of ``compare``."""
+    """Run the settings of a grid; arguments as of ``simulate``."""
     from fedrot.simulations.federation.grid_run import compare as run_grid
 
     options = {"data_dir": data_dir, "model": model}

@@ -1,4 +1,4 @@
-"""The commands about saved models: merge, canonical, port, check, diagnose."""
+"""The commands about saved models: merge, check, diagnose."""
 
 from __future__ import annotations
 
@@ -8,33 +8,52 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 from rich.markup import escape
 
-from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, say
+from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, given, say
 from fedrot.simulations.cli.root import app
-from fedrot.simulations.merge.merge_settings import AdapterMergeSettings, MergeSettings
+from fedrot.simulations.merge.merge_settings import AdapterMergeSettings, MergeSettings, is_adapter
 
 
 @command(
     app,
     "fedrot merge models/a models/b --out models/merged",
     "fedrot merge models/a models/b --parts whole --dry-run",
+    "fedrot merge adapters/a adapters/b --out adapters/merged",
     fields=MergeSettings,
 )
 def merge(
     models: Annotated[
         list[str],
-        typer.Argument(help="Two or more: folders of saved models, .safetensors files or hub names."),
+        typer.Argument(
+            help="Two or more: folders of saved models, .safetensors files or hub names; or folders of "
+            "LoRA adapters of one base model, as PEFT saves them."
+        ),
     ],
     *,
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
     ] = None,
     settings: dict[str, Any],
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of adapters, of the result; default: theirs, the largest if they differ."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
 ) -> None:
-    """Align saved models to one of them, merge them, and write the result as a model."""
+    """Align saved models to one of them, merge them, and write the result as a model.
+
+    Of LoRA adapters, average them and write the result as an adapter.
+    """
+    if any(map(is_adapter, map(Path, models))):
+        method = settings["method"] if "method" in given(click.get_current_context()) else "exact"
+        asked = AdapterMergeSettings(method=method, rank=rank, weights=settings["weights"])
+        _merge_adapters([Path(model) for model in models], out, asked, dry_run=dry_run)
+        return
     from fedrot.simulations.merge import merge_scores
     from fedrot.simulations.merge.merging import merge as merge_models
     from fedrot.simulations.merge.merging import table
@@ -50,28 +69,14 @@ def merge(
     say(f"Written: {found.out}" if found.out else "Dry run: nothing was written.")
 
 
-@command(
-    app,
-    "fedrot merge-adapters adapters/a adapters/b --out adapters/merged",
-    name="merge-adapters",
-    fields=AdapterMergeSettings,
-)
-def merge_adapters(
-    adapters: Annotated[
-        list[Path], typer.Argument(help="Two or more folders of LoRA adapters, as PEFT saves them.")
-    ],
-    *,
-    out: Annotated[Path | None, typer.Option(help="A new folder.")] = None,
-    settings: dict[str, Any],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
+def _merge_adapters(
+    adapters: list[Path], out: Path | None, settings: AdapterMergeSettings, *, dry_run: bool
 ) -> None:
-    """Average saved LoRA adapters of one base model, and write the result as an adapter."""
     from fedrot.simulations.merge import adapter_merging
 
     if out is None and not dry_run:
         raise ValueError("There is nowhere to write to: give --out, or --dry-run.")
-    asked = AdapterMergeSettings(**settings)
-    report = adapter_merging.merge_adapters(adapters, None if dry_run else out, asked)
+    report = adapter_merging.merge_adapters(adapters, None if dry_run else out, settings)
     say(f"{report}.")
     say("Dry run: nothing was written." if dry_run else f"Written: {out}")
 

@@ -12,7 +12,7 @@ from fedrot._io import read_json, replacing, write_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterReport, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
-from fedrot.simulations.merge.merge_settings import AdapterMergeSettings
+from fedrot.simulations.merge.merge_settings import ADAPTER_CONFIG, AdapterMergeSettings
 from fedrot.simulations.merge.merging import weights_of
 from fedrot.simulations.models.model_files import (
     about,
@@ -23,7 +23,7 @@ from fedrot.simulations.models.model_files import (
 )
 from fedrot.tensors import Tensors
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 #: Weights as versions of PEFT before 0.7 save them.
 PICKLED = "adapter_model.bin"
 #: Names that data parallelism, compilation and sharding add to those of modules.

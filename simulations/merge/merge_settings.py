@@ -1,4 +1,4 @@
-"""The options of ``fedrot merge`` and ``fedrot merge-adapters``."""
+"""The options of ``fedrot merge``, for models and for LoRA adapters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 #: The names of ``merge_inputs.METHODS``, which imports torch; and ``AlignmentOptions.chance``.
 METHOD_NAMES, CHANCE = ("mean", "fisher", "ot", "regmean"), 1.1
+#: The file by which the folder of a LoRA adapter is recognised.
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class MergeSettings(BaseModel):
@@ -19,7 +21,9 @@ class MergeSettings(BaseModel):
         default=None, description="The model that the others are moved to; default: the first."
     )
     method: str = Field(
-        default="mean", description=f"{', '.join(METHOD_NAMES)} (ot: pip install 'fedrot[ot]')."
+        default="mean",
+        description=f"{', '.join(METHOD_NAMES)} (ot: pip install 'fedrot[ot]'). Of adapters: exact, the "
+        "mean of products cut to the rank (default), or mean, of the factors.",
     )
     parts: str = Field(
         default="attention+ffn",
@@ -67,7 +71,7 @@ class MergeSettings(BaseModel):
 
 
 class AdapterMergeSettings(BaseModel):
-    """Options of ``fedrot merge-adapters``."""
+    """Options of ``fedrot merge`` for LoRA adapters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -83,3 +87,8 @@ class AdapterMergeSettings(BaseModel):
     weights: str | None = Field(
         default=None, description="One number per adapter; default: equal weights."
     )
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds a LoRA adapter, as PEFT saves it."""
+    return (folder / ADAPTER_CONFIG).is_file()

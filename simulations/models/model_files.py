@@ -40,7 +40,7 @@ _DEQUANTISE = "Give the model before quantisation, or dequantize() it with trans
 
 #: Files of a folder that holds no model of its own, with advice.
 _INSTEAD = {
-    "adapter_config.json": "Average adapters by fedrot merge-adapters; or load it with peft, "
+    "adapter_config.json": "Average adapters alone by fedrot merge; or load it with peft, "
     "merge_and_unload it into its base model, and save that.",
 }
 

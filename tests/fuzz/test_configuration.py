@@ -142,7 +142,7 @@ def test_a_grid_is_simulated_or_refused_in_one_line(text: str) -> bool:
     with TemporaryDirectory() as folder:
         path = Path(folder, "grid.toml")
         path.write_text(text, "utf-8")
-        result = CliRunner().invoke(app, ["compare", str(path), "--out", f"{folder}/run"])
+        result = CliRunner().invoke(app, ["simulate", str(path), "--out", f"{folder}/run"])
     assert result.exit_code in (0, BAD_INPUT), result.exception
     assert result.exit_code == 0 or "Error" in result.output
     return result.exit_code == 0

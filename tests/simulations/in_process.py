@@ -35,7 +35,9 @@ def simulated(out: Path, *arguments: object) -> str:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("flwr.simulation.run_simulation", _run_simulation)
-            alone = ("--workers", 1) if arguments[0] == "compare" else ()
+            first = str(arguments[1]) if len(arguments) > 1 else "--"
+            of_grid = arguments[0] == "simulate" and not first.startswith("--")
+            alone = ("--workers", 1) if of_grid else ()
             code, printed = invoke(*arguments, *alone, "--out", out)
     finally:
         flwr.handlers, flwr.propagate = handlers, propagate

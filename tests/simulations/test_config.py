@@ -12,15 +12,18 @@ import torch
 from typer.testing import CliRunner
 
 from fedrot.anchors import ANCHORS
+from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import EVIDENCE, JOINED, Arm, registered
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import bundled_grids, read_grid
-from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import WHOLE_MODEL
 from fedrot.symmetry.groups import DEFAULT_PARTS
 from tests.simulations.commands import contents, invoke
+
+#: The anchor that is not named.
+RUNNING = AlignmentOptions.anchor
 
 BAD_OPTIONS = {
     "unknown data set": (["--data", "no_such_corpus"], "no_such_corpus"),
@@ -103,23 +106,23 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "rows.jsonl").read_text() == '{"precious": 1}\n'
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_a_dry_run_checks_everything_and_writes_nothing(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_grid", [False, True])
+def test_a_dry_run_checks_everything_and_writes_nothing(of_grid: bool, tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text("[base]\ntrain_limit = 40\ntest_limit = 20\nseeds = 2\n[[setting]]\nclients = 2\n")
     settings = ["--train-limit", "40", "--test-limit", "20", "--seeds", "2", "--clients", "2"]
-    options: list[object] = [grid] if command == "compare" else [*settings]
+    options: list[object] = [grid] if of_grid else [*settings]
     (tmp_path / "rows.jsonl").write_text('{"precious": 1}\n')
     before = contents(tmp_path)
-    code, output = invoke(command, *options, "--out", tmp_path, "--dry-run")
+    code, output = invoke("simulate", *options, "--out", tmp_path, "--dry-run")
     assert code == 0, output
     assert "Rows per client" in output
     # Two seeds and two arms.
     assert output.endswith("Dry run: 4 cells (seed, start and arm); nothing was run or written.")
     assert contents(tmp_path) == before
     grid.write_text('[[setting]]\npartition = "dirichlet:0"\n')
-    bad: list[object] = [grid] if command == "compare" else ["--partition", "dirichlet:0"]
-    assert invoke(command, *bad, "--out", tmp_path, "--dry-run")[0] == BAD_INPUT
+    bad: list[object] = [grid] if of_grid else ["--partition", "dirichlet:0"]
+    assert invoke("simulate", *bad, "--out", tmp_path, "--dry-run")[0] == BAD_INPUT
 
 
 @pytest.mark.parametrize(
@@ -170,13 +173,13 @@ def test_gpus_reach_the_engine(
 def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text("[base]\nrounds = 1\n")
-    result = CliRunner().invoke(app, ["compare", str(grid), "--out", str(tmp_path / "run")])
+    result = CliRunner().invoke(app, ["simulate", str(grid), "--out", str(tmp_path / "run")])
     assert result.exit_code == 2
     assert "describes no [[setting]]" in " ".join(result.output.split())
 
 
 def test_an_unknown_bundled_grid_lists_those_that_are_there(tmp_path: Path) -> None:
-    code, output = invoke("compare", "round", "--out", tmp_path / "run")
+    code, output = invoke("simulate", "round", "--out", tmp_path / "run")
     assert code == BAD_INPUT
     assert "There is no bundled grid 'round'." in output
     assert all(f" {name}," in output or f" {name}." in output for name in bundled_grids("setting"))
@@ -226,7 +229,7 @@ def test_the_data_folder_of_the_command_line_wins(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text('[[setting]]\ndata = "sst2"\ndata_dir = "elsewhere"\n')
     options = [
-        "compare",
+        "simulate",
         str(grid),
         "--data-dir",
         str(tmp_path / "here"),
@@ -246,7 +249,7 @@ def test_a_first_seed_beside_a_list_of_seeds_is_refused() -> None:
 def test_arms_are_read_from_their_names() -> None:
     assert Arm.parse("plain").align is False
     aligned = Arm.parse("aligned")
-    assert (aligned.parts, aligned.anchor) == (("attention", "ffn"), DEFAULT_ANCHOR)
+    assert (aligned.parts, aligned.anchor) == (("attention", "ffn"), RUNNING)
     arm = Arm.parse("attention+heads@global")
     assert (arm.parts, arm.anchor) == (("attention", "heads"), "global")
 
@@ -254,17 +257,17 @@ def test_arms_are_read_from_their_names() -> None:
 #: Arms by their names: parts, anchor, evidence, and whether replies in another basis are matched as a
 #: whole.
 ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
-    "aligned": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", True),
-    "aligned~probe": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", True),
-    "aligned~weights": (DEFAULT_PARTS, DEFAULT_ANCHOR, "weights", True),
-    "aligned~clients": (DEFAULT_PARTS, DEFAULT_ANCHOR, "clients", True),
-    "aligned~learned": (DEFAULT_PARTS, DEFAULT_ANCHOR, "learned", True),
+    "aligned": (DEFAULT_PARTS, RUNNING, "probe", True),
+    "aligned~probe": (DEFAULT_PARTS, RUNNING, "probe", True),
+    "aligned~weights": (DEFAULT_PARTS, RUNNING, "weights", True),
+    "aligned~clients": (DEFAULT_PARTS, RUNNING, "clients", True),
+    "aligned~learned": (DEFAULT_PARTS, RUNNING, "learned", True),
     "aligned@global~clients": (DEFAULT_PARTS, "global", "clients", True),
-    "whole": (WHOLE_MODEL, DEFAULT_ANCHOR, "probe", False),
+    "whole": (WHOLE_MODEL, RUNNING, "probe", False),
     "whole@consensus": (WHOLE_MODEL, "consensus", "probe", False),
     "whole@consensus~weights": (WHOLE_MODEL, "consensus", "weights", False),
-    "attention": (("attention",), DEFAULT_ANCHOR, "probe", False),
-    "attention+ffn": (DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", False),
+    "attention": (("attention",), RUNNING, "probe", False),
+    "attention+ffn": (DEFAULT_PARTS, RUNNING, "probe", False),
     "rescale+residual@global~weights": (("rescale", "residual"), "global", "weights", False),
 }
 
@@ -304,18 +307,25 @@ def test_every_anchor_and_every_evidence_can_be_asked_for() -> None:
 
 #: Arms that merge in another way: aligned or not, parts, anchor, evidence, aggregation, other_basis.
 MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
-    "plain/mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
-    "mean": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
-    "regmean": (False, (), DEFAULT_ANCHOR, "probe", "regmean", False),
-    "plain/fisher": (False, (), DEFAULT_ANCHOR, "probe", "fisher", False),
-    "joined": (False, (), DEFAULT_ANCHOR, "probe", "mean", False),
-    "aligned/mean": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", "mean", True),
-    "aligned/ot": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "probe", "ot", True),
+    "plain/mean": (False, (), RUNNING, "probe", "mean", False),
+    "mean": (False, (), RUNNING, "probe", "mean", False),
+    "regmean": (False, (), RUNNING, "probe", "regmean", False),
+    "plain/fisher": (False, (), RUNNING, "probe", "fisher", False),
+    "joined": (False, (), RUNNING, "probe", "mean", False),
+    "aligned/mean": (True, DEFAULT_PARTS, RUNNING, "probe", "mean", True),
+    "aligned/ot": (True, DEFAULT_PARTS, RUNNING, "probe", "ot", True),
     "aligned@global/ot": (True, DEFAULT_PARTS, "global", "probe", "ot", True),
-    "aligned~clients/regmean": (True, DEFAULT_PARTS, DEFAULT_ANCHOR, "clients", "regmean", True),
+    "aligned~clients/regmean": (
+        True,
+        DEFAULT_PARTS,
+        RUNNING,
+        "clients",
+        "regmean",
+        True,
+    ),
     "aligned@consensus~learned/regmean": (True, DEFAULT_PARTS, "consensus", "learned", "regmean", True),
     "whole@consensus~weights/regmean": (True, WHOLE_MODEL, "consensus", "weights", "regmean", False),
-    "ffn+heads/fisher": (True, ("ffn", "heads"), DEFAULT_ANCHOR, "probe", "fisher", False),
+    "ffn+heads/fisher": (True, ("ffn", "heads"), RUNNING, "probe", "fisher", False),
 }
 
 
@@ -513,7 +523,7 @@ def test_negative_seeds_are_refused_before_the_run() -> None:
 )
 def test_a_grid_of_something_else_than_tables_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (grid := tmp_path / "grid.toml").write_text(text, "utf-8")
-    result = CliRunner().invoke(app, ["compare", str(grid), "--out", str(tmp_path / "run")])
+    result = CliRunner().invoke(app, ["simulate", str(grid), "--out", str(tmp_path / "run")])
     assert result.exit_code == BAD_INPUT
     assert "is no grid" in " ".join(result.output.split())
 

@@ -156,7 +156,7 @@ def test_the_command_line_wins_over_a_grid(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     small = "\n".join(f"{name} = {value}" for name, value in SMALL.items())
     grid.write_text(f'[base]\nmodel = "nowhere"\n{small}\n[[setting]]\nsetting = "one"\n')
-    code, said = invoke("compare", grid, "--out", tmp_path / "run", "--dry-run")
+    code, said = invoke("simulate", grid, "--out", tmp_path / "run", "--dry-run")
     assert (code, "nowhere" in said) == (2, True), said
-    code, said = invoke("compare", grid, "--out", tmp_path / "run", "--dry-run", "--model", "elsewhere")
+    code, said = invoke("simulate", grid, "--out", tmp_path / "run", "--dry-run", "--model", "elsewhere")
     assert (code, "elsewhere" in said) == (2, True), said

@@ -109,7 +109,7 @@ def test_shards_lie_in_the_folder(shard: str, copied: Path) -> None:
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"[base", b"no TOML"])
 def test_a_grid_that_is_no_toml_is_named(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "grid.toml").write_bytes(text)
-    code, output = invoke("compare", tmp_path / "grid.toml", "--out", tmp_path / "out")
+    code, output = invoke("simulate", tmp_path / "grid.toml", "--out", tmp_path / "out")
     assert code == 2
     assert "grid.toml" in output.replace(" ", "")
 

@@ -121,7 +121,7 @@ def test_the_command_line_wins_over_the_grid(tmp_path: Path, monkeypatch: pytest
     )
     seen: list[Any] = []
     monkeypatch.setattr(grid_run, "compare", lambda *given, **options: seen.append((given, options)))
-    run = ("compare", grid, "--out", tmp_path / "run")
+    run = ("simulate", grid, "--out", tmp_path / "run")
     assert invoke(*run, "--workers", 3, "--ray", "there:1")[0] == 0
     own = ("--data-dir", tmp_path / "here", "--model", "mine", "--gpus", 0.5, "--dry-run")
     assert invoke(*run, *own)[0] == 0
@@ -140,7 +140,7 @@ def test_the_command_line_wins_over_the_grid(tmp_path: Path, monkeypatch: pytest
 def test_two_settings_of_one_name_are_refused(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text('[[setting]]\nsetting = "a"\n[[setting]]\nsetting = "a"\nlr = 0.5\n')
-    code, output = invoke("compare", grid, "--out", tmp_path / "run")
+    code, output = invoke("simulate", grid, "--out", tmp_path / "run")
     assert (code, "Two settings have one name among ['a', 'a']" in output) == (BAD_INPUT, True), output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import typer
 from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.merge.merge_settings import MergeSettings
 from tests.simulations.commands import invoke
 
 #: Command lines with an idle option, and what is said of it. Nothing named here exists.
@@ -42,6 +45,32 @@ IDLE = {
     "report . --out o": "--out has an effect only for a strategy's file",
 }
 
+
+def _alone(command: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield an option of a command with a value, for each of some parameters, and the option."""
+    group: Any = typer.main.get_command(app)
+    for option in (p for p in group.commands[command].params if p.name in names):
+        yield f"{option.opts[-1]}{'' if option.is_flag else ' 1'}", option.opts[-1]
+
+
+#: What a grid's file says, and what has no meaning for adapters.
+IDLE |= {
+    f"simulate demo --out o {given}": f"{option} has an effect only without a grid"
+    for given, option in _alone(
+        "simulate", {*SimulationConfig.model_fields, "first_seed"} - {"data_dir", "model"}
+    )
+}
+IDLE |= {
+    f"merge {{adapter}} b --dry-run {given}": f"{option} has an effect only on models, not on LoRA"
+    for given, option in _alone("merge", MergeSettings.model_fields.keys() - {"method", "weights"})
+}
+IDLE |= {
+    "simulate --out o --workers 2": "--workers has an effect only with a grid",
+    "simulate --out o --ray there:1": "--ray has an effect only with a grid",
+    "simulate --out o --quick": "--quick has an effect only with a grid",
+    "merge a b --dry-run --rank 2": "--rank has an effect only on LoRA adapters",
+}
+
 #: The same options where they do something: the complaint is about something else.
 AT_WORK = (
     "merge a b --dry-run --method regmean --alpha 0.9 --data sst2 --rows 9 --max-length 9",
@@ -60,10 +89,12 @@ AT_WORK = (
 
 @pytest.mark.parametrize("line", IDLE)
 def test_an_option_without_an_effect_is_refused(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, output = invoke(*shlex.split(line.format(file=__file__)))
+    adapter = tmp_path_factory.mktemp("adapter")
+    (adapter / "adapter_config.json").write_text("{}")
+    code, output = invoke(*shlex.split(line.format(file=__file__, adapter=adapter)))
     assert (code, IDLE[line] in output) == (2, True), output
     assert not any(tmp_path.iterdir())
 

@@ -63,7 +63,7 @@ def test_help_is_printed_as_it_is_written(
 
 def test_help_shows_the_brackets_of_extras_and_tables() -> None:
     assert "pipinstall'fedrot[ot]'" in printed("merge", "--help")
-    assert "[base]andone[[setting]]each" in printed("compare", "--help")
+    assert "[base]andone[[setting]]each" in printed("simulate", "--help")
 
 
 def test_brackets_in_a_commands_own_help_and_examples_are_text() -> None:
@@ -124,9 +124,8 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
         if command == "simulate":
             settings = {k: v for k, v in context.params.items() if k in SimulationConfig.model_fields}
             SimulationConfig.from_flat(settings)
-        if "grid" in context.params:  # a bundled one
-            entries = "setting" if command == "compare" else "task"
-            assert read_grid(Path(context.params["grid"]), entries)
+        if context.params.get("grid"):  # a bundled one
+            assert read_grid(Path(context.params["grid"]), "setting")
 
 
 def test_help_lists_the_methods_of_the_registry() -> None:
@@ -158,8 +157,8 @@ def test_the_package_can_be_run_as_a_module(
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("fedrot comp", {"compare"}),
-        ("fedrot compare stre", {"stream-rounds"}),
+        ("fedrot simu", {"simulate"}),
+        ("fedrot simulate stre", {"stream-rounds"}),
     ],
 )
 def test_the_shell_completes_commands_and_grids(

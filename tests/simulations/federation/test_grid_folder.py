@@ -34,7 +34,7 @@ def test_a_cell_of_a_copy_without_its_last_round_runs_again(tmp_path: Path) -> N
         for server_round in range(last + 1):
             run.row(row(arm, server_round))
     run.close(complete=False)
-    folder = GridFolder(compact(run.path, tmp_path / "copy"), [config()], "fedrot compare")
+    folder = GridFolder(compact(run.path, tmp_path / "copy"), [config()], "fedrot simulate")
     finished = {cell.arm.name: folder.finished(cell) for cell in cells_of([config()])}
     assert finished == {"plain": True, "aligned": False}
     assert {found["arm"] for found in read_rows(folder.path)} == {"plain"}
@@ -49,27 +49,27 @@ def partition(*seeds: int, rows: int = 5) -> dict[str, Any]:
 
 def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     first = config(seeds=[0, 1])
-    folder = GridFolder(tmp_path, [first], "fedrot compare A")
+    folder = GridFolder(tmp_path, [first], "fedrot simulate A")
     folder.partitions({"a": partition(0, 1)})
     for cell in cells_of([first]):
         folder.add(cell, CellRows([row(cell.arm.name, 3, cell.seed)]), "")
     more = [config(seeds=[3], arms=["plain", "whole"]), config(setting="b")]
-    folder = GridFolder(tmp_path, more, "fedrot compare B")
+    folder = GridFolder(tmp_path, more, "fedrot simulate B")
     folder.partitions({"a": partition(3), "b": partition(0)})
     held = json.loads((tmp_path / "config.json").read_text())
-    assert held["command"] == "fedrot compare A\nfedrot compare B"
+    assert held["command"] == "fedrot simulate A\nfedrot simulate B"
     a, b = held["settings"]
     assert (a["seeds"], a["arms"]) == ([0, 1, 3], ["plain", "aligned", "whole"])
     assert b["setting"] == "b"
     partitions = json.loads((tmp_path / "partition.json").read_text())
     assert set(partitions["a"]["seeds"]) == {"0", "1", "3"}
     assert len(read_rows(tmp_path)) == 4
-    GridFolder(tmp_path, more, "fedrot compare B")
+    GridFolder(tmp_path, more, "fedrot simulate B")
     assert json.loads((tmp_path / "config.json").read_text())["command"].count("compare B") == 1
 
 
 def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
-    folder = GridFolder(tmp_path, [config()], "fedrot compare")
+    folder = GridFolder(tmp_path, [config()], "fedrot simulate")
     folder.partitions({"a": partition(0)})
     with pytest.raises(FedrotError, match="'a' with other rows for seed 0: the data have changed"):
         folder.partitions({"a": partition(0, rows=6)})
@@ -99,7 +99,7 @@ def test_names_of_cells_are_of_their_own_and_short() -> None:
 
 
 def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path: Path) -> None:
-    folder = GridFolder(tmp_path, [config()], "fedrot compare")
+    folder = GridFolder(tmp_path, [config()], "fedrot simulate")
     plain, aligned = cells_of([config()])
     measured = {"setting": "a", "arm": "aligned", "start": "same", "seed": 0, "dropped": "NaN"}
     folder.add(aligned, CellRows([row("aligned", 3)], [measured]), "one line\n")
@@ -114,12 +114,12 @@ def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path
     assert "a · seed 0 · same · aligned\none line\n" in (tmp_path / "flower.log").read_text()
     # Cells of an earlier grid come after those of this one; the folder of data may have moved.
     later = config(arms=["whole", "aligned"], data_dir="elsewhere")
-    folder = GridFolder(tmp_path, [later], "fedrot compare")
+    folder = GridFolder(tmp_path, [later], "fedrot simulate")
     folder.add(cells_of([later])[0], CellRows([row("whole", 3)]), "")
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["whole", "aligned", "plain"]
     with pytest.raises(FedrotError, match=r"holds the setting 'a' with lr 0\.001, not 0\.5"):
-        GridFolder(tmp_path, [config(lr=0.5)], "fedrot compare")
+        GridFolder(tmp_path, [config(lr=0.5)], "fedrot simulate")
 
 
 def test_the_first_arm_trains_for_those_that_wait_for_it(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ starts = ["different"]
 def test_a_layer_that_the_model_lacks_is_refused_before_anything_runs(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text(GRID.replace('"joined"', '"attention(layers=1)"'))
-    code, printed = commands.invoke("compare", grid, "--out", tmp_path / "run")
+    code, printed = commands.invoke("simulate", grid, "--out", tmp_path / "run")
     assert code == 2
     assert "arm 'attention(layers=1)': Layer 1 is not in the model, which has 1" in " ".join(
         printed.split()
@@ -76,8 +76,8 @@ def cells(folder: Path) -> dict[str, int]:
 def test_cells_side_by_side_give_the_rows_of_one_after_the_other(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text(GRID.replace(', "joined"', ""))
-    simulated(tmp_path / "one", "compare", grid)
-    code, printed = commands.invoke("compare", grid, "--workers", 2, "--out", tmp_path / "many")
+    simulated(tmp_path / "one", "simulate", grid)
+    code, printed = commands.invoke("simulate", grid, "--workers", 2, "--out", tmp_path / "many")
     assert code == 0, printed
     assert lasting(tmp_path / "one") == lasting(tmp_path / "many")
     wanted = [(s, seed, arm) for s in ("one", "two") for seed in (0, 1) for arm in ("plain", "aligned")]
@@ -91,7 +91,7 @@ def test_cells_side_by_side_give_the_rows_of_one_after_the_other(tmp_path: Path)
 
 def test_a_setting_alone_gives_the_rows_of_flowers_engine(grid: Path, tmp_path: Path) -> None:
     """``fedrot simulate`` runs through the engine's interface, one arm after the other."""
-    simulated(tmp_path / "grid", "compare", grid)
+    simulated(tmp_path / "grid", "simulate", grid)
     arguments = "--train-limit 120 --test-limit 20 --layers 1 --width 16 --heads 2 --max-length 16"
     arguments += " --clients 2 --rounds 2 --seeds 2 --arms plain,aligned,joined"
     simulated(tmp_path / "engine", "simulate", *arguments.split())
@@ -104,15 +104,15 @@ def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = GRID.replace("seeds = [0, 1]", "seeds = [0]").replace(', "joined"', "")
     grid.write_text(first)
-    simulated(out, "compare", grid)
+    simulated(out, "simulate", grid)
     before, rows = cells(out), lasting(out)
     grid.write_text(GRID)
-    assert "4 of 12 cells are finished already" in simulated(out, "compare", grid)
+    assert "4 of 12 cells are finished already" in simulated(out, "simulate", grid)
     after = cells(out)
     assert len(after) == 12
     assert {name: after[name] for name in before} == before
     assert [row for row in lasting(out) if row["seed"] == 0 and row["arm"] != "joined"] == rows
-    simulated(tmp_path / "whole", "compare", grid)
+    simulated(tmp_path / "whole", "simulate", grid)
     assert lasting(out) == lasting(tmp_path / "whole")
 
 
@@ -126,7 +126,7 @@ def test_a_cell_that_fails_is_shown_and_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(experiment, "train_joined", broken)
-        code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", out)
+        code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", out)
     assert code == 1
     assert "4 of 12 cells failed" in printed
     files = sorted((out / "failures").iterdir())
@@ -138,7 +138,7 @@ def test_a_cell_that_fails_is_shown_and_tried_again(
     assert "no room for the joined model" in told
     assert json.loads((out / "status.json").read_text()) == {"complete": False}
     assert {row["arm"] for row in read_rows(out)} == {"plain", "aligned"}
-    assert "8 of 12 cells are finished already" in simulated(out, "compare", grid)
+    assert "8 of 12 cells are finished already" in simulated(out, "simulate", grid)
     assert not (out / "failures").exists()
     assert json.loads((out / "status.json").read_text()) == {"complete": True}
 
@@ -162,14 +162,14 @@ def test_what_a_failed_cell_trained_is_kept_until_it_succeeds(
     monkeypatch.setattr(client_app, "_train", seen)
     with monkeypatch.context() as patch:
         patch.setattr(grid_run, "run_alone", broken)
-        assert commands.invoke("compare", grid, "--workers", 1, "--out", out)[0] == 1
+        assert commands.invoke("simulate", grid, "--workers", 1, "--out", out)[0] == 1
     assert len(list((out / "trainings").glob("*/initial.json"))) == 4
     assert trained
     trained.clear()
-    simulated(out, "compare", grid)
+    simulated(out, "simulate", grid)
     assert not trained
     assert not (out / "trainings").exists()
-    simulated(tmp_path / "whole", "compare", grid)
+    simulated(tmp_path / "whole", "simulate", grid)
     assert trained
     assert lasting(out) == lasting(tmp_path / "whole")
 
@@ -186,7 +186,7 @@ def test_arms_share_trainings_until_the_last_of_them(
         return found
 
     monkeypatch.setattr(grid_run, "run_alone", seen)
-    simulated(tmp_path / "run", "compare", grid)
+    simulated(tmp_path / "run", "simulate", grid)
     # Both clients' models of both rounds, trained by the first arm, are there for the next two. From
     # starts of their own clients are moved, and in the second round they train from another average.
     assert kept == [*[4, 4, 4] * 2, *[4, 6, 6] * 2]
@@ -205,7 +205,7 @@ def test_settings_that_train_alike_train_once(
     monkeypatch.setattr(client_app, "_train", seen)
     settings = '[[setting]]\nsetting = "again"\narms = ["plain/regmean"]\nrounds = 1\n' * 2
     grid.write_text(GRID.split("[[setting]]")[0] + settings.replace("again", "once", 1))
-    simulated(tmp_path / "run", "compare", grid)
+    simulated(tmp_path / "run", "simulate", grid)
     assert sorted(trained) == [0, 0, 1, 1]  # Of two seeds.
     once, again = (
         [r for r in lasting(tmp_path / "run") if r["setting"] == s] for s in ("once", "again")
@@ -215,10 +215,10 @@ def test_settings_that_train_alike_train_once(
 
 @pytest.mark.parametrize("change", ['partition = "dirichlet:2"', 'partition = "dirichlet:1"\nlr = 0.5'])
 def test_results_of_other_settings_are_not_mixed(grid: Path, tmp_path: Path, change: str) -> None:
-    simulated(tmp_path / "run", "compare", grid)
+    simulated(tmp_path / "run", "simulate", grid)
     before = cells(tmp_path / "run")
     grid.write_text(GRID.replace('partition = "dirichlet:1"', change))
-    code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", tmp_path / "run")
+    code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", tmp_path / "run")
     assert code == 2
     key = change.splitlines()[-1].split()[0]
     assert f"holds the setting 'two' with {key}" in printed
@@ -228,25 +228,25 @@ def test_results_of_other_settings_are_not_mixed(grid: Path, tmp_path: Path, cha
 def test_a_folder_from_before_a_field_existed_goes_on(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     grid.write_text(GRID.replace('arms = ["plain", "aligned", "joined"]', 'arms = ["plain"]'))
-    simulated(out, "compare", grid)
+    simulated(out, "simulate", grid)
     config = json.loads((out / "config.json").read_text())
     for setting in config["settings"]:
         assert setting.pop("unseen_data") == ""
     (out / "config.json").write_text(json.dumps(config))
     before = cells(out)
-    simulated(out, "compare", grid)
+    simulated(out, "simulate", grid)
     assert cells(out) == before
 
 
 def test_a_compact_copy_goes_on(grid: Path, tmp_path: Path) -> None:
     """What was published can be extended: more seeds, more arms."""
     grid.write_text(GRID.replace("seeds = [0, 1]", "seeds = [0]"))
-    simulated(tmp_path / "first", "compare", grid)
+    simulated(tmp_path / "first", "simulate", grid)
     out = compact(tmp_path / "first", tmp_path / "published")
     grid.write_text(GRID)
-    assert "6 of 12 cells are finished already" in simulated(out, "compare", grid)
+    assert "6 of 12 cells are finished already" in simulated(out, "simulate", grid)
     assert not list(out.glob("*.parquet"))
-    simulated(tmp_path / "whole", "compare", grid)
+    simulated(tmp_path / "whole", "simulate", grid)
     assert lasting(out) == lasting(tmp_path / "whole")
     copied, whole = (read_alignment(folder) for folder in (out, tmp_path / "whole"))
     assert [row.keys() for row in copied] == [row.keys() for row in whole]
@@ -262,7 +262,7 @@ def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
     copy.mkdir()
     write_parquet(copy / "rows.parquet", [{"method": "vanilla", "loss": 1.0}])
     for folder, file in ((out, "rows.jsonl"), (copy, "rows.parquet")):
-        code, printed = commands.invoke("compare", grid, "--workers", 1, "--out", folder)
+        code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", folder)
         assert code == 2
         assert "holds a run of another kind" in printed
         assert [file.name for file in folder.iterdir()] == [file]
@@ -283,7 +283,7 @@ LONG_STOPS = [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2)]
 def test_a_stopped_grid_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, workers: int) -> None:
     """Whatever stops it: finished cells stay, no process does."""
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "fedrot", "compare", str(grid), "--out", str(out)]
+    command = [sys.executable, "-m", "fedrot", "simulate", str(grid), "--out", str(out)]
     command += ["--workers", str(workers)]
     process = subprocess.Popen(
         command,
@@ -308,9 +308,9 @@ def test_a_stopped_grid_goes_on(grid: Path, tmp_path: Path, how: signal.Signals,
     assert 3 <= len(before) < 12, printed
     if how == signal.SIGINT:
         assert "Repeat the command to go on" in " ".join(printed.split())
-    simulated(out, "compare", grid)
+    simulated(out, "simulate", grid)
     after = cells(out)
     assert {name: after[name] for name in before} == before
     assert len(after) == 12
-    simulated(tmp_path / "whole", "compare", grid)
+    simulated(tmp_path / "whole", "simulate", grid)
     assert lasting(out) == lasting(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""``fedrot merge-adapters``: folders of PEFT in, a folder of PEFT out."""
+"""``fedrot merge``: folders of PEFT in, a folder of PEFT out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, rank=3, lora_alpha=12)
     before = contents(a), contents(b)
     out = tmp_path / "deep" / "merged"
-    code, said = invoke("merge-adapters", a, b, "--weights", "1,3", "--rank", 5, "--out", out)
+    code, said = invoke("merge", a, b, "--weights", "1,3", "--rank", 5, "--out", out)
     assert code == 0, said
     assert "2 adapters: this average is " in " ".join(said.split())
     assert (contents(a), contents(b)) == before
@@ -71,14 +71,14 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
 def test_equal_ranks_stay_and_dry_runs_write_nothing(tmp_path: Path) -> None:
     folders = [saved(tmp_path / name, seed) for seed, name in enumerate("ab")]
     out = tmp_path / "merged"
-    code, said = invoke("merge-adapters", *folders, "--method", "mean", "--out", out)
+    code, said = invoke("merge", *folders, "--method", "mean", "--out", out)
     assert code == 0, said
     own = json.loads((folders[0] / "adapter_config.json").read_text())
     assert json.loads((out / "adapter_config.json").read_text()) == own
     given = [load_file(folder / "adapter_model.safetensors") for folder in folders]
     for name, tensor in load_file(out / "adapter_model.safetensors").items():
         assert torch.allclose(tensor, (given[0][name] + given[1][name]) / 2, atol=1e-6)
-    code, said = invoke("merge-adapters", *folders, "--dry-run")
+    code, said = invoke("merge", *folders, "--dry-run")
     assert (code, "nothing was written" in " ".join(said.split())) == (0, True)
 
 
@@ -101,19 +101,20 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ([a, wide, "--method", "mean"], "factors of different ranks have no mean"),
         ([a, b, "--method", "mean", "--rank", 8], "A mean of factors keeps their rank 2"),
     ):
-        code, said = invoke("merge-adapters", *arguments, "--out", tmp_path / "out")
+        code, said = invoke("merge", *arguments, "--out", tmp_path / "out")
         assert code == 2
         assert expected in " ".join(said.split())
         assert not (tmp_path / "out").exists()
-    code, said = invoke("merge-adapters", a, b)
+    code, said = invoke("merge", a, b)
     assert (code, "give --out, or --dry-run" in " ".join(said.split())) == (2, True)
-    code, said = invoke("merge-adapters", a, b, "--out", a)
+    code, said = invoke("merge", a, b, "--out", a)
     assert (code, "is there already" in " ".join(said.split())) == (2, True)
-    code, said = invoke("merge-adapters", a, b, "--out", a / "deep" / "merged")
+    code, said = invoke("merge", a, b, "--out", a / "deep" / "merged")
     assert (code, "Write the result beside the adapters" in " ".join(said.split())) == (2, True)
-    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
-    assert code == 2
-    assert "fedrot merge-adapters" in " ".join(said.split())
+    code, said = invoke("diagnose", a, b)
+    assert (code, "fedrot merge" in " ".join(said.split())) == (2, True)
+    code, said = invoke("merge", a, b, "--parts", "whole", "--dry-run")
+    assert (code, "--parts has an effect only on models, not on LoRA adapters" in said) == (2, True)
 
 
 def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
@@ -140,12 +141,12 @@ def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
         (later, "later' has revision 'v2'"),
         (kind, "The adapter is of kind IA3; only LORA has factors to average"),
     ):
-        code, said = invoke("merge-adapters", a, other, "--dry-run")
+        code, said = invoke("merge", a, other, "--dry-run")
         assert (code, expected in " ".join(said.split())) == (2, True), said
     for name in ("optimizer.pt", "trainer_state.json", "checkpoint-5/optimizer.pt", "words.json"):
         (a / name).parent.mkdir(exist_ok=True)
         (a / name).write_text("{}")
-    assert invoke("merge-adapters", a, b, "--out", tmp_path / "out")[0] == 0
+    assert invoke("merge", a, b, "--out", tmp_path / "out")[0] == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -159,7 +160,7 @@ def test_older_configurations_and_starts_that_keep_the_base_are_merged(tmp_path:
     path = a / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "use_dora"}))
-    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
+    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
     assert code == 0, said
 
 
@@ -174,12 +175,12 @@ def prefixed(name: str) -> str:
 
 def test_wrapped_and_pickled_adapters_are_merged_like_their_own(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
-    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "plain")
+    code, said = invoke("merge", a, b, "--out", tmp_path / "plain")
     assert code == 0, said
     rename(b, lambda tensors: {prefixed(name): tensor for name, tensor in tensors.items()})
     torch.save(load_file(a / "adapter_model.safetensors"), a / "adapter_model.bin")
     (a / "adapter_model.safetensors").unlink()
-    code, said = invoke("merge-adapters", a, b, "--out", tmp_path / "out")
+    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
     assert code == 0, said
     plain, found = (
         load_file(tmp_path / place / "adapter_model.safetensors") for place in ("plain", "out")
@@ -226,7 +227,7 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
     ):
         folder = saved(tmp_path / name, 2)
         rename(folder, change)
-        code, said = invoke("merge-adapters", a, folder, "--out", tmp_path / "out")
+        code, said = invoke("merge", a, folder, "--out", tmp_path / "out")
         assert (code, expected in said, str(folder) in said) == (2, True, True), said
         assert "Send" not in said
     damaged = "is damaged or no safetensors file", "cannot be loaded: it is damaged"
@@ -240,16 +241,16 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
             folder = saved(tmp_path / f"{len(text)} {file}", 2)
             (folder / "adapter_model.safetensors").unlink()
             (folder / file).write_bytes(text)
-            code, said = invoke("merge-adapters", a, folder, "--out", tmp_path / "out")
+            code, said = invoke("merge", a, folder, "--out", tmp_path / "out")
             assert (code, f"'{folder / file}' {expected}" in said) == (2, True), said
     pickled = saved(tmp_path / "pickled", 2)
     (pickled / "adapter_model.safetensors").unlink()
     torch.save({"trouble": Code(tmp_path / "ran")}, pickled / "adapter_model.bin")
-    code, said = invoke("merge-adapters", a, pickled, "--out", tmp_path / "out")
+    code, said = invoke("merge", a, pickled, "--out", tmp_path / "out")
     assert (code, "adapter_model.bin' cannot be loaded" in said) == (2, True), said
     assert not (tmp_path / "ran").exists()
     saved(tmp_path / "deep" / "inside", 3)
-    code, said = invoke("merge-adapters", a, tmp_path / "deep", "--out", tmp_path / "out")
+    code, said = invoke("merge", a, tmp_path / "deep", "--out", tmp_path / "out")
     assert (code, f"There is one below it: give '{tmp_path / 'deep' / 'inside'}'" in said) == (
         2,
         True,
@@ -259,18 +260,18 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
 
 def test_of_dora_the_report_says_what_it_is_about(tmp_path: Path) -> None:
     folders = [saved(tmp_path / name, seed, use_dora=True) for seed, name in enumerate("ab")]
-    code, said = invoke("merge-adapters", *folders, "--dry-run")
+    code, said = invoke("merge", *folders, "--dry-run")
     assert code == 0, said
     assert "this is about the products alone: DoRA's weights have magnitudes" in said
     plain = [saved(tmp_path / f"plain {name}", seed) for seed, name in enumerate("ab")]
-    assert "magnitudes" not in invoke("merge-adapters", *plain, "--dry-run")[1]
+    assert "magnitudes" not in invoke("merge", *plain, "--dry-run")[1]
 
 
 def test_ranks_of_single_modules_give_way_to_the_rank_of_the_average(tmp_path: Path) -> None:
     """PEFT builds every module with the rank of its pattern, and would refuse other factors."""
     a, b = saved(tmp_path / "a", 1, rank_pattern={"query": 4}), saved(tmp_path / "b", 2)
     out = tmp_path / "out"
-    code, said = invoke("merge-adapters", a, b, "--out", out)
+    code, said = invoke("merge", a, b, "--out", out)
     assert code == 0, said
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["rank_pattern"]) == (4, {})

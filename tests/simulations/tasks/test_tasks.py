@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     write(folder / "data" / "ner", copies=20)
     (folder / "grid.toml").write_text(GRID)
-    simulated(folder / "run", "compare", folder / "grid.toml", "--data-dir", folder / "data")
+    simulated(folder / "run", "simulate", folder / "grid.toml", "--data-dir", folder / "data")
     return folder / "run"
 
 

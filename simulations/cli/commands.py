@@ -51,6 +51,7 @@ def command(
     fields: type[BaseModel] | None = None,
     renamed: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
+    panels: Mapping[str, Collection[str]] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``, ``guarded`` against expected errors.
 
@@ -61,6 +62,7 @@ def command(
             ``settings``, which receives a dictionary from the names of the fields to their values.
         renamed: options that are not called as their field, by field.
         leave_out: fields that are no options.
+        panels: the fields of each panel of the help; the others are in the panel "Options".
     """
 
     def register(function: Function) -> Function:
@@ -69,7 +71,7 @@ def command(
             p.replace(annotation=hints[p.name], kind=Parameter.KEYWORD_ONLY)
             for p in signature(function).parameters.values()
         ]
-        options = list(_options(fields, renamed or {}, leave_out)) if fields else []
+        options = list(_options(fields, renamed or {}, leave_out, panels or {})) if fields else []
         parameters = [q for p in own for q in (options if p.name == "settings" else [p])]
 
         @wraps(function)
@@ -99,7 +101,10 @@ def _at_home(value: Any) -> Any:
 
 
 def _options(
-    model: type[BaseModel], renamed: Mapping[str, str], leave_out: Collection[str]
+    model: type[BaseModel],
+    renamed: Mapping[str, str],
+    leave_out: Collection[str],
+    panels: Mapping[str, Collection[str]],
 ) -> Iterator[Parameter]:
     """Yield the fields of a model as parameters of Typer.
 
@@ -117,7 +122,8 @@ def _options(
         if default in ("", None):
             kind, default = kind | None, None
         spelt = renamed.get(name, "--" + name.replace("_", "-"))
-        hint = Annotated[kind, typer.Option(spelt, help=field.description)]
+        panel = next((panel for panel, names in panels.items() if name in names), None)
+        hint = Annotated[kind, typer.Option(spelt, help=field.description, rich_help_panel=panel)]
         yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 

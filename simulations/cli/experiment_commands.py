@@ -39,6 +39,21 @@ def grid_argument(entries: str) -> Any:
     return typer.Argument(help=help_text, autocompletion=completed)
 
 
+#: The panels of the help of ``simulate``, each with its settings.
+PANELS = {
+    "Data": (
+        *("data", "unseen_data", "task", "data_dir", "text_column", "label_column", "label_kind"),
+        *("missing", "train_limit", "test_limit"),
+    ),
+    "Model": (
+        *("model", "architecture", "layers", "width", "heads", "max_length", "dropout", "starts"),
+        *("pretrain_data", "pretrain_limit", "pretrain_epochs", "task_head"),
+    ),
+    "Adapters": ("lora", "server", "server_lr"),
+    "Federation": ("clients", "partition", "holdout", "fraction_train", "arms", "seeds", "rounds"),
+    "Training": ("local_epochs", "first_epochs", "batch_size", "lr", "weight_decay"),
+}
+
 # Parameters of several commands
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
@@ -59,6 +74,7 @@ GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the g
     fields=SimulationConfig,
     renamed={"starts": "--start"},
     leave_out=("setting",),
+    panels=PANELS,
 )
 def simulate(
     grid: Annotated[Path | None, grid_argument("setting")] = None,

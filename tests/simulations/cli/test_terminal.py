@@ -19,6 +19,7 @@ from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import Command
 from fedrot.simulations.cli.commands import examples as examples_of
+from fedrot.simulations.cli.experiment_commands import PANELS
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import read_grid
 from tests.models import fresh_model
@@ -126,6 +127,13 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
             SimulationConfig.from_flat(settings)
         if context.params.get("grid"):  # a bundled one
             assert read_grid(Path(context.params["grid"]), "setting")
+
+
+def test_every_setting_is_in_one_panel_of_the_help() -> None:
+    listed = [name for names in PANELS.values() for name in names]
+    assert sorted(listed) == sorted(SimulationConfig.model_fields.keys() - {"setting"})
+    printed = invoke("simulate", "--help")[1]
+    assert [panel for panel in PANELS if f"─ {panel} ─" in printed] == [*PANELS]
 
 
 def test_help_lists_the_methods_of_the_registry() -> None:

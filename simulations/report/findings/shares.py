@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedrot.report import shares_by
 from fedrot.simulations.report.summaries import Row, by_setting
 from fedrot.simulations.report.tables import Table
 
@@ -29,21 +30,20 @@ def shares(rows: Iterable[Row], names: Sequence[str]) -> DataFrame:
     """
     import pandas
 
-    measured = ["before", "after", "found", "chance", "moved"]
-    aligned = [{**dict.fromkeys(names, ""), **row} for row in rows if "before" in row]
-    frame = pandas.DataFrame(aligned, columns=[*names, *measured])
-    frame[measured] = frame[measured].astype(float)
-    frame["removed"] = frame["before"] - frame["after"]
-    frame["unknown"] = (frame["found"] + frame["chance"]).isna()
-    frame["moved"] = frame["moved"] > 0
-    frame["groups"] = 1
-    sums = frame.groupby([*names], sort=False, dropna=False).sum().reset_index()
-    known, whole = sums["unknown"] == 0, sums["before"].where(sums["before"] > 0)
-    sums["found"] = (sums["found"].where(known, sums["removed"]) / whole).fillna(0)
-    sums["chance"] = (sums["chance"] / whole).fillna(0).where(known)
-    nothing = (sums["chance"] == 0) & (sums["found"] <= 0)
-    sums["ratio"] = (sums["found"] / sums["chance"]).mask(nothing, 0)
-    return sums[[*names, "found", "chance", "ratio", "moved", "groups"]]
+    found = shares_by(rows, lambda row: tuple(row.get(name, "") for name in names))
+    chances = (share.chance_share for share in found.values())
+    lines = [
+        (
+            *key,
+            share.share,
+            math.nan if chance is None else chance,
+            share.ratio,
+            share.moved,
+            share.groups,
+        )
+        for (key, share), chance in zip(found.items(), chances, strict=True)
+    ]
+    return pandas.DataFrame(lines, columns=[*names, "found", "chance", "ratio", "moved", "groups"])
 
 
 def cells(share: Any) -> list[str]:

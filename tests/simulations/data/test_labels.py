@@ -203,6 +203,12 @@ def test_the_kind_of_labels_is_said_and_can_be_set(tmp_path: Path) -> None:
         load_text_data(words, label_kind="multi")
 
 
+def test_metrics_of_a_known_task_are_for_classes_alone(tmp_path: Path) -> None:
+    path = save(tmp_path / "cola.csv", [0, 1])
+    assert load_text_data(path).metrics == ("matthews", "accuracy", "macro_f1")
+    assert load_text_data(path, label_kind="regression").metrics == ("pearson", "spearman")
+
+
 def test_boolean_columns_are_of_the_kind_that_is_set() -> None:
     one = pa.table({"x": [True, False], "y": [False, True]})
     source = Source("it", one, one)

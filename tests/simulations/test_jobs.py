@@ -18,6 +18,7 @@ from fedrot.simulations.jobs import (
     Job,
     Machine,
     Outcome,
+    _ready,
     check_failures,
     noted_failure,
     run_jobs,
@@ -87,6 +88,13 @@ def test_a_job_waits_for_the_one_before_it_even_if_that_fails(workers: int, tmp_
     found = outcomes(jobs, Machine(workers))
     assert "a" in found["b"].value
     assert found["d"].failure == ""
+
+
+def test_a_job_waits_for_one_that_runs() -> None:
+    first, second = Job("first", double, (1,)), Job("second", double, (2,), after="first")
+    other = Job("other", double, (3,))
+    assert _ready([second, other], running=[first]) == [other]
+    assert _ready([second, other]) == [second, other]
 
 
 def test_a_job_that_waited_goes_on_before_later_ones(tmp_path: Path) -> None:

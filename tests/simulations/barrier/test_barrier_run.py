@@ -11,8 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_lines import evaluator, lines_of
+from fedrot.interpolation import Barrier
+from fedrot.simulations.barrier.barrier_lines import BarrierLine, evaluator, lines_of
 from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
+from fedrot.simulations.barrier.barrier_report import summarise
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import tokenizer_for
 from fedrot.simulations.federation.run_folder import read_rows
@@ -70,6 +72,30 @@ def test_two_saved_models(name: str, models: Path, tmp_path: Path) -> None:
         assert ln.barrier.rows[0] == pytest.approx(ends[0], rel=1e-5)
         assert ln.barrier.rows[-1]["loss"] == pytest.approx(ends[1]["loss"], rel=1e-5)
         assert method == "vanilla" or ln.after < ln.before
+
+
+def test_by_default_all_methods_are_measured_that_suit_the_models(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in METHODS.keys() - {"vanilla", "whole", "stream"}:
+        monkeypatch.delitem(METHODS, name)
+    pair = [models / "classification0", models / "classification1"]
+    code, output = invoke("barrier", *pair, "--points", 3, "--test-limit", 20, "--out", tmp_path / "out")
+    assert code == 0, output
+    # The residual stream of BERT cannot be rotated.
+    assert [line.method for line in lines_of(read_rows(tmp_path / "out"))] == ["vanilla", "whole"]
+
+
+def test_a_summary_has_the_middle_and_both_ends_of_a_line() -> None:
+    rows = (
+        {"accuracy": 0.5, "loss": 2.0},
+        {"accuracy": 0.25, "loss": 3.0},
+        {"accuracy": 0.75, "loss": 1.0},
+    )
+    barrier = Barrier((0.0, 0.5, 1.0), rows)
+    (summary,) = summarise([BarrierLine("cell", "a to b", "vanilla", 1.0, 4.0, 4.0, barrier)])
+    assert summary.middle.mean == 0.25
+    assert [end.mean for end in summary.ends] == [0.5, 0.75]
 
 
 def _spoil(folder: Path, kind: str) -> None:

@@ -286,6 +286,13 @@ def test_a_file_with_splits_of_its_own_keeps_them(tmp_path: Path) -> None:
     assert load_text_data().note == ""
 
 
+def test_of_a_file_with_both_splits_the_test_rows_are_held_out(tmp_path: Path) -> None:
+    split = ["train", "validation", "test", "train"]
+    write(tmp_path / "mine.parquet", text=list("abcd"), label=[0, 1, 1, 1], split=split)
+    data = load_text_data("mine", tmp_path)
+    assert (data.train.texts, data.test.texts) == (("a", "d"), ("c",))
+
+
 def test_scores_and_columns_of_other_names_are_divided_too(tmp_path: Path) -> None:
     """A score is no class: of twenty different ones four are held out."""
     scores = [i / 7 for i in range(20)]

@@ -16,6 +16,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.domains import load_domains
 from fedrot.simulations.data.partition import key_names, partition_keys
 from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.data.texts import load_text_data
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -62,6 +63,13 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder: P
             assert set(np.flatnonzero(~np.isnan(labels))) == set(known)
             assert data.label_names[int(np.nanargmax(labels))] == text.split()[0]
     assert data.metrics == ("macro_f1", "unseen_macro_f1", "f1_news", "f1_talk", "f1_books")
+
+
+def test_how_labels_were_taken_is_said_of_every_domain(folder: Path) -> None:
+    named = ("news", "talk", "books")
+    said = [load_text_data(name, folder).said for name in named]
+    assert len({*said}) == 3
+    assert load_domains(named[:2], folder, named[2:]).said == " ".join(said)
 
 
 def test_one_data_set_is_a_domain_beside_unseen_ones(folder: Path) -> None:

@@ -105,6 +105,17 @@ def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
     assert load_text_data(signs, label_kind="regression").train.labels.min() == -1
 
 
+def test_negative_classes_are_missing_labels_though_they_are_written_with_a_point(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path / "mine.csv", ["-1.0", "0.0", "1.0", "1.0"])
+    with pytest.raises(DataError, match=r"has 10 missing values \(-1\.0\) in row\(s\) 1, 5,"):
+        load_text_data(path, label_kind="single")
+    assert load_text_data(path, label_kind="single", missing="drop").label_names == ("0", "1")
+    assert load_text_data(path, label_kind="single", missing="keep").label_names == ("-1", "0", "1")
+    assert load_text_data(path).train.labels.min() == -1  # As scores they are none.
+
+
 def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
     for split, label in (("train", [0, 1, 0]), ("test", [0, 1, None])):
         (tmp_path / "mine").mkdir(exist_ok=True)
@@ -165,6 +176,12 @@ def test_declared_classes_stay_though_they_do_not_occur() -> None:
     assert (found.names, found.train.tolist()) == (("x", "y"), [0, 1])
 
 
+def test_training_rows_name_the_classes_that_held_out_rows_name_otherwise() -> None:
+    train = pa.table({"label": [0, 1], "label_name": ["cold", "warm"]})
+    test = pa.table({"label": [0, 2], "label_name": ["kalt", "hot"]})
+    assert labels_of(Source("it", train, test), ("label",)).names == ("cold", "warm", "hot")
+
+
 def test_the_kind_of_labels_is_said_and_can_be_set(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", ["1.0", "0.0"])
     scores, single = load_text_data(path), load_text_data(path, label_kind="single")
@@ -184,6 +201,12 @@ def test_the_kind_of_labels_is_said_and_can_be_set(tmp_path: Path) -> None:
         load_text_data(words, label_kind="regression")
     with pytest.raises(DataError, match="one label for a row"):
         load_text_data(words, label_kind="multi")
+
+
+def test_metrics_of_a_known_task_are_for_classes_alone(tmp_path: Path) -> None:
+    path = save(tmp_path / "cola.csv", [0, 1])
+    assert load_text_data(path).metrics == ("matthews", "accuracy", "macro_f1")
+    assert load_text_data(path, label_kind="regression").metrics == ("pearson", "spearman")
 
 
 def test_boolean_columns_are_of_the_kind_that_is_set() -> None:

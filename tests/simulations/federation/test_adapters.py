@@ -16,6 +16,8 @@ from fedrot.simulations.adapter import default_arms
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.federation import arms
+from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
+from fedrot.simulations.federation.grid_folder import CellRows
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
@@ -153,6 +155,15 @@ def test_server_optimisers_move_the_average(run: Callable[..., Path], server: st
     assert len({loss["plain", 1], loss["lora-exact", 1], plain["plain", 1]}) == 3
 
 
+@pytest.mark.parametrize("server", ["adam", "yogi"])
+def test_the_server_s_rate_is_that_of_its_optimiser(server: str, pretrained: Path) -> None:
+    config = config_of(pretrained, pretrained, server=server, server_lr=0.02, arms="lora-exact")
+    task, (arm,) = task_of(config.to_json()), [arm for _, _, arm in config.cells()]
+    cell = ArmRun(task, 0, "same", arm, CellRows(), lambda *_: None, {})
+    strategy: Any = strategy_of(cell, cell.model(), Path("unused.jsonl"))
+    assert strategy.eta == 0.02
+
+
 def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs: list[float] = []
     monkeypatch.setattr(arms.training, "train", lambda *given: epochs.append(given[4]))
@@ -207,6 +218,13 @@ def test_arms_of_adapters_unless_they_are_named() -> None:
     )
     assert one.arms == ("plain", "lora-exact")
     assert several.arms == ("lora-exact", "lora-exact(gauge=previous)")
+
+
+def test_joined_training_goes_with_clients_of_several_ranks() -> None:
+    """It trains one adapter, of the largest rank."""
+    named = ("lora-exact", "joined", "joined-steps")
+    settings = {**SMALL, "model": "some/model", "lora": "r=2+4,targets=q", "arms": ",".join(named)}
+    assert SimulationConfig.from_flat(settings).arms == named
 
 
 def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:

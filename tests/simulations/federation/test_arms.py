@@ -22,6 +22,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.federation.arms import (
     aggregation_of,
+    evaluate_at_clients,
     train_joined,
     with_state,
 )
@@ -98,6 +99,19 @@ def test_joined_training_learns(task: Task, shell: nn.Module) -> None:
     before = training.evaluate(shell, task, task.train, rows)["loss"]
     train_joined(task, Arm.parse("joined"), 0, shell, 1)
     assert training.evaluate(shell, task, task.train, rows)["loss"] < before
+
+
+def test_an_arm_of_some_clients_chooses_by_their_held_out_rows(
+    task: Task, shell: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(training, "evaluate", lambda *given: seen.append(given[2:]) or {})
+    own = [task.client_rows(1, client)[1] for client in range(2)]
+    for arm, rows in (("plain#1", own[1]), ("plain", np.concatenate(own))):
+        evaluate_at_clients(task, Arm.parse(arm), 1, shell)
+        split, chosen = seen.pop()
+        assert split is task.train
+        assert chosen.tolist() == rows.tolist()
 
 
 # --- clients -----------------------------------------------------------------------------------------
@@ -254,13 +268,14 @@ def test_statistics_are_computed_once_for_one_update(
     assert all(torch.equal(once["gram"][name], gram) for name, gram in again["gram"].items())
     assert len({id(gram) for gram in again["gram"].values()}) == 2 * 4 + 2
     collected.clear()
-    # Another client, kind, seed, update or round has statistics of its own.
+    # Another client, kind, seed, update, round or limit of batches has statistics of its own.
     ask(task.config, received, 1, **cache)
     ask(task.config, received, 0, **{**cache, "statistics": "fisher"})
     ask(task.config, received, 0, seed=1, **cache)
     ask(task.config, received, 0, start="scrambled", **cache)
     ask(task.config, received, 0, server_round=2, **cache)
-    assert collected == ["collect_gram", "collect_fisher", *["collect_gram"] * 3]
+    ask(task.config, received, 0, batches=1, **cache)
+    assert collected == ["collect_gram", "collect_fisher", *["collect_gram"] * 4]
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import reproductions.arms  # noqa: F401
 from fedrot.errors import FedrotError
@@ -62,3 +64,15 @@ def test_the_first_signal_asks_to_stop_and_the_second_interrupts() -> None:
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(second)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_bar_counts_rounds_and_not_the_evaluation_before_them() -> None:
+    printed = io.StringIO()
+    with runner._progress(Console(file=printed, width=200), 4) as advance:
+        for cell in ("one", "two"):
+            for server_round in range(3):
+                advance(cell, server_round, 2)
+    *lines, bar = printed.getvalue().splitlines()
+    assert lines == [f"{cell}: round {number}/2" for cell in ("one", "two") for number in range(3)]
+    assert bar.startswith("two · round 2/2")
+    assert " 4/4 " in bar

@@ -237,6 +237,19 @@ def test_the_dtype_is_the_anchors_unless_another_is_asked_for(
         assert torch.equal(tensor, exact[name].to(tensor.dtype))
 
 
+def test_an_older_configuration_names_the_dtype_by_its_own_field(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = pair[0] / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["dtype"]
+    file.write_text(json.dumps({**settings, "torch_dtype": "float32"}))
+    merge(pair, tmp_path / "out", MergeSettings(dtype="bfloat16"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {**settings, "torch_dtype": "bfloat16"}
+    assert loaded(tmp_path / "out", model_of("bert-classifier")).dtype == torch.bfloat16
+
+
 def test_what_belongs_to_the_anchor_is_copied(tmp_path: Path) -> None:
     model = model_of("bert-causal")
     a, b = saved(model, tmp_path / "a"), saved(neighbour(model), tmp_path / "b")
@@ -490,6 +503,18 @@ def test_the_report_says_how_rows_without_splits_were_divided(pair: tuple[Path, 
     settings = MergeSettings(method="regmean", rows=4, data=str(file))
     report = merge(pair, None, settings, dry_run=True)
     assert report.notes[0].startswith(f"{file} has no splits of its own: of 20 rows 4 are held out")
+
+
+def test_texts_are_cut_to_the_positions_that_a_model_has_for_them(tmp_path: Path) -> None:
+    """RoBERTa's positions start after the padding token."""
+    model = model_of("roberta-mlm")
+    folder, file = saved(model, tmp_path / "a"), tmp_path / "long.csv"
+    save_tokenizer(folder)
+    file.write_text("text,label\n" + f"{' '.join(['w1'] * 60)},0\nw2 w3,1\n" * 10)
+    for asked, longest in ((64, model.config.max_position_embeddings - 2), (20, 20)):
+        settings = MergeSettings(data=str(file), max_length=asked)
+        batches, _ = batches_of(open_saved_model(folder), settings, 16)
+        assert max(batch["input_ids"].shape[1] for batch in batches) == longest
 
 
 def test_data_also_serves_the_residual_stream(

@@ -221,3 +221,15 @@ def test_the_largest_position_counts_where_angles_depend_on_it(
         configure(folder, max_position_embeddings=largest, rope_parameters=rope)
     found, output = invoke("merge", a, b, "--dry-run")
     assert (found, "max_position_embeddings is 64 in" in output) == (code, code == 2), output
+
+
+@pytest.mark.parametrize(("kind", "code"), [("default", 0), ("yarn", 2)])
+def test_the_largest_position_counts_where_the_angles_of_one_kind_of_layer_depend_on_it(
+    kind: str, code: int, tmp_path: Path
+) -> None:
+    a, b = pair("gemma3", tmp_path)
+    for folder, largest in ((a, 64), (b, 128)):
+        rope = {"rope_type": kind, "rope_theta": 1e6, "factor": 2.0}
+        configure(folder, max_position_embeddings=largest, rope_parameters={"full_attention": rope})
+    found, output = invoke("merge", a, b, "--dry-run")
+    assert (found, "max_position_embeddings is 64 in" in output) == (code, code == 2), output

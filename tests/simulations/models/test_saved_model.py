@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +33,28 @@ def test_it_is_loaded_as_the_class_of_a_task(prefix: str, model: Path) -> None:
     state = loaded.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
     assert all(torch.equal(saved.read()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_model_of_the_hub_comes_with_its_tokenizer_and_without_its_other_files(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert name == "owner/name"
+        cache.mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            for file in model.glob(pattern):
+                shutil.copyfile(file, cache / file.name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    beside = ("tokenizer.json", "merges.txt", "generation_config.json")
+    for name in (*beside, "README.md", "pytorch_model.bin"):
+        (model / name).write_text("{}")
+    saved = open_saved_model("owner/name")
+    assert {file.name for file in cache.iterdir()} == {"config.json", "model.safetensors", *beside}
+    assert (saved.path, saved.tokenizer) == (cache, cache)
 
 
 def test_a_task_of_another_kind_lacks_tensors(model: Path) -> None:

@@ -48,7 +48,7 @@ class ReplyStrategy(Strategy):
 
     It aligns nothing: ``Aligned`` and ``AlignedLoRA`` stand on it, and say by the methods below how a
     round's updates are moved and merged. A reply is dropped with a warning if it is not a finite update
-    of the broadcast model, has no examples, comes twice, or was not asked for.
+    of the broadcast model, has no positive weight (``num-examples``), comes twice, or was not asked for.
 
     Args:
         *args: of the strategy behind, like ``**kwargs``.
@@ -231,9 +231,9 @@ class ReplyStrategy(Strategy):
         return Schema(broadcast)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator.
+        """Return the function that builds a round's aggregator: ``Mean``, or what a strategy says.
 
-        None gives all updates to the strategy behind.
+        None gives all updates to the strategy behind. ``merge`` reads it.
         """
         return None
 

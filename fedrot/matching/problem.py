@@ -161,7 +161,10 @@ class Anchor(Side):
         self._last.clear()
 
     def spread_after(self, share: float) -> Spread:
-        """Return the spread of an anchor that goes ``share`` of the way to the last client."""
+        """Return the spread of an anchor that goes ``share`` of the way to the last client.
+
+        The last client is the one that was aligned to this anchor just before.
+        """
         return self.spread.towards(share, {name: moved for name, (moved, _) in self._last.items()})
 
     def towards_last(self, tensors: Tensors, share: float) -> Anchor:

@@ -144,7 +144,7 @@ def client_id(message: Message) -> int:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Reads the replies of one round: the only place where a reply is checked.
+    """Reads the replies of one round: the only place where a reply to training is checked.
 
     Attributes:
         weighted_by: the metric that weights the clients.
@@ -290,8 +290,8 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
         try:
             asked.check(message)
             examples = read_weight(message.content, weighted_by)
-            if not examples and not _finite_metrics(message.content):
-                raise UpdateError(f"It has no examples ('{weighted_by}' is 0), so that metrics are NaN.")
+            if not examples:
+                _check_finite_metrics(message.content, weighted_by)
         except Exception as error:
             drop(message, _refusal(error))
         else:
@@ -303,9 +303,16 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
     return (good if examples else []) + failed
 
 
-def _finite_metrics(content: RecordDict) -> bool:
+def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
+    """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN or infinite."""
     (metrics,) = content.metric_records.values()
-    return all(math.isfinite(number) for _, number in _numbers(metrics))
+    for key, number in _numbers(metrics):
+        if not math.isfinite(number):
+            raise UpdateError(
+                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}, so that there are no "
+                f"examples, and the metric '{key:.60}' is {number!r}: nothing to average. Leave it out, "
+                "or send a finite number."
+            )
 
 
 def _refusal(error: Exception) -> str:

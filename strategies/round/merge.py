@@ -71,7 +71,7 @@ class Merge(Protocol):
     mean: Mean | None
 
     def add(self, moved: Moved) -> bool:
-        """Add an update; return True if it counts in the mean so far."""
+        """Add an update; return True if it counts in the mean so far, and the anchor may follow it."""
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Return the new model and metrics; call it once, at the end.

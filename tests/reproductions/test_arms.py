@@ -14,18 +14,21 @@ import torch
 from torch import Tensor, nn
 
 import reproductions.plugins  # noqa: F401
+from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import TOGETHER, Arm, known_aggregations
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.arms import aggregation_of, with_state
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies import DEFAULT_ANCHOR
 from fedrot.symmetry import DEFAULT_PARTS
 from reproductions.arms import ENSEMBLES, evaluate_ensemble
 from reproductions.ensemble import Ensemble
 from tests.simulations.federation.test_arms import SMALL
 from tests.simulations.test_config import check_refused
+
+#: The anchor that is not named.
+RUNNING = AlignmentOptions.anchor
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -53,11 +56,9 @@ def test_arms_of_published_rows_are_still_read(page: str) -> None:
 
 #: Arms that merge in another way: aligned or not, parts, anchor, evidence, aggregation, other_basis.
 MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
-    "greedy": (False, (), DEFAULT_ANCHOR, "probe", "greedy", False),
-    "ensemble": (False, (), DEFAULT_ANCHOR, "probe", "ensemble", False),
-    "plain/ensemble-probabilities": (
-        *(False, (), DEFAULT_ANCHOR, "probe", "ensemble-probabilities", False),
-    ),
+    "greedy": (False, (), RUNNING, "probe", "greedy", False),
+    "ensemble": (False, (), RUNNING, "probe", "ensemble", False),
+    "plain/ensemble-probabilities": (*(False, (), RUNNING, "probe", "ensemble-probabilities", False),),
     "aligned@medoid/greedy": (True, DEFAULT_PARTS, "medoid", "probe", "greedy", True),
     "aligned@first~learned/regmean": (True, DEFAULT_PARTS, "first", "learned", "regmean", True),
     "aligned@medoid~clients": (True, DEFAULT_PARTS, "medoid", "clients", "mean", True),

@@ -28,8 +28,8 @@ class Stack:
     """Numbered layers.
 
     Attributes:
-        name: the module under which the layers are numbered, without model prefix. Every tensor below
-            it must have a place in the description.
+        name: the module under which the layers are numbered, without model prefix: ``encoder.layer`` of
+            ``bert.encoder.layer.0.``. Every tensor below it must have a place in the description.
         count: the configuration's key for the number of layers. Of several keys the first that is set
             counts; the last must be there.
         layer: describes one layer; or a stack inside each layer.

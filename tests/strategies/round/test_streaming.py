@@ -1001,22 +1001,29 @@ def test_models_to_evaluate_travel_in_the_precision_of_the_wire(wire: torch.dtyp
         assert {t.dtype for t in received.values()} == {wire}
 
 
+@pytest.mark.parametrize(
+    ("key", "zero", "shown"),
+    [("num-examples", 0, "0"), ("num-examples", 0.0, "0.0"), ("rows", 0, "0")],
+)
 def test_an_evaluation_of_no_examples_whose_loss_is_nan_is_left_out_and_named(
-    caplog: pytest.LogCaptureFixture,
+    key: str, zero: float, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The mean over no rows is NaN, and 0 times NaN would be the mean over all clients."""
     logging.getLogger("flwr").propagate = True
-    strategy = FedRot(CONFIG)
+    strategy = FedRot(CONFIG, weighted_by_key=key)
     grid = FakeGrid(dict.fromkeys((100, 101, 102), failure))
     messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
-    given = zip(messages, (10, 0, 30), (1.0, math.nan, 3.0), strict=True)
-    sent = [evaluation(m, **{"num-examples": n, "loss": loss}) for m, n, loss in given]
+    given = zip(messages, (10, zero, 30), (1.0, math.nan, 3.0), strict=True)
+    sent = [evaluation(m, **{key: n, "loss": loss}) for m, n, loss in given]
     found = strategy.aggregate_evaluate(1, sent)
     assert dict(found or {}) == pytest.approx({"loss": 2.5})
     node = messages[1].metadata.dst_node_id
-    assert f"Evaluation of client {node} dropped: It has no examples" in caplog.text
+    reason = (
+        f"The metric '{key}' is {shown}, so that there are no examples, and the metric 'loss' is nan"
+    )
+    assert f"Evaluation of client {node} dropped: {reason}" in caplog.text
     messages = list(strategy.configure_evaluate(2, ArrayRecord(state()), ConfigRecord(), grid))
-    nothing = [evaluation(m, **{"num-examples": 0, "loss": math.nan}) for m in messages]
+    nothing = [evaluation(m, **{key: zero, "loss": math.nan}) for m in messages]
     assert strategy.aggregate_evaluate(2, nothing) is None
 
 

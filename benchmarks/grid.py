@@ -2,7 +2,7 @@
 
     python benchmarks/grid.py [GRID] --data-dir DIR [--json FILE]
 
-Both runs are the same command, ``fedrot compare GRID --quick --ray ADDRESS``, in a process of its own,
+Both runs are the same command, ``fedrot simulate GRID --quick --ray ADDRESS``, in a process of its own,
 with loading and tables. The ratio is two nodes' time over one node's; 0.5 would be perfect.
 """
 

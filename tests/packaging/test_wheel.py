@@ -120,7 +120,7 @@ def test_a_bundled_grid_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_
     pq.write_table(pa.table(rows), tmp_path / "data" / "dair_emotion.parquet")
     code = (
         "from fedrot.simulations.cli.app import app\n"
-        "for line in ('compare rounds --data-dir data --out run --dry-run', 'flower-app app'):\n"
+        "for line in ('simulate rounds --data-dir data --out run --dry-run', 'flower-app app'):\n"
         "    app(line.split(), standalone_mode=False)\n"
     )
     result = subprocess.run(

@@ -19,7 +19,7 @@ from fedrot.collect.labelled import labelled_logits
 from fedrot.collect.statistics import GRAMS, kind_named
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.resolve import TensorsOrShapes, settings_of
-from fedrot.tensors import Tensors, unusable
+from fedrot.tensors import Tensors, compute_dtype, unusable
 
 #: Names of the last linear layer in classifiers of transformers, behind any prefix.
 HEADS = ("classifier", "score", "classifier.out_proj", "classification_head.out_proj")
@@ -155,14 +155,17 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
     if not isinstance(layer, nn.Linear):
         raise FedrotError(f"The model has no linear layer '{head}'; see fedrot.head.head_of.")
     classes, size = layer.weight.shape
+    expected = getattr(getattr(model, "config", None), "num_labels", classes)
     shapes = ((classes,), (classes, size), (size, size))
     counts, sums, gram = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
     read: list[Tensor] = []
 
     def seen(name: str, given: Tensor, output: Tensor) -> Tensor:
         """Keep the inputs, and answer with their places: the logits then say which ones they use."""
+        if classes != expected:
+            raise _not_last(head)
         read.append(given.reshape(-1, size))
-        places = torch.arange(len(read[-1]), dtype=torch.float32, device=given.device)
+        places = torch.arange(len(read[-1]), dtype=compute_dtype(output), device=given.device)
         return places.reshape(*given.shape[:-1], 1).repeat(*[1] * (given.ndim - 1), classes)
 
     with watched(model, [head], seen):
@@ -186,23 +189,28 @@ def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
         and bool((places.diff() > 0).all())
         and bool(((places >= 0) & (places < len(read[0]))).all())
     ):
-        raise FedrotError(
-            f"What the layer '{head}' computes is not what the model returns as its logits. Give the "
-            "name of its last linear layer; see fedrot.head.head_of."
-        )
+        raise _not_last(head)
     return read[0][places.long()]
+
+
+def _not_last(head: str) -> FedrotError:
+    return FedrotError(
+        f"What the layer '{head}' computes is not what the model returns as its logits. Give the name "
+        "of its last linear layer; see fedrot.head.head_of."
+    )
 
 
 def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tuple[Tensor, Tensor]:
     """Return weight ``[classes, inputs]`` and bias ``[classes]`` of the task head, float64.
 
-    Linear discriminant analysis: with the classes' means ``m_c`` and the covariance ``S`` inside the
-    classes, shrunk to ``S_a = (1 - a) S + a tr(S) / inputs I``, the weights are ``S_a^-1 m_c`` and the
-    biases ``-m_c^T S_a^-1 m_c / 2 + log(n_c / n)``. The logits follow an orthogonal change of the
-    features' coordinates. They are often too large by a factor; see ``fedrot.temperature``.
+    Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all rows and the
+    covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a tr(S) / inputs I``, the weights
+    are ``S_a^-1 (m_c - m)`` and the biases ``-(m_c - m)^T S_a^-1 (m_c + m) / 2 + log(n_c / n)``. (``m``
+    adds the same to all logits, and keeps weights small.) Logits are the same if features and sums are
+    rotated. They are often too large by a factor; see ``fedrot.temperature``.
 
-    A class without rows gets the mean of the other classes' logits, weighted by their rows, less
-    ``log(2 n)``: it is never the most likely one.
+    A class without rows gets weights 0, and the mean of the other classes' biases by rows, less
+    ``log(2 n)``. That is their mean logit less ``log(2 n)``: it is never the most likely class.
 
     Args:
         sums: the sum over clients.
@@ -222,15 +230,15 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     if int(present.sum()) < 2:
         raise UpdateError("A task head needs rows of at least two classes.")
     means, shares = sums._means(), sums.counts / n
+    mean = shares @ means
     factor = _factor(sums._within(), sums.gram.trace() / n, shrinkage)
-    weight = torch.cholesky_solve(means.mT, factor).mT
-    biases = -(weight * means).sum(1) / 2 + torch.where(present, shares, 1.0).log()
-    # Classes without rows have a share of 0, so that these are means over the others.
-    weight = torch.where(present.unsqueeze(1), weight, shares @ weight)
+    weight = torch.cholesky_solve((means - mean).mT, factor).mT
+    biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, shares, 1.0).log()
+    weight = torch.where(present.unsqueeze(1), weight, 0.0)
+    # Classes without rows have a share of 0, so that this is the mean over the others.
     biases = torch.where(present, biases, shares @ biases - (2 * n).log())
     if bias:
         return weight, biases
-    mean = shares @ means
     total = sums.gram / n - torch.outer(mean, mean)
     even = torch.cholesky_solve(mean.unsqueeze(1), _factor(total, sums.gram.trace() / n, shrinkage))
     length = float(mean @ even)

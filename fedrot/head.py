@@ -216,13 +216,14 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
         sums: the sum over clients.
         shrinkage: ``a``, from 0 to 1.
         bias: whether the layer has a bias (the ``score`` of decoders has none). Without one, the bias
-            returned is 0, and the weights hold it in the direction of the features that is most nearly
-            1 everywhere, with the same shrinkage: logits are then near those with a bias.
+            returned is 0, and the weights hold it times ``u``, the ridge regression of 1 on the
+            features: ``u^T h`` is as near to 1 as the same shrinkage allows, so logits are near those
+            with a bias if some direction of the features varies little beside its mean.
 
     Raises:
         FedrotError: the shrinkage is not from 0 to 1.
         UpdateError: fewer than two classes have rows, features do not vary inside the classes, or their
-            covariance is singular and not shrunk; or, without a bias, the features' mean is 0.
+            covariance is singular and not shrunk.
     """
     if not 0 <= shrinkage <= 1:
         raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
@@ -240,14 +241,9 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     if bias:
         return weight, biases
     total = sums.gram / n - torch.outer(mean, mean)
-    even = torch.cholesky_solve(mean.unsqueeze(1), _factor(total, sums.gram.trace() / n, shrinkage))
-    length = float(mean @ even)
-    if not length > _ROUNDING:
-        raise UpdateError(
-            "The mean of the features is 0, so that a layer without a bias cannot hold one. Give the "
-            "task head a bias."
-        )
-    return weight + torch.outer(biases, even.squeeze(1) / length), torch.zeros_like(biases)
+    factor = _factor(total, sums.gram.trace() / n, shrinkage)
+    even = torch.cholesky_solve(mean.unsqueeze(1), factor).squeeze(1)
+    return weight + torch.outer(biases, even / (1 + mean @ even)), torch.zeros_like(biases)
 
 
 def _factor(covariance: Tensor, size: Tensor, shrinkage: float) -> Tensor:

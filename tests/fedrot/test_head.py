@@ -481,22 +481,41 @@ def test_another_layer_than_the_last_is_refused(name: str, head: str, message: s
         collect_classes(model_of(name), [batch_for(name, 4)], head)
 
 
-class _Twice(nn.Module):
-    """Runs its task head on two halves of the rows."""
+class _Odd(nn.Module):
+    """Does with its task head what a test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, logits: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.score = nn.Linear(4, CLASSES)
+        self.score, self.logits = nn.Linear(4, CLASSES), logits
 
     def forward(self, x: Tensor) -> Any:
-        halves = [self.score(half) for half in x.chunk(2)]
-        return transformers.modeling_outputs.SequenceClassifierOutput(logits=torch.cat(halves))
+        found = self.logits(self.score, x)
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=found)
 
 
-def test_a_head_that_runs_twice_is_refused() -> None:
-    batch = {"x": torch.randn(6, 4), "labels": torch.tensor([0, 1, 2, 0, 1, 2])}
+@pytest.mark.parametrize(
+    ("logits", "rows"),
+    [
+        (lambda score, x: torch.cat([score(half) for half in x.chunk(2)]), 6),
+        (lambda score, x: (score(x), score(2 * x))[1], 6),
+        (lambda score, x: 2 * score(x), 6),
+        (lambda score, x: score(x).softmax(1), 6),
+        (lambda score, x: score(x).flip(1) + torch.arange(CLASSES), 6),
+        # Places above 256 are rounded: two rows have one place, or the only row has another's.
+        (lambda score, x: score(x).bfloat16().float(), 299),
+        (lambda score, x: score(x.expand(300, 4))[257:258].bfloat16(), 1),
+    ],
+)
+def test_logits_that_are_not_the_outputs_of_the_head_are_refused(logits: Any, rows: int) -> None:
+    batch = {"x": torch.randn(rows, 4), "labels": torch.arange(rows) % CLASSES}
     with pytest.raises(FedrotError, match="is not what the model returns"):
-        collect_classes(_Twice(), [batch], "score")
+        collect_classes(_Odd(logits), [batch], "score")
+
+
+def test_another_layer_of_a_model_in_half_precision_is_refused() -> None:
+    model, batch = model_of("camembert").bfloat16(), batch_for("camembert", 4)
+    with pytest.raises(FedrotError, match="is not what the model returns"):
+        collect_classes(model, [batch], "classifier.dense")
 
 
 # Labels

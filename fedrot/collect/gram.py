@@ -7,18 +7,24 @@ from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.collect.statistics import GRAMS, INPUT_AXIS, Statistics, collects
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import Tensors, diagonal_blocks
 
 GramForm = Literal["full", "heads", "diagonal"]
 GRAM_FORMS = ("full", "heads", "diagonal")
+
+#: Gains below this share of the largest are 0 as far as Gram matrices can tell.
+_NEAR_ZERO = 1e-6
+#: Rounding may change mean squares behind a norm, which are 1 in the mean over its units, by this much.
+_LOST = 1e-3
 
 
 def _readers(model: nn.Module) -> dict[str, int]:
@@ -152,6 +158,59 @@ def compressed(
                 memo[key] = diagonal_blocks(gram, rotation.dim) if rotation else gram.diagonal().clone()
             found.setdefault(kind, {})[name] = memo[key]
     return found
+
+
+def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the Gram matrix of what a layer reads once its norm's gain and bias are folded.
+
+    Inputs ``x = gain * z + bias`` become ``z`` in ``fedrot.canonical``: with ``D = diag(gain)``,
+    ``G_z = D^-1 (G_x - bias mean^T - mean bias^T + bias bias^T) D^-1``, computed in float64.
+
+    Args:
+        gram: ``G_x = X^T X / n``, uncentred, floating-point ``[in, in]``, from ``collect_gram``.
+        mean: of the same inputs, ``[in]``; both are sums over tokens, divided by their number.
+        gain: of the norm, ``[in]``.
+        bias: of the norm, ``[in]``. None for a norm without one, and where canonical tensors keep it in
+            the norm (``Fold.holds_bias`` is false): the layer then reads ``x / gain``.
+
+    Returns ``G_z`` in the dtype of ``gram``.
+
+    Example: ``canonical_gram(gram, mean, state["h.0.ln_1.weight"], state["h.0.ln_1.bias"])``
+
+    Raises:
+        UpdateError: shapes differ; a value is not finite; a gain is so near 0 that ``z`` is lost in the
+            rounding of ``gram``; or no inputs have this mean and this Gram matrix.
+    """
+    size = len(gram) if gram.ndim else 0
+    given = {"gram": gram, "mean": mean, "gain": gain, "bias": mean if bias is None else bias}
+    for name, value in given.items():
+        shape = [size, size] if name == "gram" else [size]
+        if list(value.shape) != shape or not bool(torch.isfinite(value).all()):
+            raise UpdateError(
+                f"The {name} of shape {list(value.shape)} has to be finite, of shape {shape}: the Gram "
+                "matrix, the mean and the norm are those of one layer's inputs."
+            )
+    wide, center, scale = gram.detach().double(), mean.detach().double(), gain.detach().double()
+    lost = scale.abs() <= _NEAR_ZERO * scale.abs().max()
+    if bias is not None:
+        beta = bias.detach().double()
+        lost |= torch.finfo(gram.dtype).eps * wide.diagonal() > _LOST * scale.square()
+        crossed = torch.outer(beta, center)
+        wide = wide - crossed - crossed.mT + torch.outer(beta, beta)
+    if bool(lost.any()):
+        unit = int(lost.nonzero()[0])
+        raise UpdateError(
+            f"The norm's gain of unit {unit} is {float(scale[unit]):g}, too near 0 for a Gram matrix in "
+            f"{gram.dtype}: what the norm computes there is lost in it. Collect the matrix from the "
+            "canonical model."
+        )
+    found = wide / torch.outer(scale, scale)
+    if bool((found.diagonal() < -_LOST).any()):
+        raise UpdateError(
+            "No inputs have this mean and this Gram matrix: collect both from the same rows, with the "
+            "norm's gain and bias at that time."
+        )
+    return found.to(gram.dtype)
 
 
 def _check_form(form: str, symmetry: Symmetry | None) -> None:

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 
 @contextmanager
 def watched(
-    model: nn.Module, names: Iterable[str], seen: Callable[[str, Tensor, Tensor], None]
+    model: nn.Module, names: Iterable[str], seen: Callable[[str, Tensor, Tensor], Tensor | None]
 ) -> Iterator[None]:
     """Call ``seen(name, input, output)`` whenever a named module runs.
 
-    Inside the context the model is in evaluation mode and no gradients are recorded.
+    If it returns a tensor, that takes the place of the module's output. Inside the context the model is
+    in evaluation mode and no gradients are recorded.
     """
     with ExitStack() as stack, torch.no_grad(), evaluating(model):
         for name in names:
 
             def hook(
                 module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
-            ) -> None:
-                seen(name, (*args, *kwargs.values())[0], output)
+            ) -> Tensor | None:
+                return seen(name, (*args, *kwargs.values())[0], output)
 
             handle = model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)

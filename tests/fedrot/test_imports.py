@@ -29,7 +29,8 @@ LAYERS = (
     ("collect",),
     ("check", "matching"),
     ("alignment",),
-    ("aggregation", "interpolation", "learning"),
+    ("aggregation", "interpolation", "learning", "head"),
+    ("temperature",),
     ("anchors", "lora"),
     ("diagnosis",),
 )

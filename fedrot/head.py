@@ -1,0 +1,295 @@
+"""The last layer of a classifier, fitted at the server in closed form from sums that clients send.
+
+The layer is a linear discriminant analysis of its own inputs, over the rows of all clients. Sources:
+Luo et al., "No Fear of Heterogeneity" (CCVR, NeurIPS 2021), who fit a head to class means and
+covariances of clients; Legate et al. (FedNCM, NeurIPS 2023) and Fanì et al. (Fed3R, ICML 2024), whose
+heads are sums over clients, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.collect.hooks import watched
+from fedrot.collect.labelled import labelled_logits
+from fedrot.collect.statistics import GRAMS, kind_named
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.symmetry.resolve import TensorsOrShapes, settings_of
+from fedrot.tensors import Tensors, compute_dtype, unusable
+
+#: Names of the last linear layer in classifiers of transformers, behind any prefix.
+HEADS = ("classifier", "score", "classifier.out_proj", "classification_head.out_proj")
+
+#: Sums of float64 numbers may differ by this share of their size.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class ClassSums:
+    """Sums over labelled rows of the inputs ``h`` of a task head; sums of clients add up (``+``).
+
+    Attributes:
+        counts: rows of each class, float64 ``[classes]``.
+        sums: sum of ``h`` over the rows of each class, float64 ``[classes, inputs]``.
+        gram: sum of ``h h^T`` over all rows, float64 ``[inputs, inputs]``.
+
+    Raises:
+        UpdateError: the tensors are no such sums: another dtype or shape, not finite, no rows,
+            negative counts, a matrix that is not symmetric, or one that no rows with these sums have.
+
+    Example: ``total = sum(received[1:], received[0])``
+    """
+
+    counts: Tensor
+    sums: Tensor
+    gram: Tensor
+
+    def __post_init__(self) -> None:
+        classes, size = self.sums.shape if self.sums.ndim == 2 else (0, 0)
+        shapes = {"counts": (classes,), "sums": (classes, size), "gram": (size, size)}
+        for name, shape in shapes.items():
+            value: Tensor = getattr(self, name)
+            why = unusable(value)
+            if not why and (value.dtype != torch.float64 or tuple(value.shape) != shape):
+                why = f"are {value.dtype} of shape {list(value.shape)}, not float64 {list(shape)}"
+            if not why and not bool(torch.isfinite(value).all()):
+                why = "hold NaN or Inf. Check the client's training (learning rate, mixed precision)"
+            if why:
+                raise UpdateError(f"Of the sums of features by class, the '{name}' {why}.")
+        if bool((self.counts < 0).any()) or not float(self.counts.sum()) > 0:
+            raise UpdateError("The counts of rows by class are negative, or all 0.")
+        limit = _ROUNDING * self.counts.sum() * self.gram.diagonal().abs()
+        if bool((self.sums[self.counts == 0].square() > limit).any()):
+            raise UpdateError("A class without rows has a sum of features that is not 0.")
+        # The second moments inside the classes are a Gram matrix, too; constant units leave rounding.
+        slack = torch.diag(_ROUNDING * self.gram.diagonal() / self.counts.sum())
+        problem = kind_named(GRAMS[1]).check(self._within() + slack, (classes, size))
+        if problem:
+            raise UpdateError(
+                f"The second moments of the features inside the classes {problem}. No rows have these "
+                "sums: send what collect_classes returns."
+            )
+
+    def __add__(self, other: ClassSums) -> ClassSums:
+        """Return the sums over the rows of both; raises ``UpdateError`` if shapes differ."""
+        if self.sums.shape != other.sums.shape:
+            raise UpdateError(
+                f"Sums of features have shapes {list(self.sums.shape)} and {list(other.sums.shape)}; "
+                "collect them at the same layer of the same model."
+            )
+        return ClassSums(self.counts + other.counts, self.sums + other.sums, self.gram + other.gram)
+
+    def _means(self) -> Tensor:
+        """Return the classes' means; 0 for classes without rows."""
+        return self.sums / torch.where(self.counts > 0, self.counts, 1.0).unsqueeze(1)
+
+    def _within(self) -> Tensor:
+        """Return the covariance inside the classes, float64 ``[inputs, inputs]``."""
+        means = self._means()
+        return (self.gram - means.mT @ (means * self.counts.unsqueeze(1))) / self.counts.sum()
+
+
+def head_of(config: object, tensors: TensorsOrShapes) -> str:
+    """Return the name of the last linear layer of a classifier, such as ``classifier.out_proj``.
+
+    Args:
+        config: a transformers configuration, or its dictionary.
+        tensors: the model's state dict, or the shapes in it.
+
+    Example: ``head_of(model.config, model.state_dict())``
+
+    Raises:
+        FedrotError: the model has no such layer, or more than one, or it is no classifier of one label:
+            a language model, a regression, several labels for a row. Give the layer's name yourself.
+        SymmetryError: the configuration is none.
+    """
+    settings = settings_of(config)
+    problem = settings.get("problem_type")
+    if problem not in (None, "single_label_classification"):
+        raise FedrotError(f"The config's problem_type is '{problem}': there is no class for each row.")
+    # transformers leaves the labels of two classes out of the files that it writes.
+    labels = settings.get("num_labels") or len(settings.get("id2label") or (0, 1))
+    found = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if f".{name}".endswith(tuple(f".{head}.weight" for head in HEADS))
+        and tuple(getattr(tensor, "shape", tensor))[:1] == (labels,)
+    ]
+    if len(found) == 1 and labels > 1:
+        return found[0]
+    which = f"more than one: {', '.join(found)}" if len(found) > 1 else "none"
+    raise FedrotError(
+        f"A task head of {labels} classes is looked for under the names {', '.join(HEADS)}, and the "
+        f"model has {which}. Take a model for the classification of sequences, tokens or images, with "
+        "num_labels of at least 2, or give the name of its last linear layer yourself."
+    )
+
+
+def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> ClassSums:
+    """Return the sums over a client's rows from which the server fits the task head.
+
+    The inputs of the head count where the model's logits come from: for a decoder that is each row's
+    last token, where the model labels tokens every token with a label. Only sums leave the client, so
+    that they can be formed by secure aggregation. They are float64, on the CPU; features are float64
+    before they are multiplied.
+
+    Args:
+        model: a ``transformers`` classifier, usually the merged one, so that all clients' features are
+            the same functions; it is run in evaluation mode, without gradients, and left as it was.
+        batches: keyword arguments of the model's forward, with ``labels`` ``[rows]`` or
+            ``[rows, tokens]``; rows with a negative label are left out.
+        head: the name of the model's last linear layer, from ``head_of``.
+
+    Example: ``sums = collect_classes(model, loader, head_of(model.config, model.state_dict()))``
+
+    Raises:
+        FedrotError: there is no such layer, its outputs are not the model's logits, or the batches have
+            no labels for it.
+        UpdateError: the features are not finite.
+    """
+    layer = dict(model.named_modules()).get(head)
+    if not isinstance(layer, nn.Linear):
+        raise FedrotError(f"The model has no linear layer '{head}'; see fedrot.head.head_of.")
+    classes, size = layer.weight.shape
+    expected = getattr(getattr(model, "config", None), "num_labels", classes)
+    shapes = ((classes,), (classes, size), (size, size))
+    counts, sums, gram = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+    read: list[Tensor] = []
+
+    def seen(name: str, given: Tensor, output: Tensor) -> Tensor:
+        """Keep the inputs, and answer with their places: the logits then say which ones they use."""
+        if classes != expected:
+            raise _not_last(head)
+        read.append(given.reshape(-1, size))
+        places = torch.arange(len(read[-1]), dtype=compute_dtype(output), device=given.device)
+        return places.reshape(*given.shape[:-1], 1).repeat(*[1] * (given.ndim - 1), classes)
+
+    with watched(model, [head], seen):
+        for logits, labels in labelled_logits(model, batches):
+            features = _used(read, logits, head).double()
+            one_hot = nn.functional.one_hot(labels, classes).to(features)
+            counts = counts + one_hot.sum(0).cpu()
+            sums = sums + (one_hot.mT @ features).cpu()
+            gram = gram + (features.mT @ features).cpu()
+            read.clear()
+    return ClassSums(counts, sums, gram)
+
+
+def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
+    """Return the inputs of the head whose places the logits ``[rows, classes]`` hold."""
+    places = logits[:, 0]
+    exact = logits.dtype in (torch.float32, torch.float64) and len(read) == 1 and len(read[0]) <= 2**24
+    if not (
+        exact
+        and bool((logits == places.floor().unsqueeze(1)).all())
+        and bool((places.diff() > 0).all())
+        and bool(((places >= 0) & (places < len(read[0]))).all())
+    ):
+        raise _not_last(head)
+    return read[0][places.long()]
+
+
+def _not_last(head: str) -> FedrotError:
+    return FedrotError(
+        f"What the layer '{head}' computes is not what the model returns as its logits. Give the name "
+        "of its last linear layer; see fedrot.head.head_of."
+    )
+
+
+def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tuple[Tensor, Tensor]:
+    """Return weight ``[classes, inputs]`` and bias ``[classes]`` of the task head, float64.
+
+    Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all rows and the
+    covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a tr(S) / inputs I``, the weights
+    are ``S_a^-1 (m_c - m)`` and the biases ``-(m_c - m)^T S_a^-1 (m_c + m) / 2 + log(n_c / n)``. (``m``
+    adds the same to all logits, and keeps weights small.) Logits are the same if features and sums are
+    rotated. They are often too large by a factor; see ``fedrot.temperature``.
+
+    A class without rows gets weights 0, and the mean of the other classes' biases by rows, less
+    ``log(2 n)``. That is their mean logit less ``log(2 n)``: it is never the most likely class.
+
+    Args:
+        sums: the sum over clients.
+        shrinkage: ``a``, from 0 to 1.
+        bias: whether the layer has a bias (the ``score`` of decoders has none). Without one, the bias
+            returned is 0, and the weights hold it times ``u``, the ridge regression of 1 on the
+            features: ``u^T h`` is as near to 1 as the same shrinkage allows, so logits are near those
+            with a bias if some direction of the features varies little beside its mean.
+
+    Raises:
+        FedrotError: the shrinkage is not from 0 to 1.
+        UpdateError: fewer than two classes have rows, features do not vary inside the classes, or their
+            covariance is singular and not shrunk.
+    """
+    if not 0 <= shrinkage <= 1:
+        raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
+    n, present = sums.counts.sum(), sums.counts > 0
+    if int(present.sum()) < 2:
+        raise UpdateError("A task head needs rows of at least two classes.")
+    means, shares = sums._means(), sums.counts / n
+    mean = shares @ means
+    factor = _factor(sums._within(), sums.gram.trace() / n, shrinkage)
+    weight = torch.cholesky_solve((means - mean).mT, factor).mT
+    biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, shares, 1.0).log()
+    weight = torch.where(present.unsqueeze(1), weight, 0.0)
+    # Classes without rows have a share of 0, so that this is the mean over the others.
+    biases = torch.where(present, biases, shares @ biases - (2 * n).log())
+    if bias:
+        return weight, biases
+    total = sums.gram / n - torch.outer(mean, mean)
+    factor = _factor(total, sums.gram.trace() / n, shrinkage)
+    even = torch.cholesky_solve(mean.unsqueeze(1), factor).squeeze(1)
+    return weight + torch.outer(biases, even / (1 + mean @ even)), torch.zeros_like(biases)
+
+
+def _factor(covariance: Tensor, size: Tensor, shrinkage: float) -> Tensor:
+    """Return the Cholesky factor of a shrunk covariance; ``size`` is the features' mean square norm."""
+    spread = covariance.trace() / len(covariance)
+    if not spread * len(covariance) > _ROUNDING * size:
+        raise UpdateError("The features do not vary inside the classes; collect them from more rows.")
+    eye = torch.eye(len(covariance)).to(covariance)
+    factor, failed = torch.linalg.cholesky_ex((1 - shrinkage) * covariance + shrinkage * spread * eye)
+    if bool(failed) or not factor.diagonal().square().min() > _ROUNDING * spread:
+        raise UpdateError(
+            "The covariance of the features is singular: raise the shrinkage, or collect from more rows."
+        )
+    return factor
+
+
+def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+    """Return a model's tensors with another last layer; all others are the same objects.
+
+    Args:
+        tensors: a state dict; the layer's tensors keep their dtypes and devices.
+        head: the layer's name, from ``head_of``.
+        weight, bias: from ``fit_head``.
+
+    Example: ``model.load_state_dict(with_head(model.state_dict(), head, *fit_head(total)))``
+
+    Raises:
+        FedrotError: there is no such layer, it has another shape, no bias for one that is not 0, or a
+            dtype too small for the values.
+    """
+    found = dict(tensors)
+    biased = f"{head}.bias" in tensors
+    if not biased and bool(bias.any()):
+        raise FedrotError(f"The layer '{head}' has no bias: fit it with fit_head(sums, bias=False).")
+    new = {f"{head}.weight": weight, **({f"{head}.bias": bias} if biased else {})}
+    for name, value in new.items():
+        if name not in tensors or tensors[name].shape != value.shape:
+            has = f"has shape {list(tensors[name].shape)}" if name in tensors else "is missing"
+            raise FedrotError(
+                f"The tensor '{name}' {has}, but the task head has {list(value.shape)}. Fit the head to "
+                "sums of the same layer of the same model."
+            )
+        found[name] = value.detach().to(tensors[name])
+        if not bool(torch.isfinite(found[name]).all()):
+            raise FedrotError(
+                f"The tensor '{name}' is {found[name].dtype}, which cannot hold the task head's values. "
+                "Give the task head more bits, or raise the shrinkage."
+            )
+    return found

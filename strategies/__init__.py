@@ -13,6 +13,7 @@ from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
+from fedrot.strategies.task_head import HeadData, answer_for_head, fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
 
@@ -23,12 +24,15 @@ __all__ = [
     "FedRot",
     "FedRotLoRA",
     "Guard",
+    "HeadData",
     "Matching",
     "OtherBasis",
     "ReplyStrategy",
     "Reporting",
     "Server",
     "align_mod",
+    "answer_for_head",
+    "fit_task_head",
     "from_arrays",
     "match_at_client",
     "statistics_record",

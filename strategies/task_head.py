@@ -1,0 +1,276 @@
+"""The task head of a finished model, fitted to all clients' rows: requests, answers, and the choice.
+
+The server sends the model and asks for sums (``fedrot.head``). It fits the head, sends the model with
+it, and asks for the losses of both on rows that the clients have held out (``fedrot.temperature``). It
+keeps the better one, at its best temperature. Only sums leave a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.head import ClassSums, collect_classes, fit_head, head_of, with_head
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.records import replace_changed
+from fedrot.temperature import (
+    TEMPERATURES,
+    LossSums,
+    best_temperature,
+    collect_losses,
+    with_temperature,
+)
+from fedrot.tensors import Tensors
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+
+#: The action of the requests, their message type, and the names of their records.
+ACTION = "fedrot_head"
+MESSAGE_TYPE = f"query.{ACTION}"
+MODEL, SUMS, LOSSES = "fedrot-model", "fedrot-class-sums", "fedrot-losses"
+
+#: Key of a request's configuration: the name of the layer to fit; none asks for losses alone.
+HEAD = "fedrot-head"
+
+Batches = Iterable[Mapping[str, Tensor]]
+_Sums = TypeVar("_Sums", ClassSums, LossSums)
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """The model and the rows with which a client answers about the task head.
+
+    Attributes:
+        build: returns a ``transformers`` classifier.
+        training: returns the rows that the head is fitted to: keyword arguments of forward, with
+            ``labels``.
+        held_out: returns rows that the client has not trained on, in the same form.
+    """
+
+    build: Callable[[], nn.Module]
+    training: Callable[[], Batches]
+    held_out: Callable[[], Batches]
+
+
+@dataclass(frozen=True)
+class FittedHead:
+    """A model with its task head, and what is known about it.
+
+    Attributes:
+        arrays: the model, with the better of the two heads at its best temperature.
+        fitted: whether that is the fitted head.
+        temperature: what the logits were divided by.
+        losses: mean cross entropy on the held-out rows of all clients: of the model as it was, of the
+            model as it was at its best temperature, and of the fitted head at its best temperature.
+        rows: held-out rows.
+        clients: clients that answered both requests.
+    """
+
+    arrays: ArrayRecord
+    fitted: bool
+    temperature: float
+    losses: tuple[float, float, float]
+    rows: float
+    clients: int
+
+
+def answer_for_head(app: ClientApp, setup: Callable[[Message, Context], HeadData]) -> None:
+    """Add an action to a ``ClientApp`` that answers the requests of ``fit_task_head``.
+
+    Args:
+        app: the client's app.
+        setup: returns the model and the rows to answer with; called for every request.
+
+    Example: ``answer_for_head(app, lambda message, context: HeadData(build, training, held_out))``
+    """
+
+    @app.query(ACTION)
+    def answer(message: Message, context: Context) -> Message:
+        # Building models and drawing batches must not change the random numbers of training.
+        with torch.random.fork_rng(devices=[]):
+            content = _answer(message, setup(message, context))
+        return Message(content, reply_to=message)
+
+
+def _answer(message: Message, data: HeadData) -> RecordDict:
+    model = data.build()
+    model.load_state_dict(from_arrays(message.content.array_records[MODEL]))
+    held = collect_losses(model, data.held_out())
+    counts = torch.tensor([held.rows, held.correct], dtype=torch.float64)
+    content = RecordDict({LOSSES: to_arrays({"losses": held.losses, "counts": counts})})
+    (config,) = message.content.config_records.values()
+    if head := str(config.get(HEAD, "")):
+        sums = collect_classes(model, data.training(), head)
+        content[SUMS] = to_arrays({name: getattr(sums, name) for name in _SUMS})
+    return content
+
+
+def fit_task_head(
+    grid: Grid,
+    arrays: ArrayRecord,
+    model_config: object,
+    *,
+    head: str | None = None,
+    shrinkage: float = 0.1,
+    timeout: float = 3600,
+) -> FittedHead:
+    """Fit the task head of a finished model to the rows of all connected clients.
+
+    Every client receives the model twice, and answers with sums. They say nothing of single rows, but
+    the server sees each client's; a client that lies moves the sums as it moves a mean. The head is
+    fitted by linear discriminant analysis (``fedrot.head.fit_head``), and kept only if its loss over
+    all held-out rows is smaller than that of the head as it was, each at its best temperature.
+
+    Args:
+        grid: of the server app.
+        arrays: the model, such as ``strategy.start(...).arrays``.
+        model_config: the model's transformers configuration, or its dictionary.
+        head: the name of the model's last linear layer; None finds it.
+        shrinkage: see ``fedrot.head.fit_head``.
+        timeout: seconds to wait for the answers to each of the two requests.
+
+    Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
+
+    Raises:
+        FedrotError: the model has no such layer, or no client gives a usable answer (it needs
+            ``answer_for_head`` on its ``ClientApp``); the message has the last reason.
+    """
+    tensors = from_arrays(arrays)
+    head = head or head_of(model_config, tensors)
+    if f"{head}.weight" not in tensors:
+        raise FedrotError(f"The model has no layer '{head}'; see fedrot.head.head_of.")
+    shape = tuple(tensors[f"{head}.weight"].shape)
+    first = _asked(grid, [*grid.get_node_ids()], arrays, head, shape, timeout)
+    fitted, second = tensors, first
+    try:
+        sums = _total([_class_sums(content, shape) for content in first.values()])
+        fitted = with_head(tensors, head, *fit_head(sums, shrinkage, bias=f"{head}.bias" in tensors))
+    except FedrotError as error:
+        log(WARNING, "Task head: it cannot be fitted, and stays as it is. %s", error)
+    else:
+        second = _asked(grid, [*first], replace_changed(arrays, tensors, fitted), "", shape, timeout)
+    before = _total([_loss_sums(first[node]) for node in second])
+    after = _total([_loss_sums(content) for content in second.values()])
+    better = _loss(after) < _loss(before)
+    chosen, losses = (fitted, after) if better else (tensors, before)
+    temperature = best_temperature(losses)
+    result = replace_changed(arrays, tensors, with_temperature(chosen, head, temperature))
+    as_it_was = float(before.losses[before.temperatures.index(1.0)]) / before.rows
+    found = FittedHead(
+        result, better, temperature, (as_it_was, _loss(before), _loss(after)), before.rows, len(second)
+    )
+    log(
+        INFO,
+        "Task head: %d clients, %g held-out rows; loss %.4g as it was, %.4g at its best temperature, "
+        "%.4g fitted: the %s head is kept, temperature %.3g.",
+        *(found.clients, found.rows, *found.losses, "fitted" if better else "old", temperature),
+    )
+    return found
+
+
+#: The tensors of ``ClassSums``.
+_SUMS = ("counts", "sums", "gram")
+
+#: The largest number in an answer, and the largest loss of one row: sums over clients stay finite.
+_LARGEST, _WORST = 1e100, 1e6
+
+
+def _asked(
+    grid: Grid,
+    nodes: list[int],
+    arrays: ArrayRecord,
+    head: str,
+    shape: tuple[int, ...],
+    timeout: float,
+) -> dict[int, RecordDict]:
+    """Return the usable answers by node; the others are named in warnings.
+
+    Raises:
+        FedrotError: there is none.
+    """
+    requests = [
+        Message(
+            RecordDict({MODEL: arrays, "config": ConfigRecord({HEAD: head})}),
+            dst_node_id=node,
+            message_type=MESSAGE_TYPE,
+        )
+        for node in nodes
+    ]
+    why, found, silent = "No client is connected.", dict[int, RecordDict](), set(nodes)
+    for answer in grid.send_and_receive(requests, timeout=timeout):
+        node = answer.metadata.src_node_id
+        if node not in silent:
+            continue
+        silent.remove(node)
+        try:
+            if answer.has_error():
+                raise UpdateError(
+                    f"it failed ({answer.error.reason!r:.200}); it needs "
+                    "fedrot.strategies.answer_for_head on its ClientApp."
+                )
+            _loss_sums(answer.content)
+            if head:
+                _class_sums(answer.content, shape)
+        except (FedrotError, KeyError, ValueError) as error:
+            why = f"Client {node}: {error!s:.300}"
+            log(WARNING, "Task head: an answer is left out. %s", why)
+        else:
+            found[node] = answer.content
+    for node in silent:
+        why = f"Client {node}: no answer came in time."
+        log(WARNING, "Task head: %s", why)
+    if not found:
+        raise FedrotError(f"No client gave a usable answer about the task head. {why}")
+    return found
+
+
+def _class_sums(content: RecordDict, shape: tuple[int, ...]) -> ClassSums:
+    found = _read(content, SUMS, _SUMS)
+    if tuple(found["sums"].shape) != shape:
+        raise UpdateError(f"The sums have shape {list(found['sums'].shape)}, the head {list(shape)}.")
+    return ClassSums(*(found[name] for name in _SUMS))
+
+
+def _loss_sums(content: RecordDict) -> LossSums:
+    found = _read(content, LOSSES, ("losses", "counts"))
+    if tuple(found["counts"].shape) != (2,):
+        raise UpdateError(f"The counts of held-out rows have shape {list(found['counts'].shape)}.")
+    rows, correct = found["counts"].tolist()
+    sums = LossSums(TEMPERATURES, found["losses"], rows, correct)
+    if float(sums.losses.max()) > _WORST * rows:
+        raise UpdateError(f"The losses are larger than {_WORST:g} a row.")
+    return sums
+
+
+def _read(content: RecordDict, record: str, names: tuple[str, ...]) -> Tensors:
+    given = content.array_records.get(record)
+    if given is None or set(given) != set(names):
+        raise UpdateError(f"The answer has no ArrayRecord '{record}' of {', '.join(names)}.")
+    found = from_arrays(given)
+    for name, value in found.items():
+        if value.is_floating_point() and bool((value.abs() > _LARGEST).any()):
+            raise UpdateError(f"The '{name}' of '{record}' have values above {_LARGEST:g}.")
+    return found
+
+
+def _total(given: list[_Sums]) -> _Sums:
+    """Return the sum over clients; there is one at least."""
+    total = given[0]
+    for sums in given[1:]:
+        total = total + sums
+    return total
+
+
+def _loss(sums: LossSums) -> float:
+    """Return the mean loss at the best temperature."""
+    return float(sums.losses[sums.temperatures.index(best_temperature(sums))]) / sums.rows

@@ -1,0 +1,239 @@
+"""The task head of a finished model, fitted by ``fit_task_head`` to sums of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import fedrot
+from fedrot.head import collect_classes, fit_head
+from fedrot.strategies import HeadData, answer_for_head, fit_task_head
+from fedrot.strategies.task_head import LOSSES, SUMS
+from fedrot.temperature import TEMPERATURES
+from tests.models import VOCABULARY, State, config_of
+from tests.strategies.classifier import NAME, build, state
+from tests.strategies.fakes import Client, FakeGrid, failure, tensors_of
+
+HEAD = "classifier"
+Rows = Mapping[str, Tensor]
+Answer = dict[str, dict[str, Tensor]]
+
+
+def rows(seed: int, count: int = 40) -> Rows:
+    """Return rows whose label is the first token's, which the head of the start does not know."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (count, 6), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 3}
+
+
+def as_predicted(given: Rows) -> Rows:
+    """Return rows with the labels that the model itself predicts."""
+    model = build().eval()
+    model.load_state_dict(state())
+    with torch.no_grad():
+        labels = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+    return {**given, "labels": labels.argmax(1)}
+
+
+def client(training: Rows, held_out: Rows) -> Client:
+    """Return a node with a real ``ClientApp``."""
+    app = ClientApp()
+    answer_for_head(
+        app, lambda message, context: HeadData(build, lambda: [training], lambda: [held_out])
+    )
+    return lambda message: app(message, Context(1, 1, {}, RecordDict(), {}))
+
+
+def three() -> list[Client]:
+    """Return clients each of which has one class more often than the others."""
+    found = []
+    for index in range(3):
+        given = rows(index, 90)
+        some = (given["labels"] == index) | (torch.arange(90) % 4 == 0)
+        found.append(client({name: value[some] for name, value in given.items()}, rows(10 + index)))
+    return found
+
+
+def training_rows() -> list[Rows]:
+    """Return the rows of the clients of ``three``, joined."""
+    joined: dict[str, list[Tensor]] = {}
+    for index in range(3):
+        given = rows(index, 90)
+        some = (given["labels"] == index) | (torch.arange(90) % 4 == 0)
+        for name, value in given.items():
+            joined.setdefault(name, []).append(value[some])
+    return [{name: torch.cat(values) for name, values in joined.items()}]
+
+
+def fitted(clients: Iterable[Client], **given: Any) -> Any:
+    grid = FakeGrid(dict(enumerate(clients, start=100)))
+    return fit_task_head(grid, ArrayRecord(state()), config_of(NAME), timeout=1, **given)
+
+
+def loss(tensors: State, temperature: float = 1.0) -> float:
+    """Return the mean cross entropy on the held-out rows of the clients of ``three``."""
+    model = build().eval()
+    model.load_state_dict(tensors)
+    total, count = 0.0, 0
+    for index in range(3):
+        given = rows(10 + index)
+        with torch.no_grad():
+            logits = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+        total += float(cross_entropy(logits.double() / temperature, given["labels"], reduction="sum"))
+        count += len(logits)
+    return total / count
+
+
+def test_the_head_is_that_of_all_rows_together_at_the_best_temperature() -> None:
+    """The oracle: one model that sees the rows of all clients, and a loop over temperatures."""
+    found = fitted(three())
+    model = build()
+    model.load_state_dict(state())
+    weight, bias = fit_head(collect_classes(model, training_rows(), HEAD))
+    wanted = {**state(), f"{HEAD}.weight": weight.float(), f"{HEAD}.bias": bias.float()}
+    best = min(TEMPERATURES, key=lambda temperature: loss(wanted, temperature))
+    assert (found.fitted, found.temperature, found.clients, found.rows) == (True, best, 3, 120)
+    result = tensors_of(found.arrays)
+    for name, tensor in result.items():
+        own = wanted[name] / best if name.startswith(HEAD) else wanted[name]
+        assert (
+            torch.allclose(tensor, own, rtol=1e-4, atol=1e-5)
+            if name.startswith(HEAD)
+            else (torch.equal(tensor, own))
+        )
+    assert loss(result) < loss(state()) - 0.1
+    was, calibrated, after = found.losses
+    assert was == pytest.approx(loss(state()), rel=1e-5)
+    assert calibrated <= was
+    assert after == pytest.approx(loss(wanted, best), rel=1e-5)
+    assert after == pytest.approx(loss(result), rel=1e-4)
+
+
+def test_a_head_that_is_worse_on_held_out_rows_is_not_taken() -> None:
+    clients = [client(rows(index), as_predicted(rows(10 + index))) for index in range(3)]
+    found = fitted(clients)
+    _, calibrated, after = found.losses
+    assert not found.fitted
+    assert calibrated < after
+    result = tensors_of(found.arrays)
+    for name, tensor in state().items():
+        own = tensor / found.temperature if name.startswith(HEAD) else tensor
+        assert torch.allclose(result[name], own, rtol=1e-6, atol=0)
+
+
+def edited(node: Client, edit: Callable[[Answer], None]) -> Client:
+    """Return a node that changes its answers."""
+
+    def answer(message: Message) -> Message | None:
+        found = node(message)
+        assert found is not None
+        given = {name: tensors_of(record) for name, record in found.content.array_records.items()}
+        edit(given)
+        content = RecordDict({name: ArrayRecord(tensors) for name, tensors in given.items()})
+        return Message(content, reply_to=message)
+
+    return answer
+
+
+def scaled(record: str, name: str, factor: float) -> Callable[[Answer], None]:
+    def edit(answer: Answer) -> None:
+        if record in answer:
+            answer[record][name] = answer[record][name] * factor
+
+    return edit
+
+
+def without(record: str) -> Callable[[Answer], None]:
+    return lambda answer: answer.pop(record, None) and None
+
+
+def of_another_shape(answer: Answer) -> None:
+    if SUMS in answer:
+        answer[SUMS] = {"counts": torch.ones(2), "sums": torch.ones(2, 3), "gram": torch.eye(3)}
+        answer[SUMS] = {name: tensor.double() for name, tensor in answer[SUMS].items()}
+
+
+#: Answers that are left out, and a part of the reason.
+HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
+    "fails": (lambda node: failure, "it needs fedrot.strategies.answer_for_head"),
+    "is silent": (lambda node: lambda message: None, "no answer came in time"),
+    "no sums": (lambda node: edited(node, without(SUMS)), "no ArrayRecord"),
+    "no losses": (lambda node: edited(node, without(LOSSES)), "no ArrayRecord"),
+    "another shape": (lambda node: edited(node, of_another_shape), "the head"),
+    "NaN": (lambda node: edited(node, scaled(SUMS, "gram", float("nan"))), "NaN or Inf"),
+    "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e200)), "values above 1e+100"),
+    "negative": (lambda node: edited(node, scaled(SUMS, "counts", -1.0)), "negative"),
+    "impossible": (lambda node: edited(node, scaled(SUMS, "gram", 0.0)), "second moments"),
+    "losses of 1e9": (lambda node: edited(node, scaled(LOSSES, "losses", 1e9)), "larger than 1e+06"),
+    "negative losses": (lambda node: edited(node, scaled(LOSSES, "losses", -1.0)), "negative"),
+    "no rows": (lambda node: edited(node, scaled(LOSSES, "counts", 0.0)), "0.0 rows"),
+}
+
+
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_an_answer_that_is_none_is_left_out_and_named(
+    what: str, place: int, warnings: Callable[[], str]
+) -> None:
+    spoil, reason = HOSTILE[what]
+    clients = three()
+    expected = fitted(clients)
+    clients.insert(place, spoil(client(rows(7), rows(17))))
+    found = fitted(clients)
+    said = " ".join(warnings().split())
+    assert f"lient {100 + place}" in said
+    assert reason in said
+    assert (found.fitted, found.temperature, found.losses) == (
+        True,
+        expected.temperature,
+        expected.losses,
+    )
+    ours, theirs = tensors_of(found.arrays), tensors_of(expected.arrays)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_client_that_spoils_the_sums_makes_no_model_worse() -> None:
+    """Its sums are possible ones; the losses on held-out rows are not fooled."""
+
+    def spoil(answer: Answer) -> None:
+        for name, factor in (("sums", 1e6), ("gram", 1e12)):
+            if SUMS in answer:
+                answer[SUMS][name] = answer[SUMS][name] * factor
+
+    clients = [*three(), edited(client(rows(7, 4000), rows(17)), spoil)]
+    found = fitted(clients)
+    assert min(found.losses[1:]) <= found.losses[0]
+    assert loss(tensors_of(found.arrays)) <= loss(state())
+    assert loss(tensors_of(found.arrays)) > loss(tensors_of(fitted(three()).arrays)) + 0.02
+
+
+def test_a_head_that_cannot_be_fitted_stays_and_is_calibrated(warnings: Callable[[], str]) -> None:
+    one_class = {**rows(0), "labels": torch.zeros(40, dtype=torch.int64)}
+    found = fitted([client(one_class, rows(10))])
+    assert not found.fitted
+    assert "needs rows of at least two classes" in warnings()
+    assert found.losses[1] == found.losses[2]
+
+
+@pytest.mark.parametrize("clients", [[], [failure, failure]], ids=["none", "all fail"])
+def test_without_an_answer_there_is_an_error(clients: list[Client]) -> None:
+    with pytest.raises(fedrot.FedrotError, match="No client gave a usable answer"):
+        fitted(clients)
+
+
+def test_a_layer_that_is_not_there_is_named() -> None:
+    with pytest.raises(fedrot.FedrotError, match="no layer 'elsewhere'"):
+        fitted(three(), head="elsewhere")
+
+
+def test_answers_draw_nothing_from_the_clients_random_numbers() -> None:
+    before = torch.random.get_rng_state()
+    fitted(three())
+    assert torch.equal(torch.random.get_rng_state(), before)

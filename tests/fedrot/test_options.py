@@ -75,6 +75,12 @@ def test_bad_options_are_refused(settings: dict[str, Any], message: str) -> None
         fedrot.AlignmentOptions(**settings)
 
 
+def test_the_whole_model_has_a_name_and_parts_may_be_any_sequence() -> None:
+    assert fedrot.AlignmentOptions(parts="whole") == fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
+    assert fedrot.AlignmentOptions(parts=["heads", "ffn"]) == fedrot.AlignmentOptions(("heads", "ffn"))
+    assert len({fedrot.AlignmentOptions(parts=["heads"]), fedrot.AlignmentOptions(("heads",))}) == 1
+
+
 def test_random_equivalent_refuses_unknown_parts() -> None:
     with pytest.raises(fedrot.FedrotError, match="neurons"):
         fedrot.random_equivalent(

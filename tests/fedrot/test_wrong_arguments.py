@@ -82,7 +82,7 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
             for parts, says in (
                 ("attention", "('attention',)"),
                 ("attention+ffn", "('attention', 'ffn')"),
-                ("whole", "fedrot.WHOLE_MODEL"),
+                ("whole+rescale", "a tuple of some of"),
                 ("atention", "a tuple of some of ('residual', "),
             )
         ),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from fedrot.simulations.data.data_set import Kind
-from fedrot.simulations.data.sources import DataError, Missing, Source
+from fedrot.simulations.data.sources import DataError, Selection, Source
 
 #: More classes than this are numbers of another kind.
 MOST_CLASSES = 100_000
@@ -63,67 +63,50 @@ def label_columns(source: Source, wanted: str | None, *, optional: bool = False)
     return (source.column("label", wanted, LABEL_COLUMNS, "--label-column"),)
 
 
-@dataclass
-class Complete:
-    """Leaves out the rows of a table that lack a text or a label, or refuses the table.
+def complete(
+    source: Source, texts: Sequence[str], labels: Sequence[str], selection: Selection
+) -> Source:
+    """Leave out the rows that lack a text or a label; raises ``DataError`` if they are not to be.
 
     A label is missing if it is null, a number that is not finite, a negative class, or a text of
-    ``NO_LABEL``. A list is missing if a part of it is.
-
-    Attributes:
-        texts, labels: return the columns of tables; raise ``DataError`` without them.
-        missing: ``error`` refuses the table, ``drop`` leaves the rows out, and ``keep`` takes negative
-            numbers and texts such as NA as classes.
-        kind: see ``Selection.label_kind``; negative scores are no missing ones.
-        said: sentences about the rows that were left out.
+    ``NO_LABEL``. A list is missing if a part of it is. ``selection["missing"]``: ``error`` refuses such
+    rows, ``drop`` leaves them out, and ``keep`` takes negative numbers and texts such as NA as classes.
     """
-
-    texts: Callable[[Source], Sequence[str]]
-    labels: Callable[[Source], Sequence[str]]
-    missing: Missing = "error"
-    kind: Kind | Literal[""] = ""
-    said: list[str] = field(default_factory=list)
-
-    def __call__(self, tables: Mapping[str, pa.Table]) -> list[pa.Table]:
-        """Return the tables, which are those of the origins, without these rows."""
-        every = [*tables.values()]
-        source = Source(" and ".join(tables), every[0], every[-1])
-        texts, labels = self.texts(source), self.labels(source)
-        return [self._rows(table, where, texts, labels) for where, table in tables.items()]
-
-    def _rows(
-        self, table: pa.Table, where: str, texts: Sequence[str], labels: Sequence[str]
-    ) -> pa.Table:
+    tables, said = {}, []
+    for where, table in source.tables.items():
         lacking = {("text", column): _is_null(table[column]) for column in texts}
-        lacking |= {("label", column): self._unlabelled(table[column]) for column in labels}
+        lacking |= {("label", column): _unlabelled(table[column], selection) for column in labels}
         every = np.logical_or.reduce([np.zeros(table.num_rows, dtype=bool), *lacking.values()])
-        if not every.any():
-            return table
-        if self.missing != "drop":
-            (content, column), found = next(item for item in lacking.items() if item[1].any())
-            raise DataError(
-                f"{where}: {content} column {column!r} has {_lack(table[column], found, content)}"
-            )
-        if every.all():
-            raise DataError(f"{where}: no row is complete; choose other columns or data")
-        columns = _listed(repr(column) for (_, column), rows in lacking.items() if rows.any())
-        self.said.append(f"{every.sum()} of {table.num_rows} rows of {where} lack {columns}: left out.")
-        return table.filter(pa.array(~every))
+        if every.any():
+            if selection.get("missing") != "drop":
+                (content, column), found = next(item for item in lacking.items() if item[1].any())
+                raise DataError(
+                    f"{where}: {content} column {column!r} has {_lack(table[column], found, content)}"
+                )
+            if every.all():
+                raise DataError(f"{where}: no row is complete; choose other columns or data")
+            columns = _listed(repr(column) for (_, column), rows in lacking.items() if rows.any())
+            said.append(f"{every.sum()} of {table.num_rows} rows of {where} lack {columns}: left out.")
+            table = table.filter(pa.array(~every))
+        tables[where] = table
+    return replace(source, tables=tables, said=" ".join(said))
 
-    def _unlabelled(self, column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-        column, kept = _plain(column), self.missing == "keep"
-        none = _is_null(column)
-        if pa.types.is_floating(column.type):
-            none |= ~np.isfinite(column.to_numpy())
-            negative = self.kind == "single"
-        else:
-            negative = pa.types.is_integer(column.type) and self.kind != "regression"
-        if negative and not kept:
-            none |= pc.less(column, 0).fill_null(False).to_numpy()
-        if pa.types.is_string(column.type) and not kept:
-            texts = pc.utf8_trim_whitespace(column)
-            none |= pc.is_in(texts, pa.array(NO_LABEL, pa.string())).to_numpy()
-        return none
+
+def _unlabelled(column: pa.ChunkedArray, selection: Selection) -> npt.NDArray[np.bool_]:
+    """Return where a label is missing; negative scores are none."""
+    column, kept = _plain(column), selection.get("missing") == "keep"
+    none = _is_null(column)
+    if pa.types.is_floating(column.type):
+        none |= ~np.isfinite(column.to_numpy())
+        negative = selection.get("label_kind") == "single"
+    else:
+        negative = pa.types.is_integer(column.type) and selection.get("label_kind") != "regression"
+    if negative and not kept:
+        none |= pc.less(column, 0).fill_null(False).to_numpy()
+    if pa.types.is_string(column.type) and not kept:
+        texts = pc.utf8_trim_whitespace(column)
+        none |= pc.is_in(texts, pa.array(NO_LABEL, pa.string())).to_numpy()
+    return none
 
 
 def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: str) -> str:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from fedrot.simulations.data import BUNDLED
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
-from fedrot.simulations.data.labels import Complete, label_columns, labels_of
+from fedrot.simulations.data.labels import complete, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     Catalogue,
     DataError,
@@ -82,20 +82,12 @@ def load_text_data(
     Raises:
         DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
-    label = selection.get("label_column")
-    kind = selection.get("label_kind", "")
-
-    def texts_of(source: Source) -> tuple[str, ...]:
-        return _text_columns(source, selection.get("text_column"))
-
-    def chosen_of(source: Source) -> tuple[str, ...]:
-        return label_columns(source, label, optional=labels_optional)
-
-    complete = Complete(texts_of, chosen_of, selection.get("missing", "error"), kind)
-    whole = find(name, data_dir, label=label, rows=complete)
+    source, label = find(name, data_dir), selection.get("label_column")
+    texts = _text_columns(source, selection.get("text_column"))
+    chosen = label_columns(source, label, optional=labels_optional)
+    whole = complete(source, texts, chosen, selection).divided(label or "label")
     source = whole.limited(name, selection)
-    texts, chosen = texts_of(source), chosen_of(source)
-    labels = labels_of(source, chosen, kind, whole)
+    labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
     metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None
     return DataSet(
         name=name,
@@ -106,14 +98,14 @@ def load_text_data(
         test=_text_split(source.test, texts, chosen, labels.test),
         note=source.note,
         # Language models do not use the labels.
-        said=" ".join([*complete.said, *([] if labels_optional else [labels.said])]),
+        said=" ".join(filter(None, (source.said, "" if labels_optional else labels.said))),
     )
 
 
 def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     names = [name.strip() for name in (wanted or "").split(",")]
     if len(names) > 2:
-        raise DataError(f"{source.task}: {OPTION} names {len(names)} columns; a text has one or two")
+        raise DataError(f"{source.where}: {OPTION} names {len(names)} columns; a text has one or two")
     pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), None)
     found: tuple[str, ...]
     if wanted is None:
@@ -123,7 +115,9 @@ def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     for column in found:
         kind = source.train.schema.field(column).type
         if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            raise DataError(f"{source.task}: text column {column!r} holds {kind}; give one text per row")
+            raise DataError(
+                f"{source.where}: text column {column!r} holds {kind}; give one text per row"
+            )
     return found
 
 
@@ -156,28 +150,21 @@ def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[S
     Tags are BIO strings, or numbers that the hub has names for. Labels are the entity types that occur
     in a row (multi-label). Raises ``DataError`` also if the tags are not BIO or do not fit the words.
     """
-    words, labels = selection.get("text_column"), selection.get("label_column")
-
-    def words_of(source: Source) -> list[str]:
-        return [_list_column(source, "word", words, TOKEN_COLUMNS, "--text-column")]
-
-    def tags_of(source: Source) -> list[str]:
-        return [_list_column(source, "tag", labels, TAG_COLUMNS, "--label-column")]
-
-    complete = Complete(words_of, tags_of, selection.get("missing", "error"))
-    source = find(name, data_dir, NER, rows=complete).limited(name, selection)
-    (tokens,), (column,) = words_of(source), tags_of(source)
-    splits = (("train", source.train), ("held-out", source.test))
-    named = [_named(t, column, source.class_names.get(column), f"{name} ({s})") for s, t in splits]
+    source, wanted = find(name, data_dir, NER), selection.get
+    tokens = _list_column(source, "word", wanted("text_column"), TOKEN_COLUMNS, "--text-column")
+    column = _list_column(source, "tag", wanted("label_column"), TAG_COLUMNS, "--label-column")
+    source = complete(source, [tokens], [column], selection).divided().limited(name, selection)
+    splits = {f"{name} ({split})": table for split, table in source.tables.items()}
+    named = [_named(t, column, source.class_names.get(column), where) for where, t in splits.items()]
     types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})
     if not types:
         raise DataError(f"{name}: every tag is '{OUTSIDE}', so that there is no entity to recognise")
     tags = (OUTSIDE, *(f"{prefix}-{type_}" for type_ in types for prefix in "BI"))
     train, test = (
-        _tag_split(table, f"{name} ({split})", tokens, column, rows, tags)
-        for (split, table), rows in zip(splits, named, strict=True)
+        _tag_split(table, where, tokens, column, rows, tags)
+        for (where, table), rows in zip(splits.items(), named, strict=True)
     )
-    notes = {"note": source.note, "said": " ".join(complete.said)}
+    notes = {"note": source.note, "said": source.said}
     return TagData(name, "multi", tuple(types), TAG_METRICS, train, test, tags, **notes)
 
 
@@ -188,7 +175,7 @@ def _list_column(
     for table in (source.train, source.test):
         kind = table.schema.field(column).type
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            raise DataError(f"{source.task}: column {column!r} holds {kind}; give a list for each row")
+            raise DataError(f"{source.where}: column {column!r} holds {kind}; give a list for each row")
     return column
 
 

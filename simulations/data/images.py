@@ -19,6 +19,7 @@ from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
 from fedrot.simulations.data.labels import complete, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     Catalogue,
+    Content,
     DataError,
     Selection,
     Source,
@@ -28,7 +29,16 @@ from fedrot.simulations.data.sources import (
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
-IMAGE_COLUMNS = ("image", "img")
+
+def _is_image(kind: pa.DataType) -> bool:
+    parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
+    return types.is_binary(kind) or types.is_large_binary(kind) or {"bytes", "path"} <= parts
+
+
+IMAGE = Content(
+    "image", "whole image files (PNG, JPEG) as bytes", ("image", "img"), "--text-column", _is_image
+)
+
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
@@ -76,10 +86,10 @@ def load_image_data(
     """
     folder = _folder(name, data_dir)
     source = _from_folder(folder) if folder else find(name, data_dir, IMAGES)
-    column = _image_column(source, selection.get("text_column"))
+    column = source.column(IMAGE, selection.get("text_column"))
     chosen = label_columns(source, selection.get("label_column"))
     # In a folder every image has a class, whatever its name is.
-    whole = complete(source, [column], () if folder else chosen, selection).divided()
+    whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided()
     source = whole.limited(name, selection)
     labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
     bound = side or LARGEST_SIDE
@@ -173,19 +183,6 @@ def _classes(folder: Path) -> pa.Table:
         "label": [label for _, label in rows],
     }
     return pa.table(columns, schema=pa.schema({"image": image, "label": pa.string()}))
-
-
-def _image_column(source: Source, wanted: str | None) -> str:
-    column = source.column("image", wanted, IMAGE_COLUMNS, "--text-column")
-    for table in (source.train, source.test):
-        kind = table.schema.field(column).type
-        parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
-        if not (types.is_binary(kind) or types.is_large_binary(kind) or {"bytes", "path"} <= parts):
-            raise DataError(
-                f"{source.where}: image column {column!r} holds {kind}; give whole image files (PNG, "
-                "JPEG) as bytes"
-            )
-    return column
 
 
 def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels]:

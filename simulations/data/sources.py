@@ -169,6 +169,24 @@ class Selection(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class Content:
+    """What a column holds.
+
+    Attributes:
+        name, wanted: what it is, and what there should be, for messages.
+        known: names of columns that hold it.
+        option: names the column.
+        fits: whether values of a type are such ones.
+    """
+
+    name: str
+    wanted: str
+    known: Sequence[str]
+    option: str
+    fits: Callable[[pa.DataType], bool]
+
+
+@dataclass(frozen=True)
 class Source:
     """Tables of a data set.
 
@@ -205,15 +223,21 @@ class Source:
         held_out = set(self.test.column_names)
         return [column for column in self.train.column_names if column in held_out]
 
-    def column(self, content: str, wanted: str | None, known: Sequence[str], option: str) -> str:
-        """Return the wanted column, or the first of the known ones; raises ``DataError`` without any."""
-        names = known if wanted is None else [wanted.strip()]
+    def column(self, content: Content, wanted: str | None) -> str:
+        """Return the wanted column, or the first known one; raises ``DataError`` if there is none."""
+        names = content.known if wanted is None else [wanted.strip()]
         found = next((name for name in names if name in self.columns), None)
         if found is None:
             raise DataError(
-                f"{self.where}: no {content} column {' or '.join(map(repr, names))}; columns are "
-                f"{', '.join(self.columns)}; choose one with {option}"
+                f"{self.where}: no {content.name} column {' or '.join(map(repr, names))}; columns are "
+                f"{', '.join(self.columns)}; choose one with {content.option}"
             )
+        for where, table in self.tables.items():
+            kind = table.schema.field(found).type
+            if not content.fits(kind):
+                raise DataError(
+                    f"{where}: {content.name} column {found!r} holds {kind}; give {content.wanted}"
+                )
         return found
 
     def divided(self, label: str = "label") -> Source:

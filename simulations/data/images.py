@@ -92,9 +92,10 @@ def load_image_data(
     whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided()
     source = whole.limited(name, selection)
     labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
-    bound = side or LARGEST_SIDE
-    train = _pixels(source.train, column, bound, f"{name} (train)")
-    test = _pixels(source.test, column, bound, f"{name} (held-out)")
+    train, test = (
+        _pixels(table, column, side or LARGEST_SIDE, f"{name} ({split})")
+        for split, table in source.tables.items()
+    )
     channels = channels or (1 if all(image.ndim == 2 for image in (*train, *test)) else 3)
 
     def split(table: pa.Table, classes: npt.NDArray[Any], images: list[Pixels]) -> ImageSplit:

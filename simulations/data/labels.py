@@ -86,7 +86,7 @@ def complete(
         if every.any():
             if selection.get("missing") != "drop":
                 (kind, column), found = next(item for item in lacking.items() if item[1].any())
-                lack = _lack(table[column], found, kind)
+                lack = _lack(table[column], found)
                 raise DataError(f"{where}: {kind.name} column {column!r} has {lack}")
             if every.all():
                 raise DataError(f"{where}: no row is complete; choose other columns or data")
@@ -114,7 +114,7 @@ def _unlabelled(column: pa.ChunkedArray, selection: Selection) -> npt.NDArray[np
     return none
 
 
-def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: Content) -> str:
+def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_]) -> str:
     """Return what is missing, in which rows, and what to do."""
     values = column.filter(pa.array(found))
     written = values.null_count < len(values) and not pa.types.is_nested(values.type)
@@ -124,7 +124,7 @@ def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: Conten
     counted = what if pa.types.is_nested(values.type) else f"{len(values)} {what}"
     shown = f" ({_listed(dict.fromkeys(map(_shown, values.to_pylist())))})" if written else ""
     classes = negative or (written and pa.types.is_string(values.type))
-    keep = ", or --missing keep makes them classes" if classes and content is LABEL else ""
+    keep = ", or --missing keep makes them classes" if classes else ""
     return (
         f"{counted}{shown} in row(s) {_listed(np.flatnonzero(found) + 1)}, counted from 1; "
         f"complete these rows, or --missing drop leaves them out{keep}"

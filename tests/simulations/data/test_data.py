@@ -138,6 +138,13 @@ def test_string_labels_and_named_columns(tmp_path: Path) -> None:
     assert pair.train.pairs == ("d", "e", "f")
 
 
+def test_the_last_part_of_a_name_is_the_task(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / "mine" / "cola" / f"{split}.parquet", text=["a", "b"], label=[0, 1])
+    data = load_text_data("mine/cola", tmp_path)
+    assert (data.metrics[0], data.label_names) == ("matthews", ("unacceptable", "acceptable"))
+
+
 def test_boolean_columns_are_single_label_only_if_exactly_one_is_true(tmp_path: Path) -> None:
     split = ["train", "train", "test"]
     write(tmp_path / "one.parquet", text=list("abc"), x=[True, False, True], y=[False, True, False],
@@ -591,6 +598,10 @@ def test_text_columns_hold_texts(values: list[object], tmp_path: Path) -> None:
     write(tmp_path / "odd.parquet", text=values, label=[0, 1] * 5)
     with pytest.raises(DataError, match=r"'text' holds .*; give one text per row"):
         load_text_data(str(tmp_path / "odd.parquet"))
+    write(tmp_path / "splits" / "train.parquet", text=["a"] * 10, label=[0, 1] * 5)
+    write(tmp_path / "splits" / "test.parquet", text=values, label=[0, 1] * 5)
+    with pytest.raises(DataError, match=r"splits/test.parquet: .* 'text' holds .*; give one text"):
+        load_text_data("splits", tmp_path)
 
 
 def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ def test_numbers_that_are_missing_are_refused(labels: list[Any], suffix: str, tm
 
 def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", ["None", "NA", "left"])
+    with pytest.raises(DataError, match="or --missing keep makes them classes"):
+        load_text_data(path)
     assert load_text_data(path, missing="keep").label_names == ("NA", "None", "left")
     signs = save(tmp_path / "signs.csv", [-1, 1])
     with pytest.raises(DataError, match=r"20 negative values.*\(-1\) in row\(s\) 1, 3,.*and 10 more"):
@@ -107,6 +109,10 @@ def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
     data = load_text_data(signs, missing="keep")
     assert (data.label_names, sorted(set(data.train.labels))) == (("-1", "1"), [0, 1])
     assert load_text_data(signs, label_kind="regression").train.labels.min() == -1
+    halves = save(tmp_path / "halves.csv", [-1.0, 1.0])
+    assert load_text_data(halves).train.labels.min() == -1
+    with pytest.raises(DataError, match=r"20 .* \(-1.0\) in row\(s\) 1, 3,"):
+        load_text_data(halves, label_kind="single")
 
 
 def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
@@ -128,6 +134,8 @@ def test_missing_texts_and_values_of_split_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "split.csv", ["a", "b"], split=["train", " test", None, "test"] * 10)
     with pytest.raises(DataError, match="no value in row 3, counted from 1"):
         load_text_data(path)
+    path = save(tmp_path / "split.csv", ["a", "b"], split=["train", " test", "train ", "test"] * 10)
+    assert len(load_text_data(path).train) == 20
 
 
 def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
@@ -139,6 +147,7 @@ def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
         load_tag_data(str(path))
     data = load_tag_data(str(path), missing="drop")
     assert len(data.train) + len(data.test) == 10
+    assert "5 of 15 rows" in data.said
 
 
 @pytest.mark.parametrize("ids", [(100000, 100007), (5, 10**12), (7, 2**62)])

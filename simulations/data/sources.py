@@ -31,8 +31,6 @@ from fedrot.simulations.data import BUNDLED
 # column follows the emotion corpora, whose test split is the published one.
 HELD_OUT_OF_FOLDER = ("validation", "validation_matched", "test")
 HELD_OUT_OF_FILE = ("test", "validation")
-#: The names of the splits in messages.
-TRAIN, HELD_OUT = "train", "held-out"
 #: One row in so many is held out if a data set has no splits.
 HELD_OUT_SHARE = 5
 SPLIT_SEED = 0
@@ -241,11 +239,12 @@ class Source:
         return found
 
     def divided(self, label: str = "label") -> Source:
-        """Return training and held-out rows; those of a single table by its column ``split``.
+        """Return training and held-out rows; a single table is divided by its column ``split``.
 
-        Without this column one row in five of every class in the column ``label`` is held out, always
-        the same ones. Without classes (no such column, scores, numbers of rows), it is one in five of
-        all rows. Raises ``DataError`` if there are too few, or ``split`` has other values.
+        Without this column, one row in five of every class in the column ``label`` is held out, always
+        the same ones. Without classes (no such column, scores, numbers of rows), one in five of all
+        rows is held out. Raises ``DataError`` if there are too few rows, or if ``split`` has no value or
+        others than it needs.
         """
         if len(self.tables) > 1:
             return self
@@ -257,7 +256,7 @@ class Source:
 
     def limited(self, name: str, selection: Selection) -> Source:
         """Return the selected rows; raises ``DataError`` without rows or for a limit below 1."""
-        limits = {TRAIN: selection.get("train_limit"), HELD_OUT: selection.get("test_limit")}
+        limits = {"train": selection.get("train_limit"), "held-out": selection.get("test_limit")}
         both = zip(limits.items(), self.tables.values(), strict=True)
         tables = {split: _limited(rows, f"{name} ({split})", limit) for (split, limit), rows in both}
         return replace(self, tables=tables)
@@ -379,7 +378,7 @@ def _drawn(table: pa.Table, where: str, label: str) -> tuple[dict[str, pa.Table]
         f"{where} has no splits of its own: of {table.num_rows} rows {held_out.sum()} are held out, one "
         f"in {HELD_OUT_SHARE}{of_each}, drawn with seed {SPLIT_SEED}."
     )
-    return {TRAIN: table.filter(~held_out), HELD_OUT: table.filter(held_out)}, note
+    return {"train": table.filter(~held_out), "held-out": table.filter(held_out)}, note
 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,26 +207,20 @@ class Reader:
     """A kind of data.
 
     Attributes:
-        load: returns the data set of a configuration; raises ``DataError``.
+        load: returns a data set by name, folder and ``Selection``; raises ``DataError``.
         encode: returns its splits as inputs of the configuration's model, training first.
+        options: what else ``load`` takes from a configuration.
     """
 
-    load: Callable[[SimulationConfig], DataSet[Any]]
+    load: Callable[..., DataSet[Any]]
     encode: Callable[[SimulationConfig, Any], tuple[Any, Any]]
+    options: Callable[[SimulationConfig], Mapping[str, object]] = lambda _: {}
 
-
-def _selection(config: SimulationConfig) -> Any:
-    """Return the columns and limits of a configuration, the fields of ``Selection``."""
-    return config.model_dump(include=set(Selection.__annotations__))
-
-
-def _loaded(
-    load: Callable[..., DataSet[Any]], size: Callable[[SimulationConfig], dict[str, int]] = lambda _: {}
-) -> Callable[[SimulationConfig], DataSet[Any]]:
-    def loaded(config: SimulationConfig) -> DataSet[Any]:
-        return load(config.data, config.data_dir, **_selection(config), **size(config))
-
-    return loaded
+    def read(self, config: SimulationConfig) -> tuple[DataSet[Any], Any, Any]:
+        """Return the data set of a configuration, and its splits as inputs of the model."""
+        selection = config.model_dump(include=set(Selection.__annotations__))
+        data = self.load(config.data, config.data_dir, **selection, **self.options(config))
+        return data, *self.encode(config, data)
 
 
 def _tokenised(encode: Callable[..., Encoded]) -> Callable[[SimulationConfig, Any], tuple[Any, Any]]:
@@ -277,15 +272,15 @@ def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float
     return found.get("image_mean") or _HALF, found.get("image_std") or _HALF
 
 
-def _load_labelled(config: SimulationConfig) -> TextData:
-    names = [name.strip() for name in config.data.split(",")]
-    unseen = [name.strip() for name in config.unseen_data.split(",") if name.strip()]
-    if len(names) == 1 and not unseen:
-        return _loaded(load_text_data)(config)
-    return load_domains(names, config.data_dir, unseen, **_selection(config))
+def _load_labelled(name: str, data_dir: Path | None, unseen: str, **selection: Any) -> TextData:
+    names, others = ([part.strip() for part in listed.split(",")] for listed in (name, unseen))
+    if len(names) == 1 and not any(others):
+        return load_text_data(name, data_dir, **selection)
+    return load_domains(names, data_dir, [*filter(None, others)], **selection)
 
 
-LABELLED_TEXT = Reader(_load_labelled, _tokenised(encode_texts))
-TEXT = Reader(_loaded(partial(load_text_data, labels_optional=True)), _tokenised(encode_texts))
-TAGGED = Reader(_loaded(load_tag_data), _tokenised(encode_tags))
-IMAGE = Reader(_loaded(load_image_data, _image_size), _encode_images)
+_TEXTS = _tokenised(encode_texts)
+LABELLED_TEXT = Reader(_load_labelled, _TEXTS, lambda config: {"unseen": config.unseen_data})
+TEXT = Reader(load_text_data, _TEXTS, lambda _: {"labels_optional": True})
+TAGGED = Reader(load_tag_data, _tokenised(encode_tags))
+IMAGE = Reader(load_image_data, _encode_images, _image_size)

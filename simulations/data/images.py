@@ -16,21 +16,29 @@ from PIL import Image
 
 from fedrot.simulations.data import DIGITS
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
-from fedrot.simulations.data.labels import Complete, label_columns, labels_of
+from fedrot.simulations.data.labels import complete, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     Catalogue,
+    Content,
     DataError,
-    Rows,
     Selection,
     Source,
-    divided,
     find,
     other_columns,
 )
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
-IMAGE_COLUMNS = ("image", "img")
+
+def _is_image(kind: pa.DataType) -> bool:
+    parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
+    return types.is_binary(kind) or types.is_large_binary(kind) or {"bytes", "path"} <= parts
+
+
+IMAGE = Content(
+    "image", "whole image files (PNG, JPEG) as bytes", ("image", "img"), "--text-column", _is_image
+)
+
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
@@ -76,24 +84,18 @@ def load_image_data(
     Raises:
         DataError: as for texts; or a folder is empty, or a file is no image.
     """
-    kind = selection.get("label_kind", "")
-
-    def images_of(source: Source) -> tuple[str, ...]:
-        return (_image_column(source, selection.get("text_column")),)
-
-    def chosen_of(source: Source) -> tuple[str, ...]:
-        return label_columns(source, selection.get("label_column"))
-
-    missing = selection.get("missing", "error")
-    # A missing image is an error where images are decoded.
-    complete = Complete(images_of if missing == "drop" else lambda _: (), chosen_of, missing, kind)
-    whole = _find(name, data_dir, complete)
+    folder = _folder(name, data_dir)
+    source = _from_folder(folder) if folder else find(name, data_dir, IMAGES)
+    column = source.column(IMAGE, selection.get("text_column"))
+    chosen = label_columns(source, selection.get("label_column"))
+    # In a folder every image has a class, whatever its name is.
+    whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided()
     source = whole.limited(name, selection)
-    (column,), chosen = images_of(source), chosen_of(source)
-    labels = labels_of(source, chosen, kind, whole)
-    bound = side or LARGEST_SIDE
-    train = _pixels(source.train, column, bound, f"{name} (train)")
-    test = _pixels(source.test, column, bound, f"{name} (held-out)")
+    labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
+    train, test = (
+        _pixels(table, column, side or LARGEST_SIDE, f"{name} ({split})")
+        for split, table in source.tables.items()
+    )
     channels = channels or (1 if all(image.ndim == 2 for image in (*train, *test)) else 3)
 
     def split(table: pa.Table, classes: npt.NDArray[Any], images: list[Pixels]) -> ImageSplit:
@@ -110,7 +112,7 @@ def load_image_data(
         side=side or side_of([*train, *test]),
         channels=channels,
         note=source.note,
-        said=" ".join([*complete.said, labels.said]),
+        said=" ".join(filter(None, (source.said, labels.said))),
     )
 
 
@@ -142,29 +144,27 @@ def digits() -> Source:
 
     found = load_digits()
     table = pa.table({"image": [encoded(image) for image in found.images], "label": found.target})
-    return divided(DIGITS, table, DIGITS)
+    return Source(DIGITS, {DIGITS: table})
 
 
 IMAGES = Catalogue((".", "images"), {DIGITS: digits})
 
 
-def _find(name: str, data_dir: Path | None, rows: Rows) -> Source:
+def _folder(name: str, data_dir: Path | None) -> Path | None:
     places = [root / name for root in IMAGES.roots(data_dir)]
-    for folder in places if name in IMAGES.bundled else [*places, Path(name)]:
-        if folder.is_dir() and not (folder / "train.parquet").exists():
-            return _from_folder(folder)
-    return find(name, data_dir, IMAGES, rows=rows)
+    places += [] if name in IMAGES.bundled else [Path(name)]
+    return next((p for p in places if p.is_dir() and not (p / "train.parquet").exists()), None)
 
 
 def _from_folder(folder: Path) -> Source:
-    train = folder / "train"
-    if not train.is_dir():
-        return divided(folder.name, _classes(folder), folder)
-    test = next((folder / name for name in HELD_OUT_FOLDERS if (folder / name).is_dir()), None)
-    if test is None:
-        wanted = ", ".join(HELD_OUT_FOLDERS)
-        raise DataError(f"{train} has no held-out folder beside it; add one of {wanted}")
-    return Source(folder.name, _classes(train), _classes(test))
+    parts = [folder]
+    if (folder / "train").is_dir():
+        test = next((folder / name for name in HELD_OUT_FOLDERS if (folder / name).is_dir()), None)
+        if test is None:
+            wanted = ", ".join(HELD_OUT_FOLDERS)
+            raise DataError(f"{folder / 'train'} has no held-out folder beside it; add one of {wanted}")
+        parts = [folder / "train", test]
+    return Source(folder.name, {str(part): _classes(part) for part in parts})
 
 
 def _classes(folder: Path) -> pa.Table:
@@ -184,19 +184,6 @@ def _classes(folder: Path) -> pa.Table:
         "label": [label for _, label in rows],
     }
     return pa.table(columns, schema=pa.schema({"image": image, "label": pa.string()}))
-
-
-def _image_column(source: Source, wanted: str | None) -> str:
-    column = source.column("image", wanted, IMAGE_COLUMNS, "--text-column")
-    for table in (source.train, source.test):
-        kind = table.schema.field(column).type
-        parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
-        if not (types.is_binary(kind) or types.is_large_binary(kind) or {"bytes", "path"} <= parts):
-            raise DataError(
-                f"{source.task}: image column {column!r} holds {kind}; give whole image files (PNG, "
-                "JPEG) as bytes"
-            )
-    return column
 
 
 def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from fedrot.simulations.data.data_set import Kind
-from fedrot.simulations.data.sources import DataError, Missing, Source
+from fedrot.simulations.data.sources import Content, DataError, Selection, Source
 
 #: More classes than this are numbers of another kind.
 MOST_CLASSES = 100_000
@@ -21,7 +21,13 @@ MOST_CLASSES = 100_000
 NO_LABEL = (*pa_csv.ConvertOptions().null_values, "None", "<NA>")
 #: As many of a list of rows or names are written out.
 _WRITTEN_OUT = 10
-LABEL_COLUMNS = ("label", "labels", "target", "class")
+LABEL = Content(
+    "label",
+    "integers, strings or float scores, or one boolean column per label",
+    ("label", "labels", "target", "class"),
+    "--label-column",
+    lambda kind: not pa.types.is_nested(kind),
+)
 
 CLASS_NAMES: Mapping[str, tuple[str, ...]] = {
     "cola": ("unacceptable", "acceptable"),
@@ -53,80 +59,62 @@ def label_columns(source: Source, wanted: str | None, *, optional: bool = False)
 
     Without any, return none if labels are ``optional``; else raise ``DataError``.
     """
-    if wanted is None and not set(LABEL_COLUMNS) & set(source.columns):
+    if wanted is None and not set(LABEL.known) & set(source.columns):
         schema = source.train.schema
         booleans = tuple(c for c in source.columns if pa.types.is_boolean(schema.field(c).type))
         if len(booleans) >= 2:
             return booleans
         if optional:
             return ()
-    return (source.column("label", wanted, LABEL_COLUMNS, "--label-column"),)
+    return (source.column(LABEL, wanted),)
 
 
-@dataclass
-class Complete:
-    """Leaves out the rows of a table that lack a text or a label, or refuses the table.
+def complete(
+    source: Source, content: Content, columns: Sequence[str], labels: Sequence[str], selection: Selection
+) -> Source:
+    """Leave out rows without content or a label; raises ``DataError`` if they are not to be left out.
 
     A label is missing if it is null, a number that is not finite, a negative class, or a text of
-    ``NO_LABEL``. A list is missing if a part of it is.
-
-    Attributes:
-        texts, labels: return the columns of tables; raise ``DataError`` without them.
-        missing: ``error`` refuses the table, ``drop`` leaves the rows out, and ``keep`` takes negative
-            numbers and texts such as NA as classes.
-        kind: see ``Selection.label_kind``; negative scores are no missing ones.
-        said: sentences about the rows that were left out.
+    ``NO_LABEL``. A list is missing if a part of it is. ``selection["missing"]``: ``error`` refuses such
+    rows, ``drop`` leaves them out, and ``keep`` takes negative numbers and texts such as NA as classes.
     """
-
-    texts: Callable[[Source], Sequence[str]]
-    labels: Callable[[Source], Sequence[str]]
-    missing: Missing = "error"
-    kind: Kind | Literal[""] = ""
-    said: list[str] = field(default_factory=list)
-
-    def __call__(self, tables: Mapping[str, pa.Table]) -> list[pa.Table]:
-        """Return the tables, which are those of the origins, without these rows."""
-        every = [*tables.values()]
-        source = Source(" and ".join(tables), every[0], every[-1])
-        texts, labels = self.texts(source), self.labels(source)
-        return [self._rows(table, where, texts, labels) for where, table in tables.items()]
-
-    def _rows(
-        self, table: pa.Table, where: str, texts: Sequence[str], labels: Sequence[str]
-    ) -> pa.Table:
-        lacking = {("text", column): _is_null(table[column]) for column in texts}
-        lacking |= {("label", column): self._unlabelled(table[column]) for column in labels}
+    tables, said = {}, []
+    for where, table in source.tables.items():
+        lacking = {(content, column): _is_null(table[column]) for column in columns}
+        lacking |= {(LABEL, column): _unlabelled(table[column], selection) for column in labels}
         every = np.logical_or.reduce([np.zeros(table.num_rows, dtype=bool), *lacking.values()])
-        if not every.any():
-            return table
-        if self.missing != "drop":
-            (content, column), found = next(item for item in lacking.items() if item[1].any())
-            raise DataError(
-                f"{where}: {content} column {column!r} has {_lack(table[column], found, content)}"
-            )
-        if every.all():
-            raise DataError(f"{where}: no row is complete; choose other columns or data")
-        columns = _listed(repr(column) for (_, column), rows in lacking.items() if rows.any())
-        self.said.append(f"{every.sum()} of {table.num_rows} rows of {where} lack {columns}: left out.")
-        return table.filter(pa.array(~every))
-
-    def _unlabelled(self, column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-        column, kept = _plain(column), self.missing == "keep"
-        none = _is_null(column)
-        if pa.types.is_floating(column.type):
-            none |= ~np.isfinite(column.to_numpy())
-            negative = self.kind == "single"
-        else:
-            negative = pa.types.is_integer(column.type) and self.kind != "regression"
-        if negative and not kept:
-            none |= pc.less(column, 0).fill_null(False).to_numpy()
-        if pa.types.is_string(column.type) and not kept:
-            texts = pc.utf8_trim_whitespace(column)
-            none |= pc.is_in(texts, pa.array(NO_LABEL, pa.string())).to_numpy()
-        return none
+        if every.any():
+            if selection.get("missing") != "drop":
+                (kind, column), found = next(item for item in lacking.items() if item[1].any())
+                lack = _lack(table[column], found)
+                raise DataError(f"{where}: {kind.name} column {column!r} has {lack}")
+            if every.all():
+                raise DataError(f"{where}: no row is complete; choose other columns or data")
+            listed = _listed(repr(column) for (_, column), rows in lacking.items() if rows.any())
+            said.append(f"{every.sum()} of {table.num_rows} rows of {where} lack {listed}: left out.")
+            table = table.filter(pa.array(~every))
+        tables[where] = table
+    return replace(source, tables=tables, said=" ".join(said))
 
 
-def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: str) -> str:
+def _unlabelled(column: pa.ChunkedArray, selection: Selection) -> npt.NDArray[np.bool_]:
+    """Return where a label is missing; negative scores are none."""
+    column, kept = _plain(column), selection.get("missing") == "keep"
+    none = _is_null(column)
+    if pa.types.is_floating(column.type):
+        none |= ~np.isfinite(column.to_numpy())
+        negative = selection.get("label_kind") == "single"
+    else:
+        negative = pa.types.is_integer(column.type) and selection.get("label_kind") != "regression"
+    if negative and not kept:
+        none |= pc.less(column, 0).fill_null(False).to_numpy()
+    if pa.types.is_string(column.type) and not kept:
+        texts = pc.utf8_trim_whitespace(column)
+        none |= pc.is_in(texts, pa.array(NO_LABEL, pa.string())).to_numpy()
+    return none
+
+
+def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_]) -> str:
     """Return what is missing, in which rows, and what to do."""
     values = column.filter(pa.array(found))
     written = values.null_count < len(values) and not pa.types.is_nested(values.type)
@@ -136,7 +124,7 @@ def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_], content: str) -
     counted = what if pa.types.is_nested(values.type) else f"{len(values)} {what}"
     shown = f" ({_listed(dict.fromkeys(map(_shown, values.to_pylist())))})" if written else ""
     classes = negative or (written and pa.types.is_string(values.type))
-    keep = ", or --missing keep makes them classes" if classes and content == "label" else ""
+    keep = ", or --missing keep makes them classes" if classes else ""
     return (
         f"{counted}{shown} in row(s) {_listed(np.flatnonzero(found) + 1)}, counted from 1; "
         f"complete these rows, or --missing drop leaves them out{keep}"
@@ -202,11 +190,6 @@ def labels_of(
     if pa.types.is_string(type_) != pa.types.is_string(other):
         raise DataError(
             f"{where} holds {type_} in training rows and {other} in held-out rows; give both one type"
-        )
-    if pa.types.is_nested(type_):
-        raise DataError(
-            f"{where} holds {type_}; give integers, strings or float scores, or one boolean column per "
-            "label"
         )
     if kind == "multi":
         raise DataError(f"{where} has one label for a row; several labels are boolean columns, one each")

@@ -39,8 +39,6 @@ LIMIT_SEED = 0
 
 #: What happens to rows without a text or a label.
 Missing: TypeAlias = Literal["error", "drop", "keep"]
-#: What takes the tables of a data set by their origin, and returns them with the rows to use.
-Rows: TypeAlias = Callable[[Mapping[str, pa.Table]], list[pa.Table]]
 
 #: Delimiters that are often found in place of the comma.
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
@@ -54,8 +52,7 @@ def _parquet(path: Path) -> pa.Table:
     table = pq.read_table(path)
     # Polars writes texts as views, which pyarrow can neither filter nor take rows of.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
-    plain = [(f.name, views.get(str(f.type), f.type)) for f in table.schema]
-    return table.cast(pa.schema(plain)) if any(str(f.type) in views for f in table.schema) else table
+    return table.cast(pa.schema([(f.name, views.get(str(f.type), f.type)) for f in table.schema]))
 
 
 def _block(path: Path) -> int:
@@ -75,7 +72,7 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     head = _first_line(path)
     found = next((name for mark, name in _DELIMITERS.items() if mark in head), None)
     if found and delimiter not in head:
-        wanted = "commas" if delimiter == "," else "tabs"
+        wanted = _DELIMITERS[delimiter]
         raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
     table = pa_csv.read_csv(
         path,
@@ -83,14 +80,11 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
         # Texts may have several lines.
         pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
     )
-    # pyarrow reads a column that is not UTF-8 as bytes.
-    other = [field.name for field in table.schema if pa.types.is_binary(field.type)]
-    if other:
-        raise pa.ArrowInvalid(f"the column '{other[0]}' is not UTF-8")
-    for place, column in enumerate(table.columns):
+    for place, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+        if pa.types.is_binary(column.type):
+            raise pa.ArrowInvalid(f"the column '{name}' is not UTF-8")
         if pa.types.is_string(column.type):  # an empty cell is a missing text
-            known = pc.if_else(pc.equal(column, ""), None, column)
-            table = table.set_column(place, table.field(place).name, known)
+            table = table.set_column(place, name, pc.if_else(pc.equal(column, ""), None, column))
     return table
 
 
@@ -117,6 +111,10 @@ def _plain_text(path: Path) -> pa.Table:
     return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
 
 
+# pyarrow reads files better than ``datasets`` does. From CSV that makes scores of whole numbers with an
+# empty cell, takes rows with a cell too many, and gives a second column of one name another name. From
+# CSV and JSON it refuses columns that change after the first block. It takes brackets in a path for a
+# pattern.
 #: The name and the reader of each file format, by suffix.
 READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
     ".parquet": ("Parquet", _parquet),
@@ -156,7 +154,7 @@ class Selection(TypedDict, total=False):
             one, boolean columns are the labels: single label if every row has exactly one True, else
             multi-label.
         label_kind: ``single``, ``multi`` or ``regression``; empty: by the type of the labels.
-        missing: what happens to rows without a text or a label, see ``complete``.
+        missing: what happens to rows without a text or a label, see ``labels.complete``.
         train_limit, test_limit: keep so many rows, the first of a fixed shuffle.
     """
 
@@ -169,20 +167,53 @@ class Selection(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class Content:
+    """What a column holds.
+
+    Attributes:
+        name, wanted: what it is, and what there should be, for messages.
+        known: names of columns that hold it.
+        option: names the column.
+        fits: whether values of a type are such ones.
+    """
+
+    name: str
+    wanted: str
+    known: Sequence[str]
+    option: str
+    fits: Callable[[pa.DataType], bool]
+
+
+@dataclass(frozen=True)
 class Source:
     """Tables of a data set.
 
     Attributes:
         task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
+        tables: the training rows and the held-out ones, or all in one table, by their origin.
         class_names: the hub's names of the classes of integer columns, by column.
         note: how the rows were divided, in a sentence, if there were no splits.
+        said: which rows were left out, in sentences.
     """
 
     task: str
-    train: pa.Table
-    test: pa.Table
+    tables: Mapping[str, pa.Table]
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     note: str = ""
+    said: str = ""
+
+    @property
+    def train(self) -> pa.Table:
+        return next(iter(self.tables.values()))
+
+    @property
+    def test(self) -> pa.Table:
+        return [*self.tables.values()][-1]
+
+    @property
+    def where(self) -> str:
+        """The origin of the tables, for messages."""
+        return " and ".join(self.tables)
 
     @property
     def columns(self) -> list[str]:
@@ -190,24 +221,45 @@ class Source:
         held_out = set(self.test.column_names)
         return [column for column in self.train.column_names if column in held_out]
 
-    def column(self, content: str, wanted: str | None, known: Sequence[str], option: str) -> str:
-        """Return the wanted column, or the first of the known ones; raises ``DataError`` without any."""
-        names = known if wanted is None else [wanted.strip()]
+    def column(self, content: Content, wanted: str | None) -> str:
+        """Return the wanted column, or the first known one; raises ``DataError`` if there is none."""
+        names = content.known if wanted is None else [wanted.strip()]
         found = next((name for name in names if name in self.columns), None)
         if found is None:
             raise DataError(
-                f"{self.task}: no {content} column {' or '.join(map(repr, names))}; columns are "
-                f"{', '.join(self.columns)}; choose one with {option}"
+                f"{self.where}: no {content.name} column {' or '.join(map(repr, names))}; columns are "
+                f"{', '.join(self.columns)}; choose one with {content.option}"
             )
+        for where, table in self.tables.items():
+            kind = table.schema.field(found).type
+            if not content.fits(kind):
+                raise DataError(
+                    f"{where}: {content.name} column {found!r} holds {kind}; give {content.wanted}"
+                )
         return found
+
+    def divided(self, label: str = "label") -> Source:
+        """Return training and held-out rows; a single table is divided by its column ``split``.
+
+        Without this column, one row in five of every class in the column ``label`` is held out, always
+        the same ones. Without classes (no such column, scores, numbers of rows), one in five of all
+        rows is held out. Raises ``DataError`` if there are too few rows, or if ``split`` has no value or
+        others than it needs.
+        """
+        if len(self.tables) > 1:
+            return self
+        ((where, table),) = self.tables.items()
+        if "split" in table.column_names:
+            return replace(self, tables=_by_column(table, where))
+        tables, note = _drawn(table, where, label)
+        return replace(self, tables=tables, note=note)
 
     def limited(self, name: str, selection: Selection) -> Source:
         """Return the selected rows; raises ``DataError`` without rows or for a limit below 1."""
-        return replace(
-            self,
-            train=_limited(self.train, f"{name} (train)", selection.get("train_limit")),
-            test=_limited(self.test, f"{name} (held-out)", selection.get("test_limit")),
-        )
+        limits = {"train": selection.get("train_limit"), "held-out": selection.get("test_limit")}
+        both = zip(limits.items(), self.tables.values(), strict=True)
+        tables = {split: _limited(rows, f"{name} ({split})", limit) for (split, limit), rows in both}
+        return replace(self, tables=tables)
 
 
 def other_columns(table: pa.Table, *used: str) -> dict[str, list[object]]:
@@ -227,8 +279,8 @@ def _limited(table: pa.Table, where: str, limit: int | None) -> pa.Table:
 
 def bundled_texts() -> Source:
     with resources.as_file(resources.files("fedrot.simulations.data") / "bundled") as folder:
-        train, test = (read_table(folder / f"{BUNDLED}_{split}.parquet") for split in ("train", "test"))
-        return Source(BUNDLED, train, test)
+        files = [folder / f"{BUNDLED}_{split}.parquet" for split in ("train", "test")]
+        return Source(BUNDLED, {file.stem: read_table(file) for file in files})
 
 
 @dataclass(frozen=True)
@@ -245,22 +297,11 @@ class Catalogue:
 TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts})
 
 
-def _all_rows(tables: Mapping[str, pa.Table]) -> list[pa.Table]:
-    return [*tables.values()]
-
-
-def find(
-    name: str,
-    data_dir: Path | None,
-    catalogue: Catalogue = TEXTS,
-    label: str | None = None,
-    rows: Rows = _all_rows,
-) -> Source:
+def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
-    A name that ends in one of ``READERS`` is a file, in ``data_dir`` or anywhere. A file without a
-    column ``split`` is divided by ``divided``, by the classes in the column ``label``. Before that
-    ``rows`` chooses the rows of its tables. See ``load_text_data`` for errors.
+    A name that ends in one of ``READERS`` is a file, in ``data_dir`` or anywhere; its rows are not
+    divided yet. See ``load_text_data`` for errors.
     """
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
@@ -271,7 +312,7 @@ def find(
         if file is None:
             where = f", nor below {data_dir}" if data_dir else ""
             raise DataError(f"there is no file {name}{where}; check its path")
-        return _from_file(file, label, rows)
+        return _from_files(file.stem, file)
     if Path(name).is_file() or (Path(name).is_absolute() and Path(name).is_dir()):
         raise DataError(
             f"{name} is no file that is read here: those end in {', '.join(READERS)}; save the rows as "
@@ -279,21 +320,48 @@ def find(
         )
     for root in roots:
         if (root / f"{name}.parquet").is_file():
-            return _from_file(root / f"{name}.parquet", label, rows)
+            return _from_files(Path(name).name, root / f"{name}.parquet")
         for train in (root / name / "train.parquet", root / f"{name}_train.parquet"):
             if train.is_file():
-                return _from_splits(Path(name).name, train, rows)
+                return _from_files(Path(name).name, train, _held_out_beside(train))
     if name in catalogue.bundled:
         return catalogue.bundled[name]()
-    return _from_hub(name, data_dir, catalogue, rows)
+    return _from_hub(name, data_dir, catalogue)
 
 
-def divided(task: str, table: pa.Table, where: object, label: str = "label") -> Source:
-    """Hold out one row in five of every class in the label column, always the same ones.
+def _from_files(task: str, *files: Path) -> Source:
+    return Source(task, {str(file): read_table(file) for file in files})
 
-    Without classes (no such column, scores, numbers of rows), one in five of all rows is held out.
-    ``where`` is the origin of the rows, for messages. Raises ``DataError`` if there are too few.
-    """
+
+def _held_out_beside(train: Path) -> Path:
+    prefix = train.name.removesuffix("train.parquet")
+    files = [train.with_name(f"{prefix}{split}.parquet") for split in HELD_OUT_OF_FOLDER]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        wanted = ", ".join(file.name for file in files)
+        raise DataError(f"{train} has no held-out split beside it; add one of {wanted}")
+    return found
+
+
+def _by_column(table: pa.Table, where: str) -> dict[str, pa.Table]:
+    splits = table["split"]
+    if pa.types.is_string(splits.type):
+        splits = pc.utf8_trim_whitespace(splits)
+    present = set(splits.to_pylist())
+    if None in present:
+        empty = 1 + pc.index(splits.is_null(), True).as_py()
+        raise DataError(f"the 'split' column of {where} has no value in row {empty}, counted from 1")
+    held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
+    if "train" not in present or held_out is None:
+        raise DataError(
+            f"the 'split' column of {where} holds {sorted(map(str, present))}; it needs 'train' and "
+            "one of 'test', 'validation'"
+        )
+    return {split: table.filter(pc.equal(splits, split)) for split in ("train", held_out)}
+
+
+def _drawn(table: pa.Table, where: str, label: str) -> tuple[dict[str, pa.Table], str]:
+    """Return training and held-out rows, and a sentence about them."""
     classes = _classes(table, label)
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(table.num_rows, dtype=bool)
@@ -310,7 +378,7 @@ def divided(task: str, table: pa.Table, where: object, label: str = "label") -> 
         f"{where} has no splits of its own: of {table.num_rows} rows {held_out.sum()} are held out, one "
         f"in {HELD_OUT_SHARE}{of_each}, drawn with seed {SPLIT_SEED}."
     )
-    return Source(task, table.filter(~held_out), table.filter(held_out), note=note)
+    return {"train": table.filter(~held_out), "held-out": table.filter(held_out)}, note
 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:
@@ -324,38 +392,7 @@ def _classes(table: pa.Table, label: str) -> np.ndarray:
     return np.array([places[value] for value in labels])
 
 
-def _from_splits(task: str, train: Path, rows: Rows) -> Source:
-    prefix = train.name.removesuffix("train.parquet")
-    held_out = [train.with_name(f"{prefix}{split}.parquet") for split in HELD_OUT_OF_FOLDER]
-    test = next((path for path in held_out if path.is_file()), None)
-    if test is None:
-        wanted = ", ".join(path.name for path in held_out)
-        raise DataError(f"{train} has no held-out split beside it; add one of {wanted}")
-    return Source(task, *rows({str(path): read_table(path) for path in (train, test)}))
-
-
-def _from_file(path: Path, label: str | None, rows: Rows) -> Source:
-    (table,) = rows({str(path): read_table(path)})
-    if "split" not in table.column_names:
-        return divided(path.stem, table, path, label or "label")
-    if pa.types.is_string(table["split"].type):
-        place = table.column_names.index("split")
-        table = table.set_column(place, "split", pc.utf8_trim_whitespace(table["split"]))
-    present = set(table["split"].to_pylist())
-    if None in present:
-        empty = 1 + pc.index(table["split"].is_null(), True).as_py()
-        raise DataError(f"the 'split' column of {path} has no value in row {empty}, counted from 1")
-    held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
-    if "train" not in present or held_out is None:
-        raise DataError(
-            f"the 'split' column of {path} holds {sorted(map(str, present))}; it needs 'train' and "
-            "one of 'test', 'validation'"
-        )
-    train, test = (table.filter(pc.equal(table["split"], s)) for s in ("train", held_out))
-    return Source(path.stem, train, test)
-
-
-def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue, rows: Rows) -> Source:
+def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
     import datasets
 
     path, _, configuration = name.partition(":")
@@ -378,8 +415,7 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue, rows: Rows
     # A column of tags is a list of classes.
     kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
-    train, test = rows(tables)
-    return Source((configuration or path).split("/")[-1], train, test, named)
+    return Source((configuration or path).split("/")[-1], tables, named)
 
 
 def _offline() -> bool:

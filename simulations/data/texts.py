@@ -10,12 +10,14 @@ from typing import Any, TypeAlias, Unpack
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.types as types
 
 from fedrot.simulations.data import BUNDLED
 from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
-from fedrot.simulations.data.labels import Complete, label_columns, labels_of
+from fedrot.simulations.data.labels import complete, label_columns, labels_of
 from fedrot.simulations.data.sources import (
     Catalogue,
+    Content,
     DataError,
     Selection,
     Source,
@@ -29,10 +31,13 @@ PAIR_COLUMNS = (
     ("premise", "hypothesis"),
     ("question", "sentence"),
 )
-TEXT_COLUMNS = ("text", "sentence", "content", "review", "comment", "tweet", "utterance")
-
-#: The option that names the columns.
-OPTION = "--text-column (two, separated by a comma, for pairs)"
+TEXT = Content(
+    "text",
+    "one text per row",
+    ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
+    "--text-column (two, separated by a comma, for pairs)",
+    lambda kind: not (types.is_nested(kind) or types.is_binary(kind) or types.is_large_binary(kind)),
+)
 
 METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "cola": ("matthews", "accuracy", "macro_f1"),
@@ -42,8 +47,14 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
 
 Tags: TypeAlias = npt.NDArray[np.int64]
 
-TOKEN_COLUMNS = ("tokens", "words")
-TAG_COLUMNS = ("ner_tags", "tags")
+
+def _is_list(kind: pa.DataType) -> bool:
+    return types.is_list(kind) or types.is_large_list(kind)
+
+
+_LISTS = "a list for each row"
+WORDS = Content("word", _LISTS, ("tokens", "words"), "--text-column", _is_list)
+TAGS = Content("tag", _LISTS, ("ner_tags", "tags"), "--label-column", _is_list)
 TAG_METRICS = ("f1", "precision", "recall")
 #: The tag of words outside every entity; it has number 0.
 OUTSIDE = "O"
@@ -82,20 +93,12 @@ def load_text_data(
     Raises:
         DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
-    label = selection.get("label_column")
-    kind = selection.get("label_kind", "")
-
-    def texts_of(source: Source) -> tuple[str, ...]:
-        return _text_columns(source, selection.get("text_column"))
-
-    def chosen_of(source: Source) -> tuple[str, ...]:
-        return label_columns(source, label, optional=labels_optional)
-
-    complete = Complete(texts_of, chosen_of, selection.get("missing", "error"), kind)
-    whole = find(name, data_dir, label=label, rows=complete)
+    source, label = find(name, data_dir), selection.get("label_column")
+    texts = _text_columns(source, selection.get("text_column"))
+    chosen = label_columns(source, label, optional=labels_optional)
+    whole = complete(source, TEXT, texts, chosen, selection).divided(label or "label")
     source = whole.limited(name, selection)
-    texts, chosen = texts_of(source), chosen_of(source)
-    labels = labels_of(source, chosen, kind, whole)
+    labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
     metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None
     return DataSet(
         name=name,
@@ -106,25 +109,18 @@ def load_text_data(
         test=_text_split(source.test, texts, chosen, labels.test),
         note=source.note,
         # Language models do not use the labels.
-        said=" ".join([*complete.said, *([] if labels_optional else [labels.said])]),
+        said=" ".join(filter(None, (source.said, "" if labels_optional else labels.said))),
     )
 
 
 def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     names = [name.strip() for name in (wanted or "").split(",")]
     if len(names) > 2:
-        raise DataError(f"{source.task}: {OPTION} names {len(names)} columns; a text has one or two")
-    pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), None)
-    found: tuple[str, ...]
-    if wanted is None:
-        found = pair or (source.column("text", None, TEXT_COLUMNS, OPTION),)
-    else:
-        found = tuple(source.column("text", name, (), OPTION) for name in names)
-    for column in found:
-        kind = source.train.schema.field(column).type
-        if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            raise DataError(f"{source.task}: text column {column!r} holds {kind}; give one text per row")
-    return found
+        raise DataError(
+            f"{source.where}: {TEXT.option} names {len(names)} columns; a text has one or two"
+        )
+    pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), (None,))
+    return tuple(source.column(TEXT, name) for name in (pair if wanted is None else names))
 
 
 def _text_split(
@@ -156,40 +152,23 @@ def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[S
     Tags are BIO strings, or numbers that the hub has names for. Labels are the entity types that occur
     in a row (multi-label). Raises ``DataError`` also if the tags are not BIO or do not fit the words.
     """
-    words, labels = selection.get("text_column"), selection.get("label_column")
-
-    def words_of(source: Source) -> list[str]:
-        return [_list_column(source, "word", words, TOKEN_COLUMNS, "--text-column")]
-
-    def tags_of(source: Source) -> list[str]:
-        return [_list_column(source, "tag", labels, TAG_COLUMNS, "--label-column")]
-
-    complete = Complete(words_of, tags_of, selection.get("missing", "error"))
-    source = find(name, data_dir, NER, rows=complete).limited(name, selection)
-    (tokens,), (column,) = words_of(source), tags_of(source)
-    splits = (("train", source.train), ("held-out", source.test))
-    named = [_named(t, column, source.class_names.get(column), f"{name} ({s})") for s, t in splits]
+    source = find(name, data_dir, NER)
+    tokens = source.column(WORDS, selection.get("text_column"))
+    column = source.column(TAGS, selection.get("label_column"))
+    whole = complete(source, WORDS, [tokens], [column], selection).divided()
+    source = whole.limited(name, selection)
+    splits = {f"{name} ({split})": table for split, table in source.tables.items()}
+    named = [_named(t, column, source.class_names.get(column), where) for where, t in splits.items()]
     types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})
     if not types:
         raise DataError(f"{name}: every tag is '{OUTSIDE}', so that there is no entity to recognise")
     tags = (OUTSIDE, *(f"{prefix}-{type_}" for type_ in types for prefix in "BI"))
     train, test = (
-        _tag_split(table, f"{name} ({split})", tokens, column, rows, tags)
-        for (split, table), rows in zip(splits, named, strict=True)
+        _tag_split(table, where, tokens, column, rows, tags)
+        for (where, table), rows in zip(splits.items(), named, strict=True)
     )
-    notes = {"note": source.note, "said": " ".join(complete.said)}
+    notes = {"note": source.note, "said": source.said}
     return TagData(name, "multi", tuple(types), TAG_METRICS, train, test, tags, **notes)
-
-
-def _list_column(
-    source: Source, content: str, wanted: str | None, known: Sequence[str], option: str
-) -> str:
-    column = source.column(content, wanted, known, option)
-    for table in (source.train, source.test):
-        kind = table.schema.field(column).type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            raise DataError(f"{source.task}: column {column!r} holds {kind}; give a list for each row")
-    return column
 
 
 def _named(table: pa.Table, column: str, names: tuple[str, ...] | None, where: str) -> list[list[str]]:

@@ -67,8 +67,7 @@ def task_of(config_json: str) -> Task:
     """
     config = SimulationConfig.model_validate_json(config_json)
     objective = OBJECTIVES[config.task]
-    data = objective.reader.load(config)
-    train, test = objective.reader.encode(config, data)
+    data, train, test = objective.reader.read(config)
     return Task(config, data, objective.of(config, data), train, test)
 
 

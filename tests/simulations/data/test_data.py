@@ -138,6 +138,13 @@ def test_string_labels_and_named_columns(tmp_path: Path) -> None:
     assert pair.train.pairs == ("d", "e", "f")
 
 
+def test_the_last_part_of_a_name_is_the_task(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / "mine" / "cola" / f"{split}.parquet", text=["a", "b"], label=[0, 1])
+    data = load_text_data("mine/cola", tmp_path)
+    assert (data.metrics[0], data.label_names) == ("matthews", ("unacceptable", "acceptable"))
+
+
 def test_boolean_columns_are_single_label_only_if_exactly_one_is_true(tmp_path: Path) -> None:
     split = ["train", "train", "test"]
     write(tmp_path / "one.parquet", text=list("abc"), x=[True, False, True], y=[False, True, False],
@@ -363,14 +370,14 @@ def test_the_chosen_labels_divide_a_file_and_others_do_not(tmp_path: Path) -> No
     data = load_text_data(path, label_column="mood")
     assert np.bincount(data.test.labels).tolist() == [3, 1]
     assert "one in 5 of each class" in data.note
-    by_rows = sources.find(path, None)
+    by_rows = sources.find(path, None).divided()
     assert by_rows.test.num_rows == 4
     assert "one in 5, drawn" in by_rows.note
 
 
 def test_many_different_labels_divide_at_once(tmp_path: Path) -> None:
     table = pa.table({"label": [str(i // 10) for i in range(100_000)]})
-    found = sources.divided("it", table, "here")
+    found = sources.Source("it", {"here": table}).divided()
     assert set(Counter(found.test["label"].to_pylist()).values()) == {2}
 
 
@@ -378,7 +385,7 @@ def test_rows_may_be_longer_than_a_block(tmp_path: Path) -> None:
     texts = [f"{i} " + 800_000 * "ab" for i in range(6)]
     for suffix in (".csv", ".jsonl"):
         path = save(tmp_path / f"long{suffix}", {"text": texts, "label": ["glad"] * 3 + ["sad"] * 3})
-        source = sources.find(str(path), None)
+        source = sources.find(str(path), None).divided()
         assert sorted(t for s in (source.train, source.test) for t in s["text"].to_pylist()) == texts
 
 
@@ -399,6 +406,37 @@ def test_a_file_in_another_encoding_or_with_one_name_twice_is_refused(
         load_text_data(str(tmp_path / name))
 
 
+def test_a_column_has_the_type_that_all_its_rows_have(tmp_path: Path) -> None:
+    """The library ``datasets`` reads scores in the first file, and refuses the others."""
+    gap = tmp_path / "gap.csv"
+    gap.write_text("text,label\n" + "a,1\nb,\nc,0\n" * 10)
+    data = load_text_data(str(gap), missing="drop")
+    assert (data.kind, data.label_names) == ("single", ("0", "1"))
+    late = tmp_path / "late.csv"
+    late.write_text("text,label\n" + "a,1\n" * 20_000 + "a,x\n" * 10)
+    assert load_text_data(str(late)).label_names == ("1", "x")
+    rows = [{"text": f"{2000 * 'a'} {i}", "label": 1} for i in range(8000)]
+    lines = [*map(json.dumps, rows), *(json.dumps({**row, "site": "x"}) for row in rows[:10])]
+    (tmp_path / "late.jsonl").write_text("\n".join(lines))
+    assert {*load_text_data(str(tmp_path / "late.jsonl")).train.columns["site"]} == {None, "x"}
+
+
+def test_rows_of_several_lengths_and_types_are_refused(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("long.csv", "text,label\na,1,2\n", "Expected 2 columns, got 3"),
+        ("short.csv", "text,label\na,1\nb\n", "Expected 2 columns, got 1"),
+        ("mixed.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n', "number to string"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=f"{name} cannot be read as .*{message}"):
+            load_text_data(str(tmp_path / name))
+
+
+def test_names_of_files_are_no_patterns(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine[1]*.csv", {"text": TEXTS, "label": MOODS})
+    assert len(load_text_data(str(path)).train) == 16
+
+
 @pytest.mark.parametrize("odd", ["train", "test"])
 @pytest.mark.parametrize("row", [(0, 0), (1, 1)], ids=["none", "both"])
 def test_rows_without_or_with_several_labels_make_a_task_of_several(
@@ -406,10 +444,10 @@ def test_rows_without_or_with_several_labels_make_a_task_of_several(
 ) -> None:
     """In whichever split they are."""
     splits = {name: pa.table({"glad": [1, 0], "sad": [0, 1]}) for name in ("train", "test")}
-    single = labels_of(sources.Source("it", **splits), ("glad", "sad"))
+    single = labels_of(sources.Source("it", splits), ("glad", "sad"))
     assert (single.kind, single.train.tolist(), single.test.tolist()) == ("single", [0, 1], [0, 1])
     splits[odd] = pa.table({"glad": [1, row[0]], "sad": [0, row[1]]})
-    several = labels_of(sources.Source("it", **splits), ("glad", "sad"))
+    several = labels_of(sources.Source("it", splits), ("glad", "sad"))
     assert several.kind == "multi"
     assert getattr(several, odd).tolist() == [[1, 0], list(row)]
 
@@ -418,7 +456,7 @@ def test_rows_without_or_with_several_labels_make_a_task_of_several(
 def test_a_class_of_one_split_is_a_class(odd: str) -> None:
     splits = {name: pa.table({"label": [0, 1, 1]}) for name in ("train", "test")}
     splits[odd] = pa.table({"label": [0, 1, 2]})
-    found = labels_of(sources.Source("it", **splits), ("label",))
+    found = labels_of(sources.Source("it", splits), ("label",))
     assert found.names == ("0", "1", "2")
     assert (found.train.max(), found.test.max()) == ((2, 1) if odd == "train" else (1, 2))
 
@@ -567,6 +605,10 @@ def test_text_columns_hold_texts(values: list[object], tmp_path: Path) -> None:
     write(tmp_path / "odd.parquet", text=values, label=[0, 1] * 5)
     with pytest.raises(DataError, match=r"'text' holds .*; give one text per row"):
         load_text_data(str(tmp_path / "odd.parquet"))
+    write(tmp_path / "splits" / "train.parquet", text=["a"] * 10, label=[0, 1] * 5)
+    write(tmp_path / "splits" / "test.parquet", text=values, label=[0, 1] * 5)
+    with pytest.raises(DataError, match=r"splits/test.parquet: .* 'text' holds .*; give one text"):
+        load_text_data("splits", tmp_path)
 
 
 def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ def save(path: Path, labels: list[Any], **columns: list[Any]) -> str:
     return str(path)
 
 
+def divided(train: pa.Table, test: pa.Table, task: str = "it", **names: tuple[str, ...]) -> Source:
+    return Source(task, {"train": train, "test": test}, names)
+
+
 def classes(data: TextData) -> dict[str, str]:
     """Return the name of each text's class."""
     return {
@@ -96,6 +100,8 @@ def test_numbers_that_are_missing_are_refused(labels: list[Any], suffix: str, tm
 
 def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", ["None", "NA", "left"])
+    with pytest.raises(DataError, match="or --missing keep makes them classes"):
+        load_text_data(path)
     assert load_text_data(path, missing="keep").label_names == ("NA", "None", "left")
     signs = save(tmp_path / "signs.csv", [-1, 1])
     with pytest.raises(DataError, match=r"20 negative values.*\(-1\) in row\(s\) 1, 3,.*and 10 more"):
@@ -103,6 +109,10 @@ def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
     data = load_text_data(signs, missing="keep")
     assert (data.label_names, sorted(set(data.train.labels))) == (("-1", "1"), [0, 1])
     assert load_text_data(signs, label_kind="regression").train.labels.min() == -1
+    halves = save(tmp_path / "halves.csv", [-1.0, 1.0])
+    assert load_text_data(halves).train.labels.min() == -1
+    with pytest.raises(DataError, match=r"20 .* \(-1.0\) in row\(s\) 1, 3,"):
+        load_text_data(halves, label_kind="single")
 
 
 def test_negative_classes_are_missing_labels_though_they_are_written_with_a_point(
@@ -135,6 +145,8 @@ def test_missing_texts_and_values_of_split_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "split.csv", ["a", "b"], split=["train", " test", None, "test"] * 10)
     with pytest.raises(DataError, match="no value in row 3, counted from 1"):
         load_text_data(path)
+    path = save(tmp_path / "split.csv", ["a", "b"], split=["train", " test", "train ", "test"] * 10)
+    assert len(load_text_data(path).train) == 20
 
 
 def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
@@ -146,6 +158,7 @@ def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
         load_tag_data(str(path))
     data = load_tag_data(str(path), missing="drop")
     assert len(data.train) + len(data.test) == 10
+    assert "5 of 15 rows" in data.said
 
 
 @pytest.mark.parametrize("ids", [(100000, 100007), (5, 10**12), (7, 2**62)])
@@ -165,14 +178,14 @@ def test_a_limit_changes_no_classes(tmp_path: Path) -> None:
 
 def test_declared_classes_stay_though_they_do_not_occur() -> None:
     few = pa.table({"label": [0, 2]})
-    named = Source("it", few, few, {"label": ("a", "b", "c", "d")})
+    named = divided(few, few, label=("a", "b", "c", "d"))
     found = labels_of(named, ("label",))
     assert (found.names, found.train.tolist()) == (("a", "b", "c", "d"), [0, 2])
-    entailment = labels_of(Source("mnli", few, few), ("label",))
+    entailment = labels_of(divided(few, few, "mnli"), ("label",))
     assert (len(entailment.names), entailment.train.tolist()) == (3, [0, 2])
     # Names that do not fit are those of another data set.
     other = pa.table({"label": [0, 7], "label_name": ["x", "y"]})
-    found = labels_of(Source("mnli", other, other), ("label",))
+    found = labels_of(divided(other, other, "mnli"), ("label",))
     assert (found.names, found.train.tolist()) == (("x", "y"), [0, 1])
 
 
@@ -211,12 +224,12 @@ def test_metrics_of_a_known_task_are_for_classes_alone(tmp_path: Path) -> None:
 
 def test_boolean_columns_are_of_the_kind_that_is_set() -> None:
     one = pa.table({"x": [True, False], "y": [False, True]})
-    source = Source("it", one, one)
+    source = divided(one, one)
     assert labels_of(source, label_columns(source, None)).kind == "single"
     assert labels_of(source, ("x", "y"), "multi").train.tolist() == [[1, 0], [0, 1]]
     with pytest.raises(DataError, match="no scores"):
         labels_of(source, ("x", "y"), "regression")
-    several = Source("it", one, pa.table({"x": [True], "y": [True]}))
+    several = divided(one, pa.table({"x": [True], "y": [True]}))
     with pytest.raises(DataError, match="needs one in each row"):
         labels_of(several, ("x", "y"), "single")
 
@@ -237,16 +250,16 @@ def test_texts_as_labels(labels: list[str], names: tuple[str, ...], tmp_path: Pa
 def test_labels_of_both_splits_have_one_type() -> None:
     numbers, texts = pa.table({"label": [0, 1]}), pa.table({"label": ["0", "1"]})
     with pytest.raises(DataError, match="holds int64 in training rows and string in held-out rows"):
-        labels_of(Source("it", numbers, texts), ("label",))
+        labels_of(divided(numbers, texts), ("label",))
     floats = pa.table({"label": [1.0, 0.0]})
-    assert labels_of(Source("it", numbers, floats), ("label",)).test.tolist() == [1, 0]
+    assert labels_of(divided(numbers, floats), ("label",)).test.tolist() == [1, 0]
 
 
 def test_categories_and_decimals_are_read_as_what_they_hold() -> None:
     moods = pa.table({"label": pa.array(["b", "a"]).dictionary_encode()})
-    assert labels_of(Source("it", moods, moods), ("label",)).names == ("a", "b")
+    assert labels_of(divided(moods, moods), ("label",)).names == ("a", "b")
     prices = pa.table({"label": pa.array([1, 2]).cast(pa.decimal128(21, 2))})
-    assert labels_of(Source("it", prices, prices), ("label",)).kind == "regression"
+    assert labels_of(divided(prices, prices), ("label",)).kind == "regression"
 
 
 BAD_FILES = {

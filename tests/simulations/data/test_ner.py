@@ -292,7 +292,7 @@ def test_numbers_of_a_hub_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     data = load_tag_data("owner/entities")
     assert (data.tags, data.train.tags[0].tolist()) == (tuple(names), [1, 0])
-    assert Source("x", None, None).class_names == {}
+    assert Source("x", {}).class_names == {}
 
 
 def test_no_data_come_with_the_task() -> None:

@@ -51,10 +51,7 @@ def made_with(arm: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dic
 
 def test_plain_aligns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     given = made_with("plain", monkeypatch)
-    assert (given["align"], given["alignment"], given["other_basis"], given["guard"]) == (
-        False,
-        *[None] * 3,
-    )
+    assert (given["alignment"], given["other_basis"], given["guard"]) == (None, None, None)
 
 
 def test_replies_in_another_basis_are_matched_by_the_evidence_of_the_arm(

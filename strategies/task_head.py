@@ -169,6 +169,13 @@ def fit_task_head(
     found = FittedHead(
         result, better, temperature, (as_it_was, _loss(before), _loss(after)), before.rows, len(second)
     )
+    if before.rows < FEW:
+        log(
+            WARNING,
+            "Task head: %g held-out rows are few; the choice of head and temperature may be noise. Let "
+            "clients hold out more.",
+            before.rows,
+        )
     log(
         INFO,
         "Task head: %d clients, %g held-out rows; loss %.4g as it was, %.4g at its best temperature, "
@@ -177,6 +184,9 @@ def fit_task_head(
     )
     return found
 
+
+#: So many held-out rows of all clients together choose reliably enough.
+FEW = 100
 
 #: The tensors of ``ClassSums``.
 _SUMS = ("counts", "sums", "gram")

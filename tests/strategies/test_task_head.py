@@ -91,9 +91,12 @@ def loss(tensors: State, temperature: float = 1.0) -> float:
     return total / count
 
 
-def test_the_head_is_that_of_all_rows_together_at_the_best_temperature() -> None:
+def test_the_head_is_that_of_all_rows_together_at_the_best_temperature(
+    warnings: Callable[[], str],
+) -> None:
     """The oracle: one model that sees the rows of all clients, and a loop over temperatures."""
     found = fitted(three())
+    assert warnings() == ""
     model = build()
     model.load_state_dict(state())
     weight, bias = fit_head(collect_classes(model, training_rows(), HEAD))
@@ -219,6 +222,7 @@ def test_a_head_that_cannot_be_fitted_stays_and_is_calibrated(warnings: Callable
     found = fitted([client(one_class, rows(10))])
     assert not found.fitted
     assert "needs rows of at least two classes" in warnings()
+    assert "40 held-out rows are few" in warnings()
     assert found.losses[1] == found.losses[2]
 
 

@@ -40,13 +40,12 @@ import fedrot
 from fedrot.aggregation import Mean
 from fedrot.aggregation.layerwise import (
     align_by_layer,
-    checked_device,
     copied,
     moved_by_layer,
     parts_of,
 )
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.tensors import check_finite
+from fedrot.tensors import check_finite, checked_device
 
 Seconds = dict[str, float]
 Model = Mapping[str, Tensor]

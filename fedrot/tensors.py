@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedrot.errors import UpdateError
+from fedrot.errors import FedrotError, UpdateError
 
 #: Tensors by name, as in a state dict.
 Tensors = Mapping[str, Tensor]
@@ -160,3 +160,16 @@ def widened(tensors: Tensors) -> dict[str, Tensor]:
         name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """Return the device; raise ``FedrotError`` if tensors cannot be put on it."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise FedrotError(
+            f"Nothing can be computed on device '{device}': {error}. Take 'cpu', or install the torch "
+            "that is built for it."
+        ) from error
+    return found

@@ -76,8 +76,9 @@ class Aligned(ReplyStrategy):
         self.model_config = model_config
         self.symmetry: Symmetry | None = None
         self.alignment = alignment
-        self.other_bases = OtherBases(other_basis)
-        self.comparison = comparison_of(guard, alignment, self.other_bases.possible_options)
+        self.other_bases = OtherBases(other_basis) if other_basis is not None else None
+        other = self.other_bases.options if self.other_bases is not None else None
+        self.comparison = comparison_of(guard, alignment, other) if guard is not None else None
 
     def summary(self) -> None:
         """Log what is aligned, then how replies are taken and the summary of the strategy behind."""
@@ -115,8 +116,8 @@ class Aligned(ReplyStrategy):
         """True if a round keeps all updates until every reply has arrived."""
         if self.alignment is None:
             return super().waits
-        of_all = ANCHORS[self.alignment.anchor].needs_all or self.other_bases.needs_all
-        return of_all or super().waits
+        of_all = self.other_bases is not None and self.other_bases.needs_all
+        return of_all or ANCHORS[self.alignment.anchor].needs_all or super().waits
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Find the symmetry of the model that a round broadcasts."""
@@ -126,14 +127,15 @@ class Aligned(ReplyStrategy):
         found = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
         found.select(self.alignment.parts, self.alignment.layer_indices(found.layers))
         self.symmetry = found
-        self.other_bases.prepare(found)
+        if self.other_bases is not None:
+            self.other_bases.prepare(found)
 
     def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
         """Return what moves a round's updates."""
         if self.alignment is None or self.symmetry is None:
             return super().aligner(broadcast, merge, record)
         plan = Plan(self.symmetry, self.alignment, self._device)
-        if self.other_bases.options is None:
+        if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, merge.mean)
         grid = self._grid
         exchange = Exchange(grid, self._config, self._timeout) if grid is not None else None

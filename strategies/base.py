@@ -14,7 +14,6 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot._io import append_rows
 from fedrot.aggregation import Aggregator
-from fedrot.aggregation.layerwise import checked_device
 from fedrot.errors import FedrotError
 from fedrot.strategies import arguments
 from fedrot.strategies.flower_compat import figures_of
@@ -40,7 +39,7 @@ from fedrot.strategies.round.update import Moved, Schema
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, checked_device
 
 
 class ReplyStrategy(Strategy):

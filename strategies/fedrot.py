@@ -102,11 +102,13 @@ class FedRot(Aligned, FedAvg):
         if self._kinds and self.alignment is not None:
             # Statistics of the update that a client sends are not those of its canonical form.
             self.alignment = self.alignment.as_it_is()
-            self.other_bases.as_it_is()
+            if self.other_bases is not None:
+                self.other_bases.as_it_is()
         self._check_rotations()
 
     def _check_rotations(self) -> None:
-        aligned = (self.alignment, self.other_bases.possible_options) if self.aligns else ()
+        other = self.other_bases.options if self.other_bases is not None else None
+        aligned = (self.alignment, other) if self.aligns else ()
         rotates = any(o and "attention" in o.parts and o.within_heads == "rotation" for o in aligned)
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
         if fixed and rotates:

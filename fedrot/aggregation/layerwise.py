@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.alignment import Alignment, align
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.errors import UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
@@ -183,19 +183,6 @@ def moved_by_layer(
     # ``map`` keeps no part.
     parts = map(reported, align_by_layer(update, anchor, symmetry, options, device))
     return parts, statistics, lambda: merged_report(reports, symmetry)
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """Return the device; raise ``FedrotError`` if tensors cannot be put on it."""
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise FedrotError(
-            f"Nothing can be computed on device '{device}': {error}. Take 'cpu', or install the torch "
-            "that is built for it."
-        ) from error
-    return found
 
 
 #: The tensors of a part, each as a mapping and a name in it, which are looked up when they are copied.

@@ -185,8 +185,8 @@ class Comparison:
 
 def comparison_of(
     given: object, alignment: AlignmentOptions | None, other_basis: AlignmentOptions | None
-) -> Comparison | None:
-    """Return the comparison that a strategy's argument ``guard`` asks for, None for None.
+) -> Comparison:
+    """Return the comparison that a strategy's argument ``guard`` asks for.
 
     Args:
         given: a metric's name, or the settings.
@@ -196,8 +196,6 @@ def comparison_of(
     Raises:
         FedrotError: it is something else, nothing is aligned, or see ``Guard``.
     """
-    if given is None:
-        return None
     guard = Guard(given) if isinstance(given, str) else given
     if not isinstance(guard, Guard):
         kind = type(given).__name__

@@ -26,7 +26,6 @@ from fedrot.collect.random_inputs import reads_text
 from fedrot.collect.token_counts import tables_of
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.descent import compact
-from fedrot.options import AlignmentOptions
 from fedrot.strategies.client_matching import (
     OTHER_BASIS_OPTIONS,
     alignment_by,
@@ -62,44 +61,37 @@ class Exchange(NamedTuple):
 
 
 class OtherBases:
-    """The settings ``OtherBasis`` at work; without settings, such replies are aligned like all others.
+    """The settings ``OtherBasis`` at work.
 
     Attributes:
-        options: what to align in such replies; None aligns them like all others.
+        options: what to align in such replies; ``prepare`` decides on their canonical form.
         evidence: returns activations on random tokens, once the model is verified; None before, for
             models without tokens, and where the residual stream is rotated.
         token_counts: the strategy's own; None for those that clients report.
     """
 
-    def __init__(self, settings: OtherBasis | None) -> None:
-        self.model = settings.model if settings is not None else None
-        self.options = settings.options if settings is not None else None
-        self.at_clients = settings is not None and settings.at_clients
-        self.learning_passes = settings.learning_passes if settings is not None else 0
+    def __init__(self, settings: OtherBasis) -> None:
+        self.model = settings.model
+        self.options = settings.options or OTHER_BASIS_OPTIONS
+        self.at_clients = settings.at_clients
+        self.learning_passes = settings.learning_passes
         self.evidence: Evidence | None = None
-        self.token_counts = settings.token_counts if settings is not None else None
-        self._default, self._prepared = OTHER_BASIS_OPTIONS, False
-
-    @property
-    def possible_options(self) -> AlignmentOptions | None:
-        """The options, or those that ``prepare`` will choose."""
-        return self.options or (self._default if self.model is not None else None)
+        self.token_counts = settings.token_counts
+        self._prepared = False
 
     def as_it_is(self) -> None:
         """Bring no update to canonical form unless the options ask for it: statistics come with them."""
-        self._default = self._default.as_it_is()
-        self.options = self.options.as_it_is() if self.options is not None else None
+        self.options = self.options.as_it_is()
 
     @property
     def rotates(self) -> bool:
         """Whether the residual stream is rotated, not permuted."""
-        return self.options is not None and self.options.rotates
+        return self.options.rotates
 
     @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, can only be chosen once every reply has arrived."""
-        options = self.possible_options
-        return options is not None and (self.at_clients or "residual" in options.parts)
+        return self.at_clients or "residual" in self.options.parts
 
     def prepare(self, symmetry: Symmetry) -> None:
         """Verify the model, once, before its residual stream is moved.
@@ -119,7 +111,6 @@ class OtherBases:
         config = settings_of(model.config)
         # What a model ties is told by the model: arrays hold every tensor.
         self._decide(replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict())))
-        assert self.options is not None
         symmetry = symmetry.rotated if self.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
@@ -135,8 +126,7 @@ class OtherBases:
 
     def _decide(self, symmetry: Symmetry) -> None:
         """Decide whether the residual stream is rotated; refuse that where no model could hold it."""
-        chosen = self.possible_options
-        self.options = chosen.for_model(symmetry) if chosen is not None else None
+        self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
 
@@ -188,8 +178,15 @@ class FromOtherBases(ToAnchor):
 
     def finder(self, base: Tensors) -> Finder:
         """Return what finds one update's alignment; canonical options have to have a reason."""
-        others = (self.others.options, self.others.evidence) if self._mixed else (None, None)
-        return finder(base, self.plan.symmetry, self.plan.options, *others, self._token_counts)
+        plan, others = self.plan, self.others if self._mixed else None
+        return finder(
+            base,
+            plan.symmetry,
+            plan.options,
+            others.options if others is not None else None,
+            others.evidence if others is not None else None,
+            self._token_counts,
+        )
 
     @property
     def canonical(self) -> bool:
@@ -249,7 +246,7 @@ class FromOtherBases(ToAnchor):
         heaviest of the majority.
         """
         options = self.others.options
-        if options is None or "residual" not in options.parts or not far:
+        if "residual" not in options.parts or not far:
             return self.broadcast
         if 2 * len(far) > len(updates):
             chosen, why = far, f"{len(far)} of {len(updates)} replies come from other bases"

@@ -19,7 +19,6 @@ import fedrot
 from fedrot.aggregation import Mean, layerwise
 from fedrot.aggregation.layerwise import (
     align_by_layer,
-    checked_device,
     merged_report,
     moved_by_layer,
     parts_of,
@@ -27,6 +26,7 @@ from fedrot.aggregation.layerwise import (
 from fedrot.matching import descent
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.tensors import checked_device
 from tests.families import KINDS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference

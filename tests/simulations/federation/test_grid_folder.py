@@ -65,7 +65,7 @@ def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     assert set(partitions["a"]["seeds"]) == {"0", "1", "3"}
     assert len(read_rows(tmp_path)) == 4
     GridFolder(tmp_path, more, "fedrot simulate B")
-    assert json.loads((tmp_path / "config.json").read_text())["command"].count("compare B") == 1
+    assert json.loads((tmp_path / "config.json").read_text())["command"].count("simulate B") == 1
 
 
 def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:

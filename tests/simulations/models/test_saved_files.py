@@ -253,8 +253,8 @@ def _scaled(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (_adapter, "There is 'adapter_config.json' instead. Average adapters by fedrot merge-ad"),
-        (_adapter_weights, "There is 'adapter_config.json' instead. Average adapters"),
+        (_adapter, "There is 'adapter_config.json' instead. Average adapters alone by fedrot merge"),
+        (_adapter_weights, "There is 'adapter_config.json' instead. Average adapters alone"),
         (_lora, f"holds '{QUERY}.lora_A.default.weight', a tensor of an adapter. Merge the adapters"),
         (
             _said_to_be_quantised,

@@ -192,7 +192,8 @@ def test_declared_classes_stay_though_they_do_not_occur() -> None:
 def test_training_rows_name_the_classes_that_held_out_rows_name_otherwise() -> None:
     train = pa.table({"label": [0, 1], "label_name": ["cold", "warm"]})
     test = pa.table({"label": [0, 2], "label_name": ["kalt", "hot"]})
-    assert labels_of(Source("it", {"train": train, "test": test}), ("label",)).names == ("cold", "warm", "hot")
+    found = labels_of(Source("it", {"train": train, "test": test}), ("label",))
+    assert found.names == ("cold", "warm", "hot")
 
 
 def test_the_kind_of_labels_is_said_and_can_be_set(tmp_path: Path) -> None:

@@ -253,8 +253,6 @@ def _scaled(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (_adapter, "There is 'adapter_config.json' instead. Average adapters alone by fedrot merge"),
-        (_adapter_weights, "There is 'adapter_config.json' instead. Average adapters alone"),
         (_lora, f"holds '{QUERY}.lora_A.default.weight', a tensor of an adapter. Merge the adapters"),
         (
             _said_to_be_quantised,
@@ -277,6 +275,17 @@ def test_what_is_no_model_of_its_own_is_refused(
     spoil(model)
     for code, output in (check(model), merge(model, "--out", tmp_path / "out")):
         assert (code, expected in output) == (2, True), output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("spoil", [_adapter, _adapter_weights])
+def test_adapters_are_no_models(spoil: Callable[[Path], None], model: Path, tmp_path: Path) -> None:
+    spoil(model)
+    code, output = check(model)
+    advice = "There is 'adapter_config.json' instead. Average adapters alone by fedrot merge"
+    assert (code, advice in output) == (2, True), output
+    code, output = merge(model, "--out", tmp_path / "out")
+    assert (code, "no configuration of a LoRA adapter" in output) == (2, True), output
     assert not (tmp_path / "out").exists()
 
 

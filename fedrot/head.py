@@ -225,8 +225,7 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
         UpdateError: fewer than two classes have rows, features do not vary inside the classes, or their
             covariance is singular and not shrunk.
     """
-    if not 0 <= shrinkage <= 1:
-        raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
+    check_shrinkage(shrinkage)
     n, present = sums.counts.sum(), sums.counts > 0
     if int(present.sum()) < 2:
         raise UpdateError("A task head needs rows of at least two classes.")
@@ -244,6 +243,12 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     factor = _factor(total, sums.gram.trace() / n, shrinkage)
     even = torch.cholesky_solve(mean.unsqueeze(1), factor).squeeze(1)
     return weight + torch.outer(biases, even / (1 + mean @ even)), torch.zeros_like(biases)
+
+
+def check_shrinkage(shrinkage: float) -> None:
+    """Raise ``FedrotError`` unless the shrinkage of ``fit_head`` is from 0 to 1."""
+    if not 0 <= shrinkage <= 1:
+        raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
 
 
 def _factor(covariance: Tensor, size: Tensor, shrinkage: float) -> Tensor:

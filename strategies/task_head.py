@@ -19,7 +19,14 @@ from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.head import ClassSums, collect_classes, fit_head, head_of, with_head
+from fedrot.head import (
+    ClassSums,
+    check_shrinkage,
+    collect_classes,
+    fit_head,
+    head_of,
+    with_head,
+)
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import replace_changed
 from fedrot.temperature import (
@@ -126,10 +133,11 @@ def fit_task_head(
 ) -> FittedHead:
     """Fit the task head of a finished model to the rows of all connected clients.
 
-    Every client receives the model twice, and answers with sums. They say nothing of single rows, but
-    the server sees each client's; a client that lies moves the sums as it moves a mean. The head is
-    fitted by linear discriminant analysis (``fedrot.head.fit_head``), and kept only if its loss over
-    all held-out rows is smaller than that of the head as it was, each at its best temperature.
+    Every client receives the model twice, and answers with sums over its rows. The server sees each
+    client's sums, and of a class with one row these are the row's features. A client that lies moves
+    the sums as it moves a mean. The head is fitted by linear discriminant analysis
+    (``fedrot.head.fit_head``), and kept only if its loss over all held-out rows is smaller than that of
+    the head as it was, each at its best temperature.
 
     Args:
         grid: of the server app.
@@ -142,9 +150,10 @@ def fit_task_head(
     Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
 
     Raises:
-        FedrotError: the model has no such layer, or no client gives a usable answer (it needs
-            ``answer_for_head`` on its ``ClientApp``); the message has the last reason.
+        FedrotError: the shrinkage is not from 0 to 1; the model has no such layer; or no client gives a
+            usable answer (it needs ``answer_for_head`` on its ``ClientApp``), with the last reason.
     """
+    check_shrinkage(shrinkage)
     tensors = from_arrays(arrays)
     head = head or head_of(model_config, tensors)
     if f"{head}.weight" not in tensors:

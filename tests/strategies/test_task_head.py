@@ -232,9 +232,11 @@ def test_without_an_answer_there_is_an_error(clients: list[Client]) -> None:
         fitted(clients)
 
 
-def test_a_layer_that_is_not_there_is_named() -> None:
+def test_wrong_arguments_are_named_before_anybody_is_asked() -> None:
     with pytest.raises(fedrot.FedrotError, match="no layer 'elsewhere'"):
         fitted(three(), head="elsewhere")
+    with pytest.raises(fedrot.FedrotError, match="shrinkage is 2"):
+        fitted([], shrinkage=2)
 
 
 def test_answers_draw_nothing_from_the_clients_random_numbers() -> None:

@@ -191,8 +191,12 @@ class Arm(BaseModel):
     @property
     def options(self) -> AlignmentOptions:
         """What the arm moves."""
-        of_arm = {"parts": self.parts, "anchor": self.anchor, "chance": self.chance}
-        of_arm["canonical"] = self.canonical
+        of_arm = {
+            "parts": self.parts,
+            "anchor": self.anchor,
+            "chance": self.chance,
+            "canonical": self.canonical,
+        }
         return AlignmentOptions(**{**of_arm, **self.changes})
 
     @property

@@ -132,8 +132,9 @@ class Aligned(ReplyStrategy):
 
     def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
         """Return what moves a round's updates."""
-        if self.alignment is None or self.symmetry is None:
+        if self.alignment is None:
             return super().aligner(broadcast, merge, record)
+        assert self.symmetry is not None  # from begin_round
         plan = Plan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, merge.mean)

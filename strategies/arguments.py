@@ -231,8 +231,7 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
         raise FedrotError(
             "With differential privacy every update must be aligned to the broadcast model alone: "
             "otherwise one client's reply moves the updates of others, and clipping it does not bound "
-            "its influence. Give alignment=AlignmentOptions(anchor='global'), "
-            "and no other_basis."
+            "its influence. Give alignment=AlignmentOptions(anchor='global'), and no other_basis."
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -48,6 +48,15 @@ MODEL, SUMS, LOSSES = "fedrot-model", "fedrot-class-sums", "fedrot-losses"
 
 #: Key of a request's configuration: the name of the layer to fit; none asks for losses alone.
 HEAD = "fedrot-head"
+
+#: So many held-out rows of all clients together choose reliably enough.
+FEW = 100
+
+#: The tensors of ``ClassSums``.
+_SUMS = ("counts", "sums", "gram")
+
+#: The largest number in an answer, and the largest loss of one row: sums over clients stay finite.
+_LARGEST, _WORST = 1e100, 1e6
 
 Batches = Iterable[Mapping[str, Tensor]]
 _Sums = TypeVar("_Sums", ClassSums, LossSums)
@@ -89,6 +98,13 @@ class FittedHead:
     losses: tuple[float, float, float]
     rows: float
     clients: int
+
+
+class _Answer(NamedTuple):
+    """What a client answers: losses on its held-out rows, and the sums, where they are asked for."""
+
+    losses: LossSums
+    sums: ClassSums | None
 
 
 def answer_for_head(app: ClientApp, setup: Callable[[Message, Context], HeadData]) -> None:
@@ -162,14 +178,14 @@ def fit_task_head(
     first = _asked(grid, [*grid.get_node_ids()], arrays, head, shape, timeout)
     fitted, second = tensors, first
     try:
-        sums = _total([_class_sums(content, shape) for content in first.values()])
+        sums = _total([answer.sums for answer in first.values() if answer.sums is not None])
         fitted = with_head(tensors, head, *fit_head(sums, shrinkage, bias=f"{head}.bias" in tensors))
     except FedrotError as error:
         log(WARNING, "Task head: it cannot be fitted, and stays as it is. %s", error)
     else:
         second = _asked(grid, [*first], replace_changed(arrays, tensors, fitted), "", shape, timeout)
-    before = _total([_loss_sums(first[node]) for node in second])
-    after = _total([_loss_sums(content) for content in second.values()])
+    before = _total([first[node].losses for node in second])
+    after = _total([answer.losses for answer in second.values()])
     better = _loss(after) < _loss(before)
     chosen, losses = (fitted, after) if better else (tensors, before)
     temperature = best_temperature(losses)
@@ -194,16 +210,6 @@ def fit_task_head(
     return found
 
 
-#: So many held-out rows of all clients together choose reliably enough.
-FEW = 100
-
-#: The tensors of ``ClassSums``.
-_SUMS = ("counts", "sums", "gram")
-
-#: The largest number in an answer, and the largest loss of one row: sums over clients stay finite.
-_LARGEST, _WORST = 1e100, 1e6
-
-
 def _asked(
     grid: Grid,
     nodes: list[int],
@@ -211,7 +217,7 @@ def _asked(
     head: str,
     shape: tuple[int, ...],
     timeout: float,
-) -> dict[int, RecordDict]:
+) -> dict[int, _Answer]:
     """Return the usable answers by node; the others are named in warnings.
 
     Raises:
@@ -225,7 +231,7 @@ def _asked(
         )
         for node in nodes
     ]
-    why, found, silent = "No client is connected.", dict[int, RecordDict](), set(nodes)
+    why, found, silent = "No client is connected.", dict[int, _Answer](), set(nodes)
     for answer in grid.send_and_receive(requests, timeout=timeout):
         node = answer.metadata.src_node_id
         if node not in silent:
@@ -237,14 +243,13 @@ def _asked(
                     f"it failed ({answer.error.reason!r:.200}); it needs "
                     "fedrot.strategies.answer_for_head on its ClientApp."
                 )
-            _loss_sums(answer.content)
-            if head:
-                _class_sums(answer.content, shape)
+            content = answer.content
+            read = _Answer(_loss_sums(content), _class_sums(content, shape) if head else None)
         except (FedrotError, KeyError, ValueError) as error:
             why = f"Client {node}: {error!s:.300}"
             log(WARNING, "Task head: an answer is left out. %s", why)
         else:
-            found[node] = answer.content
+            found[node] = read
     for node in silent:
         why = f"Client {node}: no answer came in time."
         log(WARNING, "Task head: %s", why)

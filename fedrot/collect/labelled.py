@@ -1,4 +1,4 @@
-"""What a model says about labelled data, for the collectors that compare it with the labels."""
+"""``labelled_logits``: a classifier's logits and the labels of its rows, batch by batch."""
 
 from __future__ import annotations
 

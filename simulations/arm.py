@@ -39,6 +39,9 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
 OF_ADAPTERS = "lora-"
 ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str}
 
+#: Ends the name of an arm whose final model gets a task head that is fitted to the clients' rows.
+TASK_HEAD = "+task-head"
+
 #: The aggregation of arms that name none.
 MEAN = "mean"
 
@@ -112,6 +115,9 @@ class Arm(BaseModel):
     ``joined-steps`` for as many steps as one client takes. ``#0+2`` at the end merges the replies of
     these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
 
+    ``+task-head`` after all that fits the task head of the final model to all clients' rows
+    (``fit_task_head``): the arm's last round is reported with it. It needs held-out rows, too.
+
     In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
     ``AdapterOptions``, ``lora-exact(gauge=previous)``.
 
@@ -138,6 +144,7 @@ class Arm(BaseModel):
     other_basis: bool = False
     canonical: bool | None = None
     adapters: AdapterOptions | None = None
+    fits_task_head: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -152,16 +159,18 @@ class Arm(BaseModel):
     def of_grammar(cls, text: str) -> Arm:
         """Read an arm as the class describes it; raises ``ValueError``."""
         merges_alone = re.split("[(#]", text)[0] in known_aggregations()
-        match = _GRAMMAR.fullmatch(f"plain/{text}" if merges_alone else text)
+        averages = text.removesuffix(TASK_HEAD)
+        match = _GRAMMAR.fullmatch(f"plain/{averages}" if merges_alone else averages)
         if match is None:
             raise ValueError(
                 f"arm '{text}' cannot be read; write "
-                "PARTS(OPTIONS)@ANCHOR~EVIDENCE*CHANCE:METRIC/AGGREGATION(ARGUMENTS)#CLIENTS, all but "
-                "PARTS may be left out"
+                "PARTS(OPTIONS)@ANCHOR~EVIDENCE*CHANCE:METRIC/AGGREGATION(ARGUMENTS)#CLIENTS"
+                f"{TASK_HEAD}, all but PARTS may be left out"
             )
         said = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
-            arm = cls.model_validate({"name": text, **_meaning(said)})
+            fits_task_head = averages != text
+            arm = cls.model_validate({"name": text, "fits_task_head": fits_task_head, **_meaning(said)})
         except ValueError as error:
             raise ValueError(f"arm '{text}': {error}") from error
         arm.check(None)
@@ -170,6 +179,8 @@ class Arm(BaseModel):
     def check(self, config: SimulationConfig | None) -> None:
         """Raise ``ValueError`` if what the arm evaluates together does not go with it or its setting."""
         reason = TOGETHER[self.aggregation].refused(self, config) if self.needs_updates else ""
+        if self.fits_task_head and (self.needs_updates or self.of_adapters):
+            reason = f"'{TASK_HEAD}' fits the head of one model, and here is none"
         if reason:
             raise ValueError(f"arm '{self.name}': {reason}")
 
@@ -209,6 +220,11 @@ class Arm(BaseModel):
         """Return whether the aggregation needs an argument: ``symmetry`` or ``score``."""
         entry = registered().get(self.aggregation)
         return entry is not None and argument in entry.inputs
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the arm chooses by the rows that clients hold out."""
+        return bool(self.guard) or self.takes("score") or self.fits_task_head
 
     @property
     def needs_updates(self) -> bool:

@@ -148,7 +148,7 @@ class SimulationConfig(BaseModel):
     arms: tuple[str, ...] = Field(
         ("plain", "aligned"),
         description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
-        ":METRIC of a guard such as aligned:loss, or /AGGREGATION such as aligned/regmean; "
+        ":METRIC of a guard such as aligned:loss, /AGGREGATION such as aligned/regmean, or +task-head; "
         "joined; of adapters lora-METHOD(OPTIONS) such as lora-exact(gauge=none); separated by commas.",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
@@ -245,10 +245,10 @@ class SimulationConfig(BaseModel):
                     f"arm '{arm.name}': learning needs all labels of every row, and domains lack some"
                 )
             arm.check(self)
-        if not self.holdout and any(arm.guard or arm.takes("score") for arm in arms):
+        if not self.holdout and any(arm.chooses for arm in arms):
             raise ValueError(
-                "guards and aggregations with a score choose by clients' held-out rows; holdout must "
-                "not be 0"
+                "guards, aggregations with a score and fitted task heads choose by clients' held-out "
+                "rows; holdout must not be 0"
             )
         return self
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import chain
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -71,6 +73,8 @@ class HeadData:
         training: returns the rows that the head is fitted to: keyword arguments of forward, with
             ``labels``.
         held_out: returns rows that the client has not trained on, in the same form.
+
+    A client without training rows, or without held-out ones, returns an empty list of them.
     """
 
     build: Callable[[], nn.Module]
@@ -101,9 +105,9 @@ class FittedHead:
 
 
 class _Answer(NamedTuple):
-    """What a client answers: losses on its held-out rows, and the sums, where they are asked for."""
+    """What a client answers: losses on its held-out rows and class sums, None where it has no rows."""
 
-    losses: LossSums
+    losses: LossSums | None
     sums: ClassSums | None
 
 
@@ -128,14 +132,24 @@ def answer_for_head(app: ClientApp, setup: Callable[[Message, Context], HeadData
 def _answer(message: Message, data: HeadData) -> RecordDict:
     model = data.build()
     model.load_state_dict(from_arrays(message.content.array_records[MODEL]))
-    held = collect_losses(model, data.held_out())
-    counts = torch.tensor([held.rows, held.correct], dtype=torch.float64)
-    content = RecordDict({LOSSES: to_arrays({"losses": held.losses, "counts": counts})})
+    content = RecordDict()
+    if held_out := _some(data.held_out()):
+        found = collect_losses(model, held_out)
+        counts = torch.tensor([found.rows, found.correct], dtype=torch.float64)
+        content[LOSSES] = to_arrays({"losses": found.losses, "counts": counts})
     (config,) = message.content.config_records.values()
-    if head := str(config.get(HEAD, "")):
-        sums = collect_classes(model, data.training(), head)
+    head = str(config.get(HEAD, ""))
+    if head and (training := _some(data.training())):
+        sums = collect_classes(model, training, head)
         content[SUMS] = to_arrays({name: getattr(sums, name) for name in _SUMS})
     return content
+
+
+def _some(batches: Batches) -> Batches | None:
+    """Return the batches, None if there is none."""
+    left = iter(batches)
+    first = next(left, None)
+    return None if first is None else chain([first], left)
 
 
 def fit_task_head(
@@ -145,6 +159,7 @@ def fit_task_head(
     *,
     head: str | None = None,
     shrinkage: float = 0.1,
+    config: ConfigRecord | None = None,
     timeout: float = 3600,
 ) -> FittedHead:
     """Fit the task head of a finished model to the rows of all connected clients.
@@ -161,13 +176,15 @@ def fit_task_head(
         model_config: the model's transformers configuration, or its dictionary.
         head: the name of the model's last linear layer; None finds it.
         shrinkage: see ``fedrot.head.fit_head``.
+        config: is sent along with both requests, as ``train_config`` is with a round's.
         timeout: seconds to wait for the answers to each of the two requests.
 
     Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
 
     Raises:
-        FedrotError: the shrinkage is not from 0 to 1; the model has no such layer; or no client gives a
-            usable answer (it needs ``answer_for_head`` on its ``ClientApp``), with the last reason.
+        FedrotError: the shrinkage is not from 0 to 1; the model has no such layer; no client has
+            held-out rows; or no client gives a usable answer (it needs ``answer_for_head`` on its
+            ``ClientApp``), with the last reason.
     """
     check_shrinkage(shrinkage)
     tensors = from_arrays(arrays)
@@ -175,17 +192,21 @@ def fit_task_head(
     if f"{head}.weight" not in tensors:
         raise FedrotError(f"The model has no layer '{head}'; see fedrot.head.head_of.")
     shape = tuple(tensors[f"{head}.weight"].shape)
-    first = _asked(grid, [*grid.get_node_ids()], arrays, head, shape, timeout)
+    ask = partial(_asked, grid, shape=shape, config=config or ConfigRecord(), timeout=timeout)
+    first = ask([*grid.get_node_ids()], arrays, head)
+    judges = [node for node, answer in first.items() if answer.losses is not None]
+    if not judges:
+        raise FedrotError("Task head: no client has held-out rows, so that no head can be chosen.")
     fitted, second = tensors, first
     try:
-        sums = _total([answer.sums for answer in first.values() if answer.sums is not None])
+        sums = _total(answer.sums for answer in first.values())
         fitted = with_head(tensors, head, *fit_head(sums, shrinkage, bias=f"{head}.bias" in tensors))
     except FedrotError as error:
         log(WARNING, "Task head: it cannot be fitted, and stays as it is. %s", error)
     else:
-        second = _asked(grid, [*first], replace_changed(arrays, tensors, fitted), "", shape, timeout)
-    before = _total([first[node].losses for node in second])
-    after = _total([answer.losses for answer in second.values()])
+        second = ask(judges, replace_changed(arrays, tensors, fitted), "")
+    before = _total(first[node].losses for node in second)
+    after = _total(answer.losses for answer in second.values())
     better = _loss(after) < _loss(before)
     chosen, losses = (fitted, after) if better else (tensors, before)
     temperature = best_temperature(losses)
@@ -215,7 +236,9 @@ def _asked(
     nodes: list[int],
     arrays: ArrayRecord,
     head: str,
+    *,
     shape: tuple[int, ...],
+    config: ConfigRecord,
     timeout: float,
 ) -> dict[int, _Answer]:
     """Return the usable answers by node; the others are named in warnings.
@@ -225,7 +248,7 @@ def _asked(
     """
     requests = [
         Message(
-            RecordDict({MODEL: arrays, "config": ConfigRecord({HEAD: head})}),
+            RecordDict({MODEL: arrays, "config": ConfigRecord({**config, HEAD: head})}),
             dst_node_id=node,
             message_type=MESSAGE_TYPE,
         )
@@ -243,8 +266,7 @@ def _asked(
                     f"it failed ({answer.error.reason!r:.200}); it needs "
                     "fedrot.strategies.answer_for_head on its ClientApp."
                 )
-            content = answer.content
-            read = _Answer(_loss_sums(content), _class_sums(content, shape) if head else None)
+            read = _read_answer(answer.content, shape if head else None)
         except (FedrotError, KeyError, ValueError) as error:
             why = f"Client {node}: {error!s:.300}"
             log(WARNING, "Task head: an answer is left out. %s", why)
@@ -256,6 +278,14 @@ def _asked(
     if not found:
         raise FedrotError(f"No client gave a usable answer about the task head. {why}")
     return found
+
+
+def _read_answer(content: RecordDict, shape: tuple[int, ...] | None) -> _Answer:
+    """Return a client's answer; ``shape`` is that of the head, None if no class sums are asked for."""
+    if shape is None:
+        return _Answer(_loss_sums(content), None)
+    losses = _loss_sums(content) if LOSSES in content else None
+    return _Answer(losses, _class_sums(content, shape) if SUMS in content or losses is None else None)
 
 
 def _class_sums(content: RecordDict, shape: tuple[int, ...]) -> ClassSums:
@@ -287,12 +317,16 @@ def _read(content: RecordDict, record: str, names: tuple[str, ...]) -> Tensors:
     return found
 
 
-def _total(given: list[_Sums]) -> _Sums:
-    """Return the sum over clients; there is one at least."""
-    total = given[0]
-    for sums in given[1:]:
-        total = total + sums
-    return total
+def _total(given: Iterable[_Sums | None]) -> _Sums:
+    """Return the sum over the clients that have rows.
+
+    Raises:
+        FedrotError: there is none.
+    """
+    known = [sums for sums in given if sums is not None]
+    if not known:
+        raise FedrotError("No client has rows for it.")
+    return reduce(lambda total, sums: total + sums, known)
 
 
 def _loss(sums: LossSums) -> float:

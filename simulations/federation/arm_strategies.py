@@ -27,7 +27,7 @@ from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, number_of_bytes
 from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task
-from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard
+from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard, fit_task_head
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import own_id
@@ -121,13 +121,16 @@ class CellStrategy(ReplyStrategy):
         )
         self.cell, self.network = cell, model
         self.current_round = 0
+        self.clients: Grid
+        self.job = ConfigRecord()
         self.trained_rounds: set[int] = set()
         self.updates: list[Moved] = []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self.current_round, self.updates = server_round, []
+        self.current_round, self.updates, self.clients = server_round, [], grid
+        self.job = config
         # Flower samples clients from the global generator.
         random.seed(f"{self.cell.seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
@@ -141,6 +144,8 @@ class CellStrategy(ReplyStrategy):
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the global model, or what the arm makes of the last round's updates."""
         cell, model = self.cell, self.network
+        if cell.arm.fits_task_head and server_round == cell.task.config.rounds:
+            arrays = self._with_fitted_head(server_round, arrays)
         if server_round > 0 and self.updates:
             evaluate = TOGETHER[cell.arm.aggregation].evaluate
             metrics = evaluate(cell.task, cell.arm, cell.seed, model, self.updates)
@@ -148,6 +153,15 @@ class CellStrategy(ReplyStrategy):
             load_tensors(model, arrays.to_torch_state_dict(), self.loads)
             metrics = cell.evaluate(model, server_round)
         return cell.finish_round(server_round, metrics)
+
+    def _with_fitted_head(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the final model with the better of two task heads, and write what clients said."""
+        config = ConfigRecord({**self.job, "server-round": server_round})
+        found = fit_task_head(self.clients, arrays, self.network.config, config=config)
+        losses = dict(zip(("as-it-was", "calibrated", "fitted"), found.losses, strict=True))
+        chosen = {"kept": float(found.fitted), "temperature": found.temperature, "rows": found.rows}
+        self.cell.record("task-head", server_round, {**losses, **chosen})
+        return found.arrays
 
     def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
         self.trained_rounds.add(self.current_round)

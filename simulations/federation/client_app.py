@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias, cast
@@ -31,6 +31,7 @@ from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, tensors_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.strategies import HeadData, answer_for_head
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import (
@@ -49,6 +50,8 @@ ALONE = "alone-"
 KEPT_BYTES = 2**30
 #: Key of the factors of an adapter that a client trains, if a plug-in's strategy says so.
 FACTORS = "fedrot-train"
+#: Rows in a batch from which a task head is fitted.
+HEAD_BATCH = 64
 #: Training rows that a client matches on.
 MATCHING_ROWS = 4096
 
@@ -132,6 +135,17 @@ class ClientJob:
         model = self.model()
         return training.step_batches(self.task, model, self.rows, limit, size, self.stream)
 
+    def of_task_head(self) -> HeadData:
+        """Return what the client's answers about the task head come from."""
+        kept, held_out = self.task.client_rows(self.seed, self.client)
+        training_rows, held_out_rows = (
+            partial(
+                training.step_batches, self.task, self.model(), rows, len(rows), HEAD_BATCH, self.stream
+            )
+            for rows in (kept, held_out)
+        )
+        return HeadData(self.model, training_rows, held_out_rows)
+
     @property
     def known_labels(self) -> list[int] | None:
         """The labels that the client's rows have, None if that is all of them."""
@@ -153,6 +167,9 @@ def _empty_model(config_json: str, rank: int | None, loads: str) -> nn.Module:
     torch.set_num_threads(1)
     task = task_of(config_json)
     return build_model(task.config, task.data, seed=0, rank=rank)
+
+
+answer_for_head(app, lambda message, context: ClientJob.read(message, context).of_task_head())
 
 
 @app.query()

@@ -48,6 +48,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
     Bad input fails here, before any run.
     """
+    from fedrot.head import head_of
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.models.architectures import pretrained_settings
     from fedrot.simulations.models.build import build_model, model_config
@@ -68,7 +69,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
             task.clients(seed)
         known = task.objective.diverged()
         arms = list(map(Arm.parse, config.arms))
-        for arm in (arm for arm in arms if arm.guard or arm.takes("score")):
+        for arm in (arm for arm in arms if arm.chooses):
             check_held_out(task, arm)
         for arm in arms:
             if arm.guard and arm.guard not in known:
@@ -77,6 +78,11 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         check_head(task)
         model = build_model(config, task.data, seed=0)
         check_model(task, model)
+        for arm in (arm for arm in arms if arm.fits_task_head):
+            try:
+                head_of(model.config, model.state_dict())
+            except FedrotError as error:
+                raise FedrotError(f"arm '{arm.name}': {error}") from error
         if config.moves:
             symmetry = symmetry_of(model_config(config, task.data), model.state_dict())
             for arm in filter(lambda arm: arm.align, arms):

@@ -15,10 +15,11 @@ Row: TypeAlias = Mapping[str, Any]
 
 BASELINE = "plain"
 CONFIDENCE = 0.95
-LOWER_IS_BETTER = frozenset({"loss", "perplexity", "pseudo_perplexity"})
+LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"})
 #: Units of metrics; others are shares, from 0 to 1.
 UNITS = {
     "loss": "nats",
+    "calibrated_loss": "nats",
     "perplexity": "from 1 up",
     "pseudo_perplexity": "from 1 up",
     "matthews": "-1 to 1",

@@ -28,7 +28,7 @@ from fedrot.simulations.models.architectures import pad_id_of
 from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
-from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
+from fedrot.simulations.tasks.scores import CALIBRATION, entity_scores, evaluate_predictions
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Classification(Objective):
     def of(cls, config: SimulationConfig, data: DataSet[Any]) -> Classification:
         if isinstance(data, DomainData):
             return DomainClassification(data.kind, data.metrics, data.domains)
-        return cls(data.kind, data.metrics)
+        return cls(data.kind, data.metrics + (CALIBRATION if data.kind == "single" else ()))
 
     @staticmethod
     def configure(settings: Any, data: DataSet[Any]) -> None:

@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import softmax
 
 from fedrot.simulations.data.data_set import Kind
+from fedrot.temperature import TEMPERATURES
 
 Array: TypeAlias = npt.NDArray[Any]
 Score: TypeAlias = Callable[[Array, Array], float]
@@ -25,7 +27,9 @@ def evaluate_predictions(
             rows and classes (``multi``), mean squared error (``regression``); in float64.
         metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1``, ``micro_f1``, ``f1``
             (of class 1), ``matthews``; ``pearson``, ``spearman`` for regression. Macro F1 averages
-            over the classes that occur in labels or predictions.
+            over the classes that occur in labels or predictions. For ``single``, ``CALIBRATION``: the
+            expected calibration error, of 15 bins of equal width (Guo et al. 2017, equation 3), and the
+            loss at the best temperature for these very rows, of those in ``fedrot.temperature``.
         outputs: logits ``[n, classes]`` (a multi-label class is predicted where its logit exceeds
             0), or predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
@@ -47,7 +51,7 @@ def evaluate_predictions(
         raise ValueError(
             f"{kind} outputs of shape {outputs.shape} do not fit labels of shape {labels.shape}"
         )
-    functions = _REGRESSION if kind == "regression" else _CLASSIFICATION
+    functions = _FUNCTIONS[kind]
     unknown = [metric for metric in metrics if metric not in functions]
     if unknown:
         raise ValueError(
@@ -58,7 +62,10 @@ def evaluate_predictions(
     predicted = outputs
     if kind != "regression":
         predicted = np.argmax(outputs, axis=1) if kind == "single" else np.where(outputs > 0, 1, 0)
-    scores = {metric: functions[metric](labels, predicted) for metric in metrics}
+    scores = {
+        metric: functions[metric](labels, outputs if metric in CALIBRATION else predicted)
+        for metric in metrics
+    }
     return {**scores, "loss": _LOSSES[kind](labels, outputs)}
 
 
@@ -116,6 +123,19 @@ def _correlation(name: str) -> Score:
     return score
 
 
+def _calibration_error(labels: Array, logits: Array) -> float:
+    probabilities = softmax(logits, axis=1)
+    confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, weights=hits - confidence, minlength=_BINS)
+    return float(np.abs(gaps).sum() / len(labels))
+
+
+def _calibrated_loss(labels: Array, logits: Array) -> float:
+    return min(_cross_entropy(labels, logits / temperature) for temperature in TEMPERATURES)
+
+
+_BINS = 15
 _CLASSIFICATION: dict[str, Score] = {
     "accuracy": _accuracy,
     "macro_f1": _sklearn("f1_score", average="macro", zero_division=0),
@@ -123,7 +143,15 @@ _CLASSIFICATION: dict[str, Score] = {
     "f1": _sklearn("f1_score", average="binary", zero_division=0),
     "matthews": _sklearn("matthews_corrcoef"),
 }
+_CALIBRATION: dict[str, Score] = {"ece": _calibration_error, "calibrated_loss": _calibrated_loss}
+#: Scores of logits, for labels of one class.
+CALIBRATION = tuple(_CALIBRATION)
 _REGRESSION = {"pearson": _correlation("pearsonr"), "spearman": _correlation("spearmanr")}
+_FUNCTIONS: dict[Kind, dict[str, Score]] = {
+    "single": {**_CLASSIFICATION, **_CALIBRATION},
+    "multi": _CLASSIFICATION,
+    "regression": _REGRESSION,
+}
 _LOSSES: dict[Kind, Score] = {
     "single": _cross_entropy,
     "multi": lambda labels, logits: float((np.logaddexp(0.0, logits) - labels * logits).mean()),

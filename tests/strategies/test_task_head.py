@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -157,6 +157,13 @@ def without(record: str) -> Callable[[Answer], None]:
     return lambda answer: answer.pop(record, None) and None
 
 
+def lacking(record: str, name: str) -> Callable[[Answer], None]:
+    def edit(answer: Answer) -> None:
+        answer.get(record, {}).pop(name, None)
+
+    return edit
+
+
 def of_another_shape(answer: Answer) -> None:
     if SUMS in answer:
         answer[SUMS] = {"counts": torch.ones(2), "sums": torch.ones(2, 3), "gram": torch.eye(3)}
@@ -167,8 +174,8 @@ def of_another_shape(answer: Answer) -> None:
 HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
     "fails": (lambda node: failure, "it needs fedrot.strategies.answer_for_head"),
     "is silent": (lambda node: lambda message: None, "no answer came in time"),
-    "no sums": (lambda node: edited(node, without(SUMS)), "no ArrayRecord"),
-    "no losses": (lambda node: edited(node, without(LOSSES)), "no ArrayRecord"),
+    "neither": (lambda node: edited(edited(node, without(SUMS)), without(LOSSES)), "no ArrayRecord"),
+    "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "of counts, sums, gram"),
     "another shape": (lambda node: edited(node, of_another_shape), "the head"),
     "NaN": (lambda node: edited(node, scaled(SUMS, "gram", float("nan"))), "NaN or Inf"),
     "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e200)), "values above 1e+100"),
@@ -178,6 +185,54 @@ HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
     "negative losses": (lambda node: edited(node, scaled(LOSSES, "losses", -1.0)), "negative"),
     "no rows": (lambda node: edited(node, scaled(LOSSES, "counts", 0.0)), "0.0 rows"),
 }
+
+
+def test_clients_without_training_rows_or_held_out_rows_give_what_they_have() -> None:
+    """Three clients, each split into one that only trains and one that only judges."""
+    apart = []
+    for node in three():
+        apart += [edited(node, without(LOSSES)), edited(node, without(SUMS))]
+    found, expected = fitted(apart), fitted(three())
+    assert (found.clients, found.rows) == (3, 120)
+    assert found.temperature == expected.temperature
+    assert found.losses == expected.losses
+    for name, tensor in tensors_of(found.arrays).items():
+        assert torch.equal(tensor, tensors_of(expected.arrays)[name])
+
+
+@pytest.mark.parametrize(("training", "held_out"), [(30, 0), (0, 30)])
+def test_a_client_may_lack_rows_of_one_kind(training: int, held_out: int) -> None:
+    """The client's own answer has no record of the rows that it lacks."""
+    app = ClientApp()
+    batches = [[rows(1, count)] if count else [] for count in (training, held_out)]
+    answer_for_head(
+        app, lambda message, context: HeadData(build, lambda: batches[0], lambda: batches[1])
+    )
+    sent: list[RecordDict] = []
+
+    def node(message: Message) -> Message:
+        sent.append(app(message, Context(1, 1, {}, RecordDict(), {})).content)
+        return Message(sent[-1], reply_to=message)
+
+    fitted([node, client(rows(7), rows(17))])
+    assert set(sent[0]) == ({SUMS} if training else {LOSSES})
+
+
+def test_without_any_held_out_row_no_head_can_be_chosen() -> None:
+    with pytest.raises(fedrot.FedrotError, match="no client has held-out rows"):
+        fitted([edited(node, without(LOSSES)) for node in three()])
+
+
+def test_the_configuration_travels_with_both_requests() -> None:
+    seen: list[Any] = []
+    (node,) = [client(rows(7), rows(17))]
+
+    def noting(message: Message) -> Message | None:
+        seen.extend(record["epoch"] for record in message.content.config_records.values())
+        return node(message)
+
+    fitted([noting], config=ConfigRecord({"epoch": 7}))
+    assert seen == [7, 7]
 
 
 @pytest.mark.parametrize("place", [0, 3])

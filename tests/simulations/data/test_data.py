@@ -504,6 +504,38 @@ def test_cross_entropy_and_accuracy_by_hand() -> None:
     assert scores["macro_f1"] == pytest.approx(2 / 9)
 
 
+def test_calibration_agrees_with_a_loop_over_bins_and_with_one_over_temperatures() -> None:
+    import torch
+    from torch.nn import functional
+
+    rng = np.random.default_rng(0)
+    logits, labels = 3 * rng.normal(size=(200, 4)), rng.integers(4, size=200)
+    found = evaluate_predictions("single", ("ece", "calibrated_loss"), logits, labels)
+    probabilities = torch.softmax(torch.from_numpy(logits), 1).numpy()
+    confidence, expected = probabilities.max(1), 0.0
+    for first in range(15):
+        own = (confidence >= first / 15) & (confidence < (first + 1) / 15)
+        if own.any():
+            hits = probabilities[own].argmax(1) == labels[own]
+            expected += own.mean() * abs(hits.mean() - confidence[own].mean())
+    assert found["ece"] == pytest.approx(expected, abs=1e-12)
+    targets = torch.from_numpy(labels)
+    losses = [
+        float(functional.cross_entropy(torch.from_numpy(logits) / 2 ** (step / 8), targets))
+        for step in range(-16, 33)
+    ]
+    assert found["calibrated_loss"] == pytest.approx(min(losses), rel=1e-12)
+    assert found["calibrated_loss"] < found["loss"]
+
+
+@pytest.mark.parametrize(("right", "expected"), [(4, 0.0), (2, 0.5), (0, 1.0)])
+def test_predictions_of_full_confidence_are_off_by_their_errors(right: int, expected: float) -> None:
+    labels = np.arange(4) % 2
+    predicted = np.where(np.arange(4) < right, labels, 1 - labels)
+    found = evaluate_predictions("single", ("ece",), 1e3 * np.eye(2)[predicted], labels)
+    assert found["ece"] == expected
+
+
 def test_losses_are_stable_and_agree_with_torch() -> None:
     import torch
     from torch.nn import functional

@@ -384,7 +384,7 @@ def test_the_metrics_of_a_shared_training_are_its_own(
     assert first["num-examples"] == len(task.client_rows(0, 0)[0])
     # Only in the last round clients are evaluated alone.
     assert {name for name in first if name.startswith("alone-")} == {
-        f"alone-{name}" for name in (*task.data.metrics, "loss")
+        f"alone-{name}" for name in (*task.data.metrics, "ece", "calibrated_loss", "loss")
     }
     assert not any(name.startswith("alone-") for name in metrics(2))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 from typing import Any
 
@@ -26,11 +27,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("arm", ["greedy", "aligned:loss"])
+@pytest.mark.parametrize("arm", ["greedy", "aligned:loss", "plain+task-head"])
 def test_arms_that_choose_need_held_out_rows_of_some_client(arm: str) -> None:
     config = SimulationConfig.from_flat({**SMALL, "arms": f"plain,{arm}"})
     with pytest.raises(
-        FedrotError, match=rf"arm '{arm}' chooses by clients' held-out rows, but holdout"
+        FedrotError, match=rf"arm '{re.escape(arm)}' chooses by clients' held-out rows, but holdout"
     ):
         runner.check([config])
     runner.check([config.model_copy(update={"holdout": 0.5})])

@@ -49,7 +49,7 @@ data = "mine"
 partition = "column:domain"
 """
 METRICS = {
-    "image": ["accuracy", "macro_f1", "loss"],
+    "image": ["accuracy", "macro_f1", "ece", "calibrated_loss", "loss"],
     "clm": ["perplexity", "loss"],
     "ner": ["f1", "precision", "recall", "loss"],
 }

@@ -1,0 +1,107 @@
+"""Arms whose final model gets a task head that is fitted to the clients' rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedrot.errors import FedrotError
+from fedrot.head import collect_classes, fit_head
+from fedrot.simulations.arm import Arm
+from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.federation import arm_strategies, runner
+from fedrot.simulations.federation.grid_run import run_alone
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import task_of
+from tests.strategies.fakes import tensors_of
+
+SMALL: dict[str, Any] = {
+    "task": "image",
+    "train_limit": 600,
+    "test_limit": 60,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "clients": 3,
+    "holdout": 0.3,
+    "rounds": 2,
+    "lr": 0.01,
+    "partition": "dirichlet:0.3",
+    "seeds": (0,),
+}
+
+
+def rows(config: SimulationConfig, arm: str, cache: Path) -> dict[tuple[str, int, str], float]:
+    """Return the values of a cell by scope, round and metric."""
+    found, _ = run_alone(config.to_json(), 0, "same", arm, str(cache))
+    return {(row["scope"], row["round"], row["metric"]): row["value"] for row in found.rows}
+
+
+def test_the_last_round_is_reported_with_the_head_that_is_fitted_to_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    real = arm_strategies.fit_task_head
+
+    def noting(grid: Any, arrays: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(grid, arrays, *args, **kwargs)
+        calls.append((tensors_of(arrays), found))
+        return found
+
+    monkeypatch.setattr(arm_strategies, "fit_task_head", noting)
+    config = SimulationConfig(**SMALL)
+    plain, fitted = (rows(config, arm, tmp_path) for arm in ("plain", "plain+task-head"))
+    ((before, found),) = calls
+    task = task_of(config.to_json())
+    model = build_model(config, task.data, seed=0)
+
+    model.load_state_dict(before)
+    trained = np.concatenate([task.client_rows(0, client)[0] for client in range(3)])
+    held_out = sum(len(task.client_rows(0, client)[1]) for client in range(3))
+    batches = training.step_batches(task, model, trained, len(trained), 32, 0)
+    weight, bias = fit_head(collect_classes(model, batches, "classifier"))
+    after = tensors_of(found.arrays)
+    assert found.fitted
+    for name, wanted in (("weight", weight), ("bias", bias)):
+        assert torch.allclose(
+            after[f"classifier.{name}"].double(), wanted.double() / found.temperature, atol=1e-4
+        )
+
+    model.load_state_dict(after)
+    measured = training.evaluate(model, task, task.test, np.arange(len(task.test)))
+    assert {name: fitted["central", 2, name] for name in measured} == measured
+    names = ("as-it-was", "calibrated", "fitted", "kept", "temperature", "rows")
+    wanted_row = (*found.losses, 1.0, found.temperature, held_out)
+    assert [fitted["task-head", 2, name] for name in names] == list(wanted_row)
+    changed = {key for key in fitted if key not in plain or fitted[key] != plain[key]}
+    timed = {key for key in changed if key[2].startswith("seconds-")}
+    assert changed - timed <= {
+        key for key in fitted if key[0] in ("task-head", "central") and key[1] == 2
+    }
+
+
+def test_a_head_of_another_task_is_refused_before_anything_is_trained() -> None:
+    config = SimulationConfig(task="clm", train_limit=100, holdout=0.2, arms=("plain+task-head",))
+    with pytest.raises(
+        FedrotError, match=r"arm 'plain\+task-head': A task head of .* the model has none"
+    ):
+        runner.check([config])
+
+
+@pytest.mark.parametrize("arm", ["lora-exact+task-head"])
+def test_there_is_one_model_whose_head_is_fitted(arm: str) -> None:
+    with pytest.raises(ValueError, match="fits the head of one model, and here is none"):
+        Arm.parse(arm)
+
+
+@pytest.mark.parametrize(
+    "arm", ["plain", "aligned@global*0:loss", "plain/regmean(alpha=0.5)", "ffn#0+1"]
+)
+def test_the_rest_of_the_name_keeps_its_meaning(arm: str) -> None:
+    alone, fitted = Arm.parse(arm), Arm.parse(f"{arm}+task-head")
+    assert fitted == alone.model_copy(update={"name": f"{arm}+task-head", "fits_task_head": True})

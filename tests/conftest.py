@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in long]
 
 
-def pytest_collection_finish() -> None:
-    """Spare garbage collections the libraries: QFedAvg and Bulyan ask for one with every reply."""
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Spare garbage collections what is older than the module: Flower asks for many of them."""
     gc.collect()
     gc.freeze()

@@ -115,6 +115,7 @@ def test_the_quickstart_runs_in_simulation(run: Run, toy: str) -> None:
     aligned_once(run.simulated(QUICKSTART, 2, toy))
 
 
+@pytest.mark.long
 def test_the_quickstart_runs_unchanged_in_a_deployment(run: Run, toy: str) -> None:
     offline = f"UV_OFFLINE=1 UV_CACHE_DIR={run.folder / 'uv'}"
     run.start("superlink", f"{offline} flower-superlink --insecure --port {run.port}")

@@ -72,7 +72,9 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
 
 
 @pytest.mark.parametrize("which", OPTIONS)
-@pytest.mark.parametrize("family", ["bert", "llama", "t5", "gptj", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["bert", "llama", pytest.param("t5", marks=pytest.mark.long), "gptj", "mixtral"]
+)
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
     anchor, *clients = _models(family)

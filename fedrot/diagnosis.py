@@ -1,4 +1,4 @@
-"""``diagnose``: whether clients have turned against each other, and which average to take."""
+"""``diagnose``: whether clients are in different coordinates, and which average to take."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ ROTATED = "attention"
 _ADVICE = {
     PLAIN: "nothing beyond chance: average as they are; {rotation}.",
     ALIGNED: (
-        "clients have turned against each other: average with FedRot, anchor 'running'; {rotation}, and "
+        "clients are in different coordinates: average with FedRot, anchor 'running'; {rotation}, and "
         "{beyond}."
     ),
     WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); {matching}.{data}",
@@ -124,7 +124,7 @@ def beyond_chance(lines: Sequence[Evidence]) -> bool:
 
 
 def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> Diagnosis:
-    """Find out whether clients have turned against each other, and which average to take.
+    """Find out whether clients are in different coordinates, and which average to take.
 
     Updates are aligned to the running mean of those before them, and to the base. What that removes of
     the squared distance is compared with what chance removes (``fedrot.matching.chance``). An update
@@ -136,7 +136,7 @@ def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> D
     Args:
         base: tensors of the model that the clients received.
         updates: tensors of the clients' models, of the same names and shapes; two or more tell whether
-            clients have turned against each other.
+            clients are in different coordinates.
         symmetry: from ``symmetry_of``.
 
     Raises:

@@ -164,11 +164,11 @@ def fit_task_head(
 ) -> FittedHead:
     """Fit the task head of a finished model to the rows of all connected clients.
 
-    Every client receives the model twice, and answers with sums over its rows. The server sees each
-    client's sums, and of a class with one row these are the row's features. A client that lies moves
-    the sums as it moves a mean. The head is fitted by linear discriminant analysis
-    (``fedrot.head.fit_head``), and kept only if its loss over all held-out rows is smaller than that of
-    the head as it was, each at its best temperature.
+    Every client receives the model, and answers with sums over its rows. Clients with held-out rows
+    receive it once more, with the fitted head. The server sees each client's sums. Of a class with one
+    row these are the row's features. A client that lies moves the sums as it moves a mean. The head is
+    fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only if its loss over
+    all held-out rows is smaller than that of the head as it was, each at its best temperature.
 
     Args:
         grid: of the server app.

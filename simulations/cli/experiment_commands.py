@@ -79,7 +79,7 @@ GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the g
 def simulate(
     grid: Annotated[Path | None, grid_argument("setting")] = None,
     *,
-    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; finished cells are skipped.")],
     settings: dict[str, Any],
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     workers: Workers = None,

@@ -149,7 +149,7 @@ def diagnose(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Say whether clients have turned against each other, and which average to take."""
+    """Say whether clients are in different coordinates, and which average to take."""
     from fedrot.simulations.diagnose.diagnosing import (
         diagnose_models,
         diagnose_run,

@@ -55,11 +55,11 @@ PAGE: HtmlPage[StrategyResults] = HtmlPage()
 #: What a round's evidence asks for, in words.
 _FOUND = {
     PLAIN: "alignment found nothing beyond chance",
-    ALIGNED: "clients had turned against each other",
+    ALIGNED: "the clients are in different coordinates",
     WHOLE: "replies came from another basis, and were matched as whole models",
 }
 _WORDS = {
-    "turned": "two clients hold the same head in coordinates that differ by a rotation",
+    "different coordinates": "two clients hold the same head in coordinates that differ by a rotation",
     "chance": "what the best rotation removes from noise alone",
     "moved": "a group of weights was brought into the anchor's coordinates before it was averaged",
 }

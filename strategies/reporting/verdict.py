@@ -25,9 +25,9 @@ class Movement:
 
 #: What is said about the parts, by the name of the movement. Plug-ins add parts of their own.
 MOVEMENTS = {
-    "rotation": Movement(("attention",), "clients had turned against each other"),
-    "permutation": Movement(("residual", "output", "heads", "ffn"), "units had changed places"),
-    "rescaling": Movement(("rescale",), "heads had changed their scale"),
+    "rotation": Movement(("attention",), "heads are rotated relative to each other"),
+    "permutation": Movement(("residual", "output", "heads", "ffn"), "units are in another order"),
+    "rescaling": Movement(("rescale",), "heads differ in scale"),
 }
 
 #: Names of metrics.
@@ -68,7 +68,7 @@ def verdict(
         lost: why the round gave no new model; empty if it gave one.
 
     Returns:
-        For example ``rotation 12.7 % of the distance, chance 6.1 %: clients had turned against each
+        For example ``rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to each
         other; 12 of 16 groups moved``.
     """
     if not accepted:

@@ -84,7 +84,7 @@ def test_clients_that_turned_against_each_other_are_named() -> None:
     assert [(each.part, each.layer) for each in found.clients] == [
         (part, layer) for layer in range(LAYERS) for part in ("attention", "ffn")
     ]
-    assert str(found).startswith("Clients have turned against each other: average with FedRot, anchor ")
+    assert str(found).startswith("Clients are in different coordinates: average with FedRot, anchor ")
     assert str(found).endswith(f", and {6 * LAYERS} of {6 * LAYERS} groups exceed 1.5 times it.")
 
 
@@ -203,7 +203,7 @@ def test_models_that_match_no_better_than_chance_need_data() -> None:
 def test_the_sentence_shows_the_evidence_that_decides() -> None:
     found = Diagnosis((0.9, 0.9), (line(3.5, 6.1),), (line(12.7, 6.1, moved=9, beyond=9),), ())
     assert str(found) == (
-        "Clients have turned against each other: average with FedRot, anchor 'running'; rotation 12.7 % "
+        "Clients are in different coordinates: average with FedRot, anchor 'running'; rotation 12.7 % "
         "of the distance, chance 6.1 %, and 9 of 20 groups exceed 1.5 times it."
     )
 

@@ -79,7 +79,7 @@ def test_saved_models_are_diagnosed_in_tables_and_a_sentence(save: Any) -> None:
     assert "Updates to the mean of those before" in output
     assert "Updates to the base" in output
     assert "share found" in output
-    assert "Clients have turned against each other: average with FedRot" in output
+    assert "Clients are in different coordinates: average with FedRot" in output
     assert f"fedrot merge {folders[1]} {folders[2]}" in "".join(output.split("\n"))
     assert "--parts" not in output
     (found,) = read(*folders)
@@ -185,7 +185,7 @@ def test_the_rows_of_a_strategy_are_diagnosed_by_rounds_of_one_choice(tmp_path: 
     assert first["base"] == first["whole"] == first["cosines"] == []
     code, output = diagnose(file)
     assert code == 0
-    assert "rounds 1-2, 5: Clients have turned against each other" in output
+    assert "rounds 1-2, 5: Clients are in different coordinates" in output
     assert "rounds 3-4: Nothing beyond chance: average as they are" in output
 
 

@@ -32,7 +32,7 @@ from tests.models import HEADS, State, near
 from tests.strategies.classifier import SYMMETRY, build, permuted, state
 from tests.strategies.fakes import ArrayRecord, FakeGrid, failure, reply
 
-TURNED = "clients had turned against each other"
+TURNED = "heads are rotated relative to each other"
 
 
 def rows(
@@ -63,7 +63,7 @@ def found(*reports: AlignmentReport, **about: Any) -> str:
 def test_clients_that_had_turned() -> None:
     client = report(*rows("attention", 0.2, 0.16, 0.08, 0.068, moved=3))
     assert found(*[client] * 4) == (
-        "rotation 12.7 % of the distance, chance 6.1 %: clients had turned against each other; "
+        "rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to each other; "
         "12 of 16 groups moved"
     )
 
@@ -72,7 +72,7 @@ def test_shares_are_of_the_distance_of_all_clients() -> None:
     """A client ten times as far away counts ten times, and the feed-forward layers do not count."""
     near_by = report(*rows("attention", 0.3, moved=1), *rows("ffn", 0.0, chance=0.0))
     far = report(*rows("attention", 0.1, moved=1, of=1000.0), *rows("ffn", 0.0, chance=0.0, of=1000.0))
-    assert found(near_by, far).startswith("rotation 11.8 % of the distance, chance 6.1 %: clients")
+    assert found(near_by, far).startswith("rotation 11.8 % of the distance, chance 6.1 %: heads")
 
 
 def test_nothing_beyond_chance() -> None:
@@ -97,7 +97,8 @@ def test_permutations_near_an_anchor_find_nothing_and_chance_neither() -> None:
 def test_units_that_had_changed_places() -> None:
     client = report(*rows("ffn", 0.2, 0.0, chance=0.004, moved=1))
     assert found(client) == (
-        "permutation 10.0 % of the distance, chance 0.4 %: units had changed places; 1 of 2 groups moved"
+        "permutation 10.0 % of the distance, chance 0.4 %: units are in another order; "
+        "1 of 2 groups moved"
     )
 
 
@@ -107,8 +108,8 @@ def test_every_movement_is_named_and_only_those_beyond_chance_are_a_cause() -> N
     client = report(*turned, *rows("heads", 0.2, chance=0.0, moved=1), *scaled)
     assert found(client) == (
         "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance "
-        "0.0 %; rescaling 0.1 % of the distance, chance 0.4 %: clients had turned against each other "
-        "and units had changed places; 3 of 3 groups moved"
+        "0.0 %; rescaling 0.1 % of the distance, chance 0.4 %: heads are rotated relative to each other "
+        "and units are in another order; 3 of 3 groups moved"
     )
 
 
@@ -122,7 +123,7 @@ def test_a_movement_whose_groups_stayed_is_no_cause() -> None:
     client = report(*rows("attention", 0.24), *rows("heads", 0.2, chance=0.0, moved=1))
     assert found(client) == (
         "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance "
-        "0.0 %: units had changed places; 1 of 2 groups moved"
+        "0.0 %: units are in another order; 1 of 2 groups moved"
     )
 
 
@@ -206,7 +207,7 @@ def test_the_last_lines_of_a_run() -> None:
     verdicts = {1: f"rotation 12.7 %: {TURNED}", 2: "said only once", 10: "nothing beyond chance"}
     assert run_lines(rounds, verdicts, Path("runs/a.jsonl")) == [
         "Alignment moved groups in 2 of 3 rounds.",
-        "Round 1: rotation 12.7 %: clients had turned against each other.",
+        "Round 1: rotation 12.7 %: heads are rotated relative to each other.",
         "Round 10: nothing beyond chance.",
         "3 replies were dropped, in 2 rounds.",
         "Rows of the rounds: 'runs/a.jsonl'. A page of them: fedrot report 'runs/a.jsonl'",
@@ -292,7 +293,7 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
     lines = lines_of(caplog, strategy, [turned(client) for client in range(3)], 1)
     counts, sentence, _ = [line for line in lines if line.startswith("Round 1: ")]
     assert counts.startswith("Round 1: replies: 3 accepted, 0 dropped, 0 failed; ")
-    assert "clients had turned against each other; 2 of 18 groups moved" in sentence
+    assert "heads are rotated relative to each other; 2 of 18 groups moved" in sentence
     first, *_, last = lines[lines.index(sentence) + 1 :]
     assert "Aggregated MetricRecord" in first
     assert lines[-4:-1] == [

@@ -793,14 +793,15 @@ def test_kills_inside(tmp_path: Path, server: Server, undisturbed: Any, begin: s
 
 
 def test_a_run_that_is_killed_over_and_over(tmp_path: Path, server: Server, undisturbed: Any) -> None:
+    """Once in every round, at a moment drawn from the time that one takes."""
     expected, times = undisturbed
-    drawn, kills = random.Random(21), 0
-    while kills < 12:
-        round_trip = times["finish"] / KILLED_ROUNDS
-        killed = server.run("play", Kill((1 + 2 * drawn.random()) * round_trip), folder=str(tmp_path))
-        if killed.code == 0:
-            break
-        kills += 1
-    print("killed over and over:", kills)
-    assert kills > 1
+    drawn, round_trip = random.Random(21), times["finish"] / KILLED_ROUNDS
+    codes = [
+        server.run(
+            "play", Kill(drawn.random() * round_trip, f"aggregate {number}"), folder=str(tmp_path)
+        ).code
+        for number in range(1, KILLED_ROUNDS)
+    ]
+    print("killed over and over:", codes)
+    assert set(codes) == {-signal.SIGKILL}
     finish(server, tmp_path, expected)

@@ -10,10 +10,11 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
+from fedrot.strategies.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.task_head import HeadData, answer_for_head, fit_task_head
+from fedrot.strategies.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
 
@@ -24,14 +25,15 @@ __all__ = [
     "FedRot",
     "FedRotLoRA",
     "Guard",
-    "HeadData",
+    "LabelledRows",
     "Matching",
     "OtherBasis",
     "ReplyStrategy",
     "Reporting",
     "Server",
     "align_mod",
-    "answer_for_head",
+    "answer_with_sums",
+    "evaluate_at_clients",
     "fit_task_head",
     "from_arrays",
     "match_at_client",

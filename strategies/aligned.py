@@ -47,7 +47,7 @@ class Aligned(ReplyStrategy):
         alignment: what to align, and to which anchor, see ``fedrot.AlignmentOptions``. None aligns
             nothing: accepted replies reach the strategy behind as they are.
         other_basis: how to align replies from another basis; None aligns them like all others.
-        guard: name of a metric, or ``Guard``: the plain mean is kept where it is better.
+        guard: name of a metric, or ``Guard``: the plain mean of a round is kept where it is better.
         **kwargs: of ``ReplyStrategy``, and of the strategy behind.
 
     Raises:
@@ -58,6 +58,9 @@ class Aligned(ReplyStrategy):
     """
 
     not_in_checkpoints = ("model_config", "symmetry", "alignment", "other_bases", "comparison")
+
+    #: Builds what merges a round's updates; None for the mean, see ``FedRot``.
+    aggregation: Callable[[], Aggregator] | None = None
 
     def __init__(
         self,
@@ -78,7 +81,11 @@ class Aligned(ReplyStrategy):
         self.alignment = alignment
         self.other_bases = OtherBases(other_basis) if other_basis is not None else None
         other = self.other_bases.options if self.other_bases is not None else None
-        self.comparison = comparison_of(guard, alignment, other) if guard is not None else None
+        self.comparison = (
+            comparison_of(guard, alignment, other, aggregates=self.aggregation is not None)
+            if guard is not None
+            else None
+        )
 
     def summary(self) -> None:
         """Log what is aligned, then how replies are taken and the summary of the strategy behind."""

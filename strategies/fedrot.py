@@ -78,6 +78,7 @@ class FedRot(Aligned, FedAvg):
         checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
     ) -> None:
+        self.aggregation = _builder(aggregation)
         super().__init__(
             model_config,
             alignment=alignment,
@@ -97,7 +98,6 @@ class FedRot(Aligned, FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
-        self.aggregation = _builder(aggregation)
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
         if self._kinds and self.alignment is not None:
             # Statistics of the update that a client sends are not those of its canonical form.

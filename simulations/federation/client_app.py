@@ -31,7 +31,7 @@ from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, tensors_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies import HeadData, answer_for_head
+from fedrot.strategies import LabelledRows, answer_with_sums
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import (
@@ -135,7 +135,7 @@ class ClientJob:
         model = self.model()
         return training.step_batches(self.task, model, self.rows, limit, size, self.stream)
 
-    def of_task_head(self) -> HeadData:
+    def of_task_head(self) -> LabelledRows:
         """Return what the client's answers about the task head come from."""
         kept, held_out = self.task.client_rows(self.seed, self.client)
         training_rows, held_out_rows = (
@@ -144,7 +144,7 @@ class ClientJob:
             )
             for rows in (kept, held_out)
         )
-        return HeadData(self.model, training_rows, held_out_rows)
+        return LabelledRows(self.model, training_rows, held_out_rows)
 
     @property
     def known_labels(self) -> list[int] | None:
@@ -169,7 +169,7 @@ def _empty_model(config_json: str, rank: int | None, loads: str) -> nn.Module:
     return build_model(task.config, task.data, seed=0, rank=rank)
 
 
-answer_for_head(app, lambda message, context: ClientJob.read(message, context).of_task_head())
+answer_with_sums(app, lambda message, context: ClientJob.read(message, context).of_task_head())
 
 
 @app.query()

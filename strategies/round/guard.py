@@ -1,4 +1,4 @@
-"""``Guard``: a round keeps the better of the plain and the aligned mean, on data of the server."""
+"""``Guard``: a round keeps the plain mean where its own result is no better."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ HIGHER = frozenset(
     ("accuracy", "acc", "precision", "recall", "f1", "auc", "matthews", "pearson", "spearman", "r2")
 )
 
-#: Names of the two means, in metrics and in the log; of equal values the first is kept.
+#: Names of the two results in metrics; of equal values the first is kept.
 PLAIN, ALIGNED = "plain", "aligned"
+#: Name, in the log, of the result of an aggregation.
+MERGED = "merged"
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Keeps the plain mean of a round where it is better than the aligned one.
+    """Keeps the plain mean of a round where it is better than what the round makes of the updates.
 
-    A round averages the updates as they were received, beside the aligned ones. At its end the server
-    evaluates both means and keeps the better one; of equal ones, and where nothing was moved, the plain
-    one. This takes the host memory of one more model (of one more aggregator, where replies bring
-    statistics), and up to two evaluations a round.
+    A round averages the updates as they were received, beside what it makes of the aligned ones: their
+    mean, or the result of ``FedRot``'s ``aggregation``. At its end the server evaluates both and keeps
+    the better one; of equal ones, and of two means of updates that were not moved, the plain one. This
+    takes the host memory of one more model, and up to two evaluations a round.
 
     Server optimisers (FedAvgM, FedAdam, ...) receive the mean that was kept. What is evaluated are the
     means, not the optimiser's steps from them.
@@ -75,13 +77,16 @@ class Guard:
 
 
 class Comparison:
-    """The settings ``Guard`` at work: evaluates the plain and the aligned mean, and keeps the better.
+    """The settings ``Guard`` at work: evaluates the plain mean and the other result, keeps the better.
 
-    ``always`` evaluates them in rounds in which no group was moved, too.
+    Args:
+        guard: the settings.
+        name: of the other result, in the log.
+        always: whether means are evaluated in rounds in which no group was moved, too.
     """
 
-    def __init__(self, guard: Guard, always: bool = False) -> None:
-        self.guard, self._always = guard, always
+    def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
+        self.guard, self._name, self._always = guard, name, always
         self._evaluate = guard.evaluate
         self._known: tuple[int, ArrayRecord, MetricRecord] | None = None
 
@@ -132,7 +137,7 @@ class Comparison:
         return False
 
     def kept(self, record: RoundRecord, aligned: ArrayRecord, plain: ArrayRecord) -> ArrayRecord:
-        """Evaluate both means of a round, and return the better one.
+        """Evaluate both results of a round, and return the better one.
 
         Raises:
             FedrotError: the evaluation gives no number for the metric.
@@ -143,8 +148,9 @@ class Comparison:
         best = max(values, key=lambda name: self._goodness(values[name]))
         if self.guard.evaluate is None:
             self._known = number, means[best], found[best]
-        shown = (number, values[ALIGNED], values[PLAIN], self.guard.metric, best)
-        message = "Round %d: aligned %.4g, plain %.4g %s: kept %s"
+        kept = PLAIN if best == PLAIN else self._name
+        shown = (number, self._name, values[ALIGNED], values[PLAIN], self.guard.metric, kept)
+        message = "Round %d: %s %.4g, plain %.4g %s: kept %s"
         self._note(record, best, values, message, *shown)
         return means[best]
 
@@ -184,7 +190,11 @@ class Comparison:
 
 
 def comparison_of(
-    given: object, alignment: AlignmentOptions | None, other_basis: AlignmentOptions | None
+    given: object,
+    alignment: AlignmentOptions | None,
+    other_basis: AlignmentOptions | None,
+    *,
+    aggregates: bool,
 ) -> Comparison:
     """Return the comparison that a strategy's argument ``guard`` asks for.
 
@@ -192,18 +202,20 @@ def comparison_of(
         given: a metric's name, or the settings.
         alignment: of the strategy.
         other_basis: what replies in another basis are aligned with; None if they are not told apart.
+        aggregates: whether the strategy has an aggregation of its own.
 
     Raises:
-        FedrotError: it is something else, nothing is aligned, or see ``Guard``.
+        FedrotError: it is something else, there is only the plain mean, or see ``Guard``.
     """
     guard = Guard(given) if isinstance(given, str) else given
     if not isinstance(guard, Guard):
         kind = type(given).__name__
         raise FedrotError(f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard.")
-    if alignment is None:
+    if alignment is None and not aggregates:
         raise FedrotError(
             "guard compares the aligned mean with the plain one; with alignment=None there is only the "
             "plain one. Leave one of the two arguments out."
         )
     # Canonical tensors differ even where no group is moved.
-    return Comparison(guard, any(o is not None and o.may_be_canonical for o in (alignment, other_basis)))
+    canonical = any(o is not None and o.may_be_canonical for o in (alignment, other_basis))
+    return Comparison(guard, MERGED if aggregates else ALIGNED, canonical)

@@ -90,7 +90,7 @@ class _Candidate:
     """
 
     aggregator: Aggregator
-    plain: Aggregator | None = None
+    plain: Mean | None = None
     taken: list[tuple[int, str, RecordDict]] = field(default_factory=list)
 
     def add(self, moved: Moved, refusal: str = "") -> None:
@@ -112,7 +112,7 @@ class Averaged:
     An aggregator takes its first update as the model of all others. Another one is built from an update
     that none takes: as many as there are clients whose statistics have a form of their own.
 
-    ``comparison`` chooses between the result and that of the same updates as they were received.
+    ``comparison`` chooses between the result and the mean of the same updates as they were received.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Averaged:
         return counts
 
     def _candidate(self, aggregator: Aggregator) -> _Candidate:
-        return _Candidate(aggregator, self._build() if self.comparison is not None else None)
+        return _Candidate(aggregator, Mean() if self.comparison is not None else None)
 
     def _taker(self, moved: Moved) -> _Candidate:
         refusals: list[UpdateError] = []
@@ -163,7 +163,7 @@ class Averaged:
     def chosen(self) -> tuple[list[Aggregator], list[RecordDict]]:
         """Return the best aggregator and the metrics of its clients; drop the updates of the others.
 
-        With a guard, the aggregator of the same updates as they were received comes second.
+        With a guard, the mean of the same updates as they were received comes second.
         """
         best = self._best
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
@@ -207,7 +207,8 @@ class Averaged:
         if not record.enough(wrapped.min_replies):
             return None, contents, False
         sent = wrapped.broadcast if wrapped.wrapped_class is FedAvg else plain(wrapped.broadcast)
-        if comparison is None or not comparison.needed(record):
+        of_mean = type(aggregators[0]) is Mean
+        if comparison is None or (of_mean and not comparison.needed(record)):
             return self._encoded(aggregators[0], sent), contents, False
         as_received = self._encoded(aggregators.pop(), sent)
         aligned = self._encoded(aggregators.pop(), sent)

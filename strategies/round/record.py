@@ -139,7 +139,7 @@ class RoundRecord:
     def losses(self) -> dict[str, float | int]:
         """Return the figures that are reported without alignment, too, but those that are 0."""
         losses = {name: figure.of(self) for name, figure in FIGURES.items() if figure.loss}
-        return {name: value for name, value in losses.items() if value} | self.measured
+        return {name: value for name, value in losses.items() if value} | self.measured | self.guard
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End a run in whose first round every reply was dropped for the same reason.

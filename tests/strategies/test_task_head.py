@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.head import collect_classes, fit_head
-from fedrot.strategies import HeadData, answer_for_head, fit_task_head
-from fedrot.strategies.task_head import LOSSES, SUMS
+from fedrot.strategies import LabelledRows, answer_with_sums, fit_task_head
+from fedrot.strategies.held_out import LOSSES, SUMS
 from fedrot.temperature import TEMPERATURES
 from tests.models import VOCABULARY, State, config_of
 from tests.strategies.classifier import NAME, build, state
@@ -45,8 +45,8 @@ def as_predicted(given: Rows) -> Rows:
 def client(training: Rows, held_out: Rows) -> Client:
     """Return a node with a real ``ClientApp``."""
     app = ClientApp()
-    answer_for_head(
-        app, lambda message, context: HeadData(build, lambda: [training], lambda: [held_out])
+    answer_with_sums(
+        app, lambda message, context: LabelledRows(build, lambda: [training], lambda: [held_out])
     )
     return lambda message: app(message, Context(1, 1, {}, RecordDict(), {}))
 
@@ -172,7 +172,7 @@ def of_another_shape(answer: Answer) -> None:
 
 #: Answers that are left out, and a part of the reason.
 HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
-    "fails": (lambda node: failure, "it needs fedrot.strategies.answer_for_head"),
+    "fails": (lambda node: failure, "it needs fedrot.strategies.answer_with_sums"),
     "is silent": (lambda node: lambda message: None, "no answer came in time"),
     "neither": (lambda node: edited(edited(node, without(SUMS)), without(LOSSES)), "no ArrayRecord"),
     "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "of counts, sums, gram"),
@@ -205,8 +205,8 @@ def test_a_client_may_lack_rows_of_one_kind(training: int, held_out: int) -> Non
     """The client's own answer has no record of the rows that it lacks."""
     app = ClientApp()
     batches = [[rows(1, count)] if count else [] for count in (training, held_out)]
-    answer_for_head(
-        app, lambda message, context: HeadData(build, lambda: batches[0], lambda: batches[1])
+    answer_with_sums(
+        app, lambda message, context: LabelledRows(build, lambda: batches[0], lambda: batches[1])
     )
     sent: list[RecordDict] = []
 

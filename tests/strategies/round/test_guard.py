@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import (
 )
 
 import fedrot
-from fedrot.aggregation import Fisher, RegMean
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.errors import FedrotError
 from fedrot.strategies import Aligned, Checkpointing, FedRot, Guard, Reporting, Server
 from tests.fedrot.pretend import Pretend
@@ -291,7 +291,7 @@ def test_statistics_go_with_their_updates(
     guard = Guard("accuracy", evaluate=points(better))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, **given), clients)
     if better == "plain":
-        wanted = merged(aggregation(), clients)
+        wanted = merged(Mean(), clients)
     else:
         wanted = tensors_of(play(FedRot(SYMMETRY, **given), clients)[0])
     assert apart(found, wanted) <= 1e-6
@@ -307,7 +307,22 @@ def test_both_means_are_of_the_same_clients() -> None:
     guard = Guard("accuracy", evaluate=points("plain"))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, aggregation=RegMean), clients)
     assert metrics["fedrot-replies-dropped"] == 1
-    assert apart(found, merged(RegMean(), clients[1:])) <= 1e-6
+    assert apart(found, merged(Mean(), clients[1:])) <= 1e-6
+
+
+@BOTH
+def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
+    better: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    caplog.set_level("INFO", "flwr")
+    clients = honest(grams)
+    guard = Guard("accuracy", evaluate=points(better))
+    found, metrics = play(FedRot(guard=guard, aggregation=RegMean, alignment=None), clients)
+    assert apart(found, merged(RegMean() if better == "aligned" else Mean(), clients)) <= 1e-6
+    assert metrics[KEPT] == int(better == "aligned")
+    assert apart(merged(RegMean(), clients), merged(Mean(), clients)) > 1e-3
+    assert f"accuracy: kept {'merged' if better == 'aligned' else 'plain'}" in caplog.text
 
 
 @BOTH
@@ -357,7 +372,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
 
 def test_the_page_about_the_guard_runs() -> None:
     page = Path(__file__).parents[3] / "docs/how-to/guard.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    block, *_ = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     scored: list[Any] = []
 
     def accuracy(model: Any, data: Any) -> float:

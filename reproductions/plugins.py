@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import reproductions.arms
-import reproductions.barriers.methods
-import reproductions.report.sections  # noqa: F401
 from fedrot.simulations.grids import FOLDERS
 
 FOLDERS.append(Path(__file__).parent / "grids")

@@ -145,7 +145,7 @@ class CellStrategy(ReplyStrategy):
         """Evaluate the global model, or what the arm makes of the last round's updates."""
         cell, model = self.cell, self.network
         if cell.arm.fits_task_head and server_round == cell.task.config.rounds:
-            arrays = self._with_fitted_head(server_round, arrays)
+            arrays = self.with_fitted_head(server_round, arrays)
         if server_round > 0 and self.updates:
             evaluate = TOGETHER[cell.arm.aggregation].evaluate
             metrics = evaluate(cell.task, cell.arm, cell.seed, model, self.updates)
@@ -154,7 +154,7 @@ class CellStrategy(ReplyStrategy):
             metrics = cell.evaluate(model, server_round)
         return cell.finish_round(server_round, metrics)
 
-    def _with_fitted_head(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+    def with_fitted_head(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the final model with the better of two task heads, and write what clients said."""
         config = ConfigRecord({**self.job, "server-round": server_round})
         found = fit_task_head(self.clients, arrays, self.network.config, config=config)

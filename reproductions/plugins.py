@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import reproductions.arms
+import reproductions.barriers.methods
+import reproductions.report.sections
+import reproductions.task_heads  # noqa: F401
 from fedrot.simulations.grids import FOLDERS
 
 FOLDERS.append(Path(__file__).parent / "grids")

@@ -9,6 +9,7 @@ from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
+from fedrot.strategies.client_statistics import add_statistics
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
@@ -30,6 +31,7 @@ __all__ = [
     "ReplyStrategy",
     "Reporting",
     "Server",
+    "add_statistics",
     "align_mod",
     "answer_for_head",
     "fit_task_head",

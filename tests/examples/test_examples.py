@@ -115,6 +115,13 @@ def test_the_quickstart_runs_in_simulation(run: Run, toy: str) -> None:
     aligned_once(run.simulated(QUICKSTART, 2, toy))
 
 
+def test_the_clients_of_the_quickstart_send_statistics_for_regmean(run: Run, toy: str) -> None:
+    log = run.simulated(QUICKSTART, 2, f'{toy} aggregation="regmean"')
+    assert log.index("every reply needs 'gram'; clients call") < log.index("[ROUND 1/1]"), log
+    assert "Round 1: replies: 2 accepted, 0 dropped, 0 failed" in log, log
+    assert "accuracy" in log, log
+
+
 def test_the_quickstart_runs_unchanged_in_a_deployment(run: Run, toy: str) -> None:
     offline = f"UV_OFFLINE=1 UV_CACHE_DIR={run.folder / 'uv'}"
     run.start("superlink", f"{offline} flower-superlink --insecure --port {run.port}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedrot.strategies import add_statistics
 from huggingface_example import task
 
 app = ClientApp()
@@ -20,6 +21,7 @@ def train(message: Message, context: Context) -> Message:
     loss = task.train(model, rows, int(config["local-epochs"]), float(config["learning-rate"]))
     metrics = {"num-examples": len(rows.dataset), "train-loss": loss}
     content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)})
+    add_statistics(content, message, model, rows)
     return Message(content, reply_to=message)
 
 

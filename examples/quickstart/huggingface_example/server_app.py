@@ -20,6 +20,7 @@ def main(grid: Grid, context: Context) -> None:
         model.config,
         fraction_train=float(config["fraction-train"]),
         fraction_evaluate=float(config["fraction-evaluate"]),
+        aggregation=str(config["aggregation"]),
     )
     rounds = int(config["num-server-rounds"])
     strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds)

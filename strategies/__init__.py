@@ -13,6 +13,7 @@ from fedrot.strategies.client_statistics import add_statistics
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
+from fedrot.strategies.secure_regmean import SecureRegMean, regmean_mod
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.task_head import HeadData, answer_for_head, fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
@@ -30,6 +31,7 @@ __all__ = [
     "OtherBasis",
     "ReplyStrategy",
     "Reporting",
+    "SecureRegMean",
     "Server",
     "add_statistics",
     "align_mod",
@@ -37,6 +39,7 @@ __all__ = [
     "fit_task_head",
     "from_arrays",
     "match_at_client",
+    "regmean_mod",
     "statistics_record",
     "to_arrays",
     "token_counts_record",

@@ -5,9 +5,10 @@ broadcast weight, needs two sums over clients and nothing of a single one. So a 
 regressed weight by ``D_i G_i`` and appends ``G_i``. Flower averages these arrays, masked or not, like
 all parameters, and the server solves for ``W``.
 
-Secure aggregation rounds to fixed steps and clips. So inputs are scaled: unit ``j`` by ``s_j``, which
-the server finds from inputs of its own, or from the last round's sums, and sends to all of them. With
-``S = diag(s)``, ``D G S`` and ``S G S`` travel, and ``D = (D G S) (S G S)^-1 S``.
+Secure aggregation rounds to fixed steps and clips. So inputs are scaled, unit ``j`` by ``s_j``, and
+products by a gain ``c``. The server finds both from inputs of its own, or from the last round's sums,
+and sends them to all clients. With ``S = diag(s)``, ``c D G S`` and ``S G S`` travel, and
+``D = (c D G S) (S G S)^-1 S / c``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +52,28 @@ ASKED, ALPHA = "fedrot-regmean", "fedrot-regmean-alpha"
 _ROWS = 256
 #: A unit's mean square counts as at least this share of its layer's mean.
 _LEAST = 1e-2
-#: Summed mean squares below this, in units of what the server expects, cannot be told from rounding.
-_UNSEEN = 1e-4
+#: Mean squares below this share of what the server expects count as 0.
+_UNSEEN = 1e-3
+#: Changes of a layer's outputs are expected to be as large as its outputs, and at least this.
+_CHANGE = 0.5
+#: Products of a client are expected to be this many times the largest of the last round's mean.
+_SLACK = 8.0
 #: As in ``statistics_record``: a kind, and the weights that read one input.
 _KIND, _NAMES = "/", "|"
+_GAINS = "gains"
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights that read one input of ``n`` units, and the scale of each unit, float64 ``[n]``."""
+    """Weights that read one input of ``n`` units, and the scale of each unit, float64 ``[n]``.
+
+    ``gains`` are the factors of their products, one for each weight.
+    """
 
     kind: str
     names: tuple[str, ...]
     scale: Tensor
+    gains: tuple[float, ...]
 
     def oriented(self, weight: Tensor) -> Tensor:
         """Return a weight as ``[out, n]``, or such a matrix in the weight's own layout."""
@@ -160,12 +171,17 @@ def _read(message: Message) -> tuple[list[_Group], float]:
             f"What the server asks for in '{ASKED}' cannot be read, {type(error).__name__}: {error}. "
             "Clients and server need the same version of fedrot."
         ) from error
-    return [_group(key, scale) for key, scale in sorted(scales.items())], alpha
+    return _groups(scales), alpha
 
 
-def _group(key: str, scale: Tensor) -> _Group:
-    kind, _, names = key.partition(_KIND)
-    return _Group(kind, tuple(names.split(_NAMES)), scale.double())
+def _groups(scales: Mapping[str, Tensor]) -> list[_Group]:
+    """Return the groups of what the server sends: scales by kind and names, and all gains in order."""
+    gains, found = iter(scales[_GAINS].tolist()), []
+    for key in sorted(scales.keys() - {_GAINS}):
+        kind, _, joined = key.partition(_KIND)
+        names = tuple(joined.split(_NAMES))
+        found.append(_Group(kind, names, scales[key].double(), tuple(islice(gains, len(names)))))
+    return found
 
 
 def _named(arrays: ArrayRecord, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -198,7 +214,7 @@ def _sums(
     found: Statistics,
     largest: float = math.inf,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return ``D G S`` by weight in its own layout, and upper triangles of ``S G S``; float64.
+    """Return ``c D G S`` by weight in its own layout, and upper triangles of ``S G S``; float64.
 
     Where an entry is above ``largest``, all of a layer are multiplied by the same number below 1.
     """
@@ -207,8 +223,8 @@ def _sums(
         gram = group.gram(found)
         shrunk = alpha * gram + (1 - alpha) * torch.diag(gram.diagonal())
         sums = []
-        for name in group.names:
-            apart = group.oriented(update[name].double() - received[name].double())
+        for name, gain in zip(group.names, group.gains, strict=True):
+            apart = gain * group.oriented(update[name].double() - received[name].double())
             sums.append(group.oriented(apart @ shrunk * group.scale).contiguous())
         scaled = group.scale[:, None] * shrunk * group.scale
         upper = torch.triu_indices(*scaled.shape)
@@ -282,8 +298,10 @@ class SecureRegMean(FedAvg):
         #: Remarks about the layers of the last round, by weight.
         self.notes: dict[str, str] = {}
         self._order = tuple(tensors)
-        self._received: dict[str, Tensor] = {}
+        self._received: Tensors = tensors
+        #: By group the expected mean squares of inputs, by weight the expected products.
         self._squares = _expected(model, batches, names)
+        self._products: dict[str, float] = {}
         self._rescale()
         log(
             INFO,
@@ -293,13 +311,20 @@ class SecureRegMean(FedAvg):
         )
 
     def _rescale(self) -> None:
-        """Set every unit's scale, so that its mean square is ``1 / headroom`` if it is as expected."""
+        """Set the scales and gains: what is as expected becomes ``1 / headroom``, a product 1."""
         self._scales = dict[str, Tensor]()
-        for key, squares in self._squares.items():
+        gains = []
+        for key, squares in sorted(self._squares.items()):
             least = squares.clamp_min(_LEAST * float(squares.mean()))
-            scale = torch.where(least > 0, (self.headroom * least).rsqrt(), 1.0)
-            self._scales[key] = scale.float()
-        self._groups = [_group(key, scale) for key, scale in sorted(self._scales.items())]
+            self._scales[key] = torch.where(least > 0, (self.headroom * least).rsqrt(), 1.0).float()
+            kind, _, names = key.partition(_KIND)
+            for name in names.split(_NAMES):
+                weight = self._received[name].double()
+                oriented = weight if INPUT_AXIS[kind] == 1 else weight.mT
+                change = max(float((oriented.square() @ squares).mean().sqrt()), _CHANGE)
+                gains.append(1 / self._products.get(name, change / math.sqrt(self.headroom)))
+        self._scales[_GAINS] = torch.tensor(gains)
+        self._groups = _groups(self._scales)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -340,14 +365,16 @@ class SecureRegMean(FedAvg):
             )
         merged = dict(zip(self._order, means, strict=False))
         self.notes = {}
-        keyed = zip(sorted(self._scales), self._groups, means[len(self._order) :], strict=True)
+        keyed = zip(sorted(self._squares), self._groups, means[len(self._order) :], strict=True)
         for key, group, upper in keyed:
             total = _symmetric(upper, len(group.scale))
             self._squares[key] = total.diagonal().clamp_min(0) / group.scale**2
-            inverse, unseen = _inverse(total, self.alpha)
-            for name in group.names:
-                received = self._received[name]
-                apart = group.oriented(merged[name].double()) @ inverse * group.scale
+            inverse, unseen = _inverse(total, self.alpha, _UNSEEN / self.headroom)
+            for name, gain in zip(group.names, group.gains, strict=True):
+                received, product = self._received[name], merged[name].double() / gain
+                if largest := float(product.abs().max()):
+                    self._products[name] = _SLACK * largest
+                apart = group.oriented(product) @ inverse * group.scale
                 merged[name] = (received.double() + group.oriented(apart)).to(received.dtype)
                 if unseen:
                     self.notes[name] = (
@@ -397,14 +424,16 @@ def _symmetric(upper: Tensor, size: int) -> Tensor:
     return full
 
 
-def _inverse(total: Tensor, alpha: float) -> tuple[Tensor, int]:
+def _inverse(total: Tensor, alpha: float, least: float) -> tuple[Tensor, int]:
     """Return the inverse of a summed matrix ``[n, n]``, 0 for unseen units, and how many these are.
+
+    Units are seen whose diagonal entry is above ``least``.
 
     With its diagonal scaled to 1 the exact matrix has no eigenvalue below ``1 - alpha``: what is below
     is rounding, and is raised to it.
     """
-    seen = total.diagonal() > _UNSEEN
-    scale = torch.where(seen, total.diagonal().clamp_min(_UNSEEN).rsqrt(), 0.0)
+    seen = total.diagonal() > least
+    scale = torch.where(seen, total.diagonal().clamp_min(least).rsqrt(), 0.0)
     even = scale[:, None] * total * scale + torch.diag((~seen).double())
     factor, failed = torch.linalg.cholesky_ex(even)
     if bool(failed) or bool((factor.diagonal() ** 2 < (1 - alpha) / 2).any()):

@@ -108,7 +108,8 @@ def align_mod(
         if found and secure:
             raise FedrotError(
                 f"Secure aggregation drops the statistics '{next(iter(found))}': it adds up the model's "
-                "parameters and nothing else. Do not compute them, or do not aggregate securely."
+                "parameters and nothing else. Do not compute them; for RegMean, give them to "
+                "regmean_mod (docs/how-to/clients.md)."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)

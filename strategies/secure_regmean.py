@@ -58,9 +58,9 @@ _UNSEEN = 1e-3
 _CHANGE = 0.5
 #: Products of a client are expected to be this many times the largest of the last round's mean.
 _SLACK = 8.0
-#: As in ``statistics_record``: a kind, and the weights that read one input.
-_KIND, _NAMES = "/", "|"
-_GAINS = "gains"
+#: Keys of the scales, as in ``statistics_record``: a kind, and the weights that read one input. Key of
+#: the gains.
+_KIND, _NAMES, _GAINS = "/", "|", "gains"
 
 
 @dataclass(frozen=True)
@@ -81,27 +81,26 @@ class _Group:
 
     def gram(self, found: Statistics) -> Tensor:
         """Return a client's Gram matrix ``[n, n]``, float64."""
-        grams = [found.get(self.kind, {}).get(name) for name in self.names]
-        gram = grams[0]
-        if gram is None or any(one is None for one in grams):
-            name = self.names[grams.index(None)] if gram is not None else self.names[0]
-            raise UpdateError(
-                f"The Gram matrix of '{name}' is missing, and the server asks for it: let the function "
-                "that regmean_mod is given return collect_gram(model, batches)."
-            )
-        size = [len(self.scale)] * 2
+        by_name, size = found.get(self.kind, {}), [len(self.scale)] * 2
+        for name in self.names:
+            if name not in by_name:
+                raise UpdateError(
+                    f"The Gram matrix of '{name}' is missing, and the server asks for it: let the "
+                    "function that regmean_mod is given return collect_gram(model, batches)."
+                )
+        gram = by_name[self.names[0]]
         if list(gram.shape) != size:
             raise UpdateError(
                 f"The Gram matrix of '{self.names[0]}' has shape {list(gram.shape)}; under secure "
                 f"aggregation it has to be full, {size}."
             )
-        for name, other in zip(self.names, grams, strict=True):
-            if other is not gram and not torch.equal(other, gram):  # type: ignore[arg-type]
+        for name in self.names[1:]:
+            if by_name[name] is not gram and not torch.equal(by_name[name], gram):
                 raise UpdateError(
                     f"'{self.names[0]}' and '{name}' read one input at the server, and have different "
                     "Gram matrices here. Clients and server have to run the same model."
                 )
-        return gram.double()
+        return gram.detach().cpu().double()
 
 
 def regmean_mod(names: Iterable[str], statistics: Collector) -> Mod:

@@ -51,7 +51,7 @@ ASKED, ALPHA = "fedrot-regmean", "fedrot-regmean-alpha"
 #: Random texts or images from which the server finds the scales.
 _ROWS = 256
 #: A unit's mean square counts as at least this share of its layer's mean.
-_LEAST = 1e-2
+_LEAST = 0.1
 #: Mean squares below this share of what the server expects count as 0.
 _UNSEEN = 1e-3
 #: Changes of a layer's outputs are expected to be as large as its outputs, and at least this.
@@ -128,8 +128,7 @@ def regmean_mod(names: Iterable[str], statistics: Collector) -> Mod:
             return call_next(message, context)
         check_order(call_next, "regmean_mod")
         groups, alpha = _read(message)
-        # A copy: clients may empty the record to save memory.
-        received = _named(message.content.array_records[UNNAMED_MODEL].copy(), order)
+        received = _named(message.content.array_records[UNNAMED_MODEL], order)
         secure = SECURE_AGGREGATION in message.content
         reply = call_next(message, context)
         if reply.has_error():

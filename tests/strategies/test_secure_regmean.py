@@ -33,7 +33,7 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies import SecureRegMean, align_mod, regmean_mod
-from fedrot.strategies.secure_regmean import ASKED
+from fedrot.strategies.secure_regmean import ASKED, _inverse
 from tests.models import State, largest_difference, near
 from tests.strategies.fakes import failure
 from tests.strategies.test_secagg import SecureGrid
@@ -238,10 +238,10 @@ def test_only_the_named_weights_are_regressed() -> None:
 
 
 #: Largest errors by number of rounds and bits, as a share of how far RegMean moves a weight. Measured:
-#: .0011 and .0013, .00008 and .00009; .039 and .0007, .0025 and .00008. GPT-2's weights are small at its
+#: .0033 and .0035, .0002 and .0002; .039 and .0007, .0025 and .00008. GPT-2's weights are small at its
 #: start, and the gains of the first round expect larger changes; the second round knows the sums.
 ERRORS = {
-    "bert": {(1, 22): 2e-3, (2, 22): 2e-3, (1, 26): 2e-4, (2, 26): 2e-4},
+    "bert": {(1, 22): 5e-3, (2, 22): 5e-3, (1, 26): 4e-4, (2, 26): 4e-4},
     "gpt2": {(1, 22): 6e-2, (2, 22): 1.2e-3, (1, 26): 4e-3, (2, 26): 2e-4},
 }
 
@@ -320,9 +320,9 @@ def test_units_that_nobody_has_used_keep_the_received_weights(caplog: pytest.Log
 
     def dead(tensors: State, client: int) -> Statistics:
         found = {kind: dict(by_name) for kind, by_name in BERT.grams(tensors, client).items()}
-        gram = found["gram"][name].clone()
-        gram[:5], gram[:, :5] = 0, 0
-        found["gram"][name] = gram
+        faint = torch.ones(64)
+        faint[:5] = 1e-4
+        found["gram"][name] = faint[:, None] * found["gram"][name] * faint
         return found
 
     strategy = strategy_of(BERT)
@@ -333,6 +333,40 @@ def test_units_that_nobody_has_used_keep_the_received_weights(caplog: pytest.Log
         "received ones"
     }
     assert f"RegMean, '{name}' (1 notes in all)" in caplog.text
+
+
+def test_rounding_that_makes_a_sum_singular_is_raised_to_what_alpha_leaves() -> None:
+    """The exact matrix, with a diagonal of 1, has no eigenvalue below ``1 - alpha``."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 24, generator=generator, dtype=torch.float64)
+    gram = rows.mT @ rows
+    exact = 0.9 * gram + 0.1 * torch.diag(gram.diagonal())
+    inverse, unseen = _inverse(exact, 0.9, 1e-9)
+    torch.testing.assert_close(inverse @ exact, torch.eye(24, dtype=torch.float64))
+    assert unseen == 0
+    scale = gram.diagonal().rsqrt()
+    even = scale[:, None] * exact * scale
+    values, vectors = torch.linalg.eigh(even)
+    for smallest in (-0.05, 0.001):
+        noisy = even + (smallest - values[0]) * torch.outer(vectors[:, 0], vectors[:, 0])
+        found, _ = _inverse(noisy, 0.9, 1e-9)
+        assert float(torch.linalg.eigvalsh(noisy)[0]) == pytest.approx(smallest)
+        assert 0 < float(torch.linalg.eigvalsh(found)[-1]) <= 12
+        assert float((found - torch.linalg.inv(even)).norm() / torch.linalg.inv(even).norm()) < 0.1
+
+
+def test_units_that_the_server_did_not_expect_are_summed_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.getLogger("flwr").propagate = True
+    strategy = strategy_of(BERT)
+    for squares in strategy._squares.values():
+        squares[:3] = 1e-12
+    strategy._rescale()
+    secure = {"quantization_range": 2**26}
+    found = run(app_of(BERT, mods=secured), strategy, BERT, secure=secure)
+    assert apart(found, merged(RegMean(), BERT), BERT.start) <= 1e-3
+    assert "counts less" not in caplog.text
 
 
 def test_noise_in_a_layer_without_evidence_stays_bounded() -> None:

@@ -10,10 +10,11 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.client_statistics import add_statistics
+from fedrot.strategies.client_sums import regmean_mod
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.secure_regmean import SecureRegMean, regmean_mod
+from fedrot.strategies.secure_regmean import SecureRegMean
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.task_head import HeadData, answer_for_head, fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays

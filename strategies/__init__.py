@@ -9,10 +9,13 @@ from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
+from fedrot.strategies.client_statistics import add_statistics
+from fedrot.strategies.client_sums import regmean_mod
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
+from fedrot.strategies.secure_regmean import SecureRegMean
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
@@ -30,13 +33,16 @@ __all__ = [
     "OtherBasis",
     "ReplyStrategy",
     "Reporting",
+    "SecureRegMean",
     "Server",
+    "add_statistics",
     "align_mod",
     "answer_with_sums",
     "evaluate_at_clients",
     "fit_task_head",
     "from_arrays",
     "match_at_client",
+    "regmean_mod",
     "statistics_record",
     "to_arrays",
     "token_counts_record",

@@ -81,7 +81,7 @@ def align_mod(
         category, _, action = message.metadata.message_type.partition(".")
         if category != MessageType.TRAIN or action == ACTION:
             return call_next(message, context)
-        _check_order(call_next)
+        check_order(call_next, "align_mod")
         models = model_records(message.content)
         if len(models) != 1:
             log(WARNING, "Not aligned: the message holds %d ArrayRecords instead of one.", len(models))
@@ -108,7 +108,8 @@ def align_mod(
         if found and secure:
             raise FedrotError(
                 f"Secure aggregation drops the statistics '{next(iter(found))}': it adds up the model's "
-                "parameters and nothing else. Do not compute them, or do not aggregate securely."
+                "parameters and nothing else. Do not compute them; for RegMean, give them to "
+                "regmean_mod (docs/how-to/clients.md)."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
@@ -121,16 +122,15 @@ def align_mod(
     return mod
 
 
-def _check_order(call_next: ClientAppCallable) -> None:
-    """Refuse mods between this one and the client that change the update."""
+def check_order(call_next: ClientAppCallable, name: str) -> None:
+    """Refuse mods between the mod ``name`` and the client that change the update."""
     for mod in inner_mods(call_next):
         names = {getattr(mod, "__name__", ""), *(base.__name__ for base in type(mod).__mro__)}
         wrong = sorted(names & _CHANGING)
         if wrong:
             raise FedrotError(
-                f"{wrong[0]} is behind align_mod in the client's mods, so it changes the update before "
-                "alignment: mods see a reply from the last to the first. Write "
-                f"mods=[{wrong[0]}, align_mod(...)]."
+                f"{wrong[0]} is behind {name} in the client's mods, so it changes the update first: "
+                f"mods see a reply from the last to the first. Write mods=[{wrong[0]}, {name}(...)]."
             )
 
 

@@ -44,8 +44,7 @@ class FedRot(Aligned, FedAvg):
         aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
             ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
             None is FedAvg's weighted mean. The training configuration asks clients for the statistics
-            that it needs (``wanted_statistics``); they send them with ``statistics_record``. Replies
-            without them are dropped.
+            that it needs; they send them with ``add_statistics``. Replies without them are dropped.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
@@ -120,9 +119,13 @@ class FedRot(Aligned, FedAvg):
             )
 
     def summary(self) -> None:
-        """Log how updates are merged, then the summary of alignment and FedAvg."""
+        """Log how updates are merged and what clients send for it, then the summaries behind."""
         if self.aggregation is not None:
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
+        if self._kinds:
+            message = "\t├──> Statistics: every reply needs '%s'; clients call %s"
+            call = "fedrot.strategies.add_statistics(content, message, model, batches)"
+            log(INFO, message, "', '".join(self._kinds), call)
         super().summary()
 
     def configure_train(

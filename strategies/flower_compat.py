@@ -13,6 +13,8 @@ function or constant       internal, and why it is used                         
                            which mods run between it and the client.
 ``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in such    1.41 to 1.43
 ``SECURE_AGGREGATION``     messages have no names, or will be masked.
+``largest_unclipped``      State of ``secaggplus_mod``: nothing else tells a mod    1.41 to 1.43
+                           at which values secure aggregation clips.
 ``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   1.41 to 1.43
                            public name.
 ``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       1.41 to 1.43,
@@ -33,13 +35,14 @@ function or constant       internal, and why it is used                         
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -65,6 +68,9 @@ UNNAMED_MODEL = "fitins.parameters"
 
 #: The record that marks a message of secure aggregation (``secaggplus_constants``).
 SECURE_AGGREGATION = "secaggplus_configs"
+
+#: The record in a client's own state that ``secaggplus_mod`` keeps between the stages of a round.
+_SECURE_STATE = "secaggplus_state"
 
 #: The ``stype`` of Flower's own arrays.
 NUMPY = SType.NUMPY
@@ -141,6 +147,14 @@ def figures_of(strategy: object) -> dict[str, float]:
     loss = getattr(strategy, "train_loss_key", None)
     clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
     return ({loss: LARGEST_WEIGHT} if loss else {}) | ({KEY_NORM_BIT: 1.0} if clipped else {})
+
+
+def largest_unclipped(context: Context, content: RecordDict) -> float:
+    """Return the largest value in a client's reply that secure aggregation does not clip."""
+    state: Any = context.state.config_records[_SECURE_STATE]
+    weight: Any = content.metric_records["fitres.num_examples"]["num_examples"]
+    largest = float(state["clipping_range"] * state["max_weight"])
+    return largest / weight if weight > 0 else math.inf
 
 
 def callers() -> Iterator[object]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing, write_tensors
-from fedrot.collect.statistics import Statistics, kind_named
+from fedrot.collect.statistics import Statistics
 from fedrot.collect.token_counts import token_counts
 from fedrot.lora import train_only
 from fedrot.options import AlignmentOptions
@@ -31,7 +31,7 @@ from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, tensors_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies import LabelledRows, answer_with_sums
+from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import (
@@ -42,7 +42,6 @@ from fedrot.strategies.wire.records import (
     wanted_statistics,
 )
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.tensors import Tensors
 
 #: Prefix of the metrics of a client's own model, before averaging, on the central held-out split.
 ALONE = "alone-"
@@ -205,12 +204,9 @@ def train(message: Message, context: Context) -> Message:
     if vocabulary is not None:
         batches = job.batches(len(job.rows), STATISTICS_BATCH)
         content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
-    kinds = wanted_statistics(message)
-    if statistics or kinds:
-        computed, seconds = _statistics(job, state, kinds)
-        both = (statistics_record(statistics), computed)
-        content[STATISTICS] = ArrayRecord({key: a for record in both for key, a in record.items()})
-        metrics |= seconds
+    if statistics:
+        content[STATISTICS] = statistics_record(statistics)
+    metrics |= _add_statistics(job, message, state, content)
     return Message(RecordDict({**content, **_content(context, metrics)}), reply_to=message)
 
 
@@ -282,28 +278,28 @@ def _task_head(job: ClientJob) -> list[str]:
     return [name for name, p in named if not name.startswith(encoder) and len(p) == labels]
 
 
-def _statistics(
-    job: ClientJob, state: State, kinds: tuple[str, ...]
-) -> tuple[ArrayRecord, dict[str, float]]:
-    """Return the statistics of an update on the client's own training rows, and the time they took."""
+def _add_statistics(
+    job: ClientJob, message: Message, state: State, content: RecordDict
+) -> dict[str, float]:
+    """Add statistics of an update on the client's own training rows; return the time they took."""
+    kinds, most = wanted_statistics(message), job.statistics_batches
     if not kinds:
-        return ArrayRecord(), {}
+        return {}
 
     def compute() -> Result:
         start = perf_counter()
-        model = job.model()
+        model, found = job.model(), RecordDict()
         load_tensors(model, state)
-        found: dict[str, Tensors] = {}
-        for kind in kinds:
-            limit = job.statistics_batches * STATISTICS_BATCH or len(job.rows)
-            batches = job.batches(limit, STATISTICS_BATCH)
-            found |= kind_named(kind).collected(model, batches, limited=not job.statistics_batches)
-        record = statistics_record(found).to_torch_state_dict()
+        batches = partial(job.batches, most * STATISTICS_BATCH or len(job.rows), STATISTICS_BATCH)
+        add_statistics(found, message, model, batches, max_batches=most or None)
+        record = found.array_records[STATISTICS].to_torch_state_dict()
         return record, {"seconds-statistics": perf_counter() - start}
 
-    key = _hashed([kinds, job.stream, job.statistics_batches], ArrayRecord(state))
+    key = _hashed([kinds, job.stream, most], ArrayRecord(state))
     record, seconds = _cached(job, key, compute)
-    return ArrayRecord(record), seconds
+    before = content.array_records.get(STATISTICS, ArrayRecord())
+    content[STATISTICS] = ArrayRecord({**before, **ArrayRecord(record)})
+    return seconds
 
 
 def _hashed(what: Any, arrays: ArrayRecord) -> str:

@@ -205,8 +205,9 @@ class Inbox:
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
-                f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Put "
-                "statistics_record(...) into it under the name 'fedrot-statistics'."
+                f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Let "
+                "the client call fedrot.strategies.add_statistics(content, message, model, batches) "
+                "before it replies (docs/how-to/statistics.md)."
             )
         if statistics and not self.uses_statistics:
             unused = "', '".join(sorted(statistics))

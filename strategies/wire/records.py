@@ -57,6 +57,12 @@ def wanted_statistics(message: Message) -> tuple[str, ...]:
     return ()
 
 
+def check_precision(dtype: torch.dtype) -> None:
+    """Raise ``FedrotError`` unless statistics can be sent in a dtype."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise FedrotError(f"Statistics are sent as float32 or bfloat16, not as {dtype}.")
+
+
 def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
     """Return statistics as the ArrayRecord ``fedrot-statistics`` of a client's reply.
 
@@ -69,8 +75,7 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
     Raises:
         FedrotError: another dtype.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise FedrotError(f"Statistics are sent as float32 or bfloat16, not as {dtype}.")
+    check_precision(dtype)
     arrays: dict[str, Array] = {}
     for kind, by_name in statistics.items():
         names: dict[int, list[str]] = {}

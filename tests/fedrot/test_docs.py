@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Context, Message, RecordDict
 
 from fedrot.aggregation import aggregations_table, registry
 from fedrot.collect.statistics import STATISTIC_KINDS, kinds_table
+from fedrot.simulations.federation.local_grid import local_clients
+from fedrot.strategies.wire.records import read_statistics
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -24,6 +27,7 @@ _CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DO
 _TESTED = {
     "explanation/stream.md",
     "how-to/aggregation.md",
+    "how-to/statistics.md",
     "explanation/chance.md",
 }
 
@@ -102,6 +106,29 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(merged[0], scope["aggregator"].mean.result()[name][0])
     first = 2 * scope["aggregator"].mean.result()[name] - last
     torch.testing.assert_close(merged[2], (2 * first[2] + last[2]) / 3)
+
+
+def test_the_app_of_the_page_about_statistics_runs(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").propagate = True
+    caplog.set_level(logging.INFO)
+    scope = _executed("how-to/statistics.md", 5)
+    scope["server"](local_clients(scope["client"], 3), Context(1, 0, {}, RecordDict(), {}))
+    printed = capsys.readouterr().out
+    found = re.findall(r"round (\d): accuracy (\S+), ([\d,]+) bytes of statistics\n", printed)
+    assert [number for number, _, _ in found] == ["1", "2", "3"]
+    # Three clients; per layer query, output and up of width 64, and down of 128; pooler, classifier.
+    header = 128
+    matrices = 2 * (3 * (4 * 64**2 + header) + 4 * 128**2 + header) + 2 * (4 * 64**2 + header)
+    assert {sent for _, _, sent in found} == {f"{3 * matrices:,}"}
+    assert float(found[-1][1]) >= 0.75
+    text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^Statistics: every reply needs .*$", text, flags=re.MULTILINE)
+    assert f"{line}\n" in caplog.text
+    # The last part: one block per head where a layer reads the heads' outputs, diagonals elsewhere.
+    shapes = {len(gram.shape) for gram in read_statistics(scope["content"])["gram"].values()}
+    assert shapes == {1, 3}
 
 
 def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
 from flwr.client.mod.utils import make_ffn
-from flwr.common import FitIns, Parameters
+from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-from flwr.compat.common.recorddict_compat import fitins_to_recorddict
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
+from flwr.compat.common.recorddict_compat import fitins_to_recorddict, fitres_to_recorddict
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -35,6 +36,7 @@ from fedrot.strategies.flower_compat import (
     callers,
     clips_zero,
     inner_mods,
+    largest_unclipped,
     metrics_function,
     outside_of_the_engine,
     set_broadcast,
@@ -49,6 +51,20 @@ def test_records_of_the_legacy_workflows_have_these_names() -> None:
     content = fitins_to_recorddict(FitIns(Parameters([], ""), {}), keep_input=True)
     assert UNNAMED_MODEL in content.array_records
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
+
+
+def test_the_largest_value_is_the_one_from_which_secure_aggregation_clips() -> None:
+    state = SecAggPlusState()
+    state.clipping_range, state.max_weight = 8.0, 30.0
+    kept = ConfigRecord(state.to_dict())
+    context = Context(1, 1, {}, RecordDict({RECORD_KEY_STATE: kept}), {})
+    for weight, largest in ((30, 8.0), (10, 24.0), (60, 4.0), (0, float("inf"))):
+        result = FitRes(Status(Code.OK, ""), Parameters([], ""), weight, {})
+        content = fitres_to_recorddict(result, keep_input=True)
+        assert largest_unclipped(context, content) == largest
+        ratio = weight / state.max_weight
+        edge = np.array([min(largest, 1e6)]) * ratio
+        assert np.clip(edge, -state.clipping_range, state.clipping_range) == edge
 
 
 def test_metrics_are_aggregated_by_the_given_function_but_inside_the_block() -> None:

@@ -61,7 +61,7 @@ _OF_MODELS = tuple(name for name in MergeSettings.model_fields if name not in _O
 EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "simulate": (
         Effect(
-            ("workers", "ray", "quick"),
+            ("quick",),
             "with a grid, fedrot simulate GRID",
             lambda v: v["grid"] is not None,
         ),

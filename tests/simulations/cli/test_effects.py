@@ -65,8 +65,6 @@ IDLE |= {
     for given, option in _alone("merge", MergeSettings.model_fields.keys() - {"method", "weights"})
 }
 IDLE |= {
-    "simulate --out o --workers 2": "--workers has an effect only with a grid",
-    "simulate --out o --ray there:1": "--ray has an effect only with a grid",
     "simulate --out o --quick": "--quick has an effect only with a grid",
     "merge a b --dry-run --rank 2": "--rank has an effect only on LoRA adapters",
 }
@@ -81,6 +79,7 @@ AT_WORK = (
     "barrier a b --out o --rows 9 --max-length 9",
     "simulate --out o --partition dirichlet:0 --layers 1 --width 8 --heads 2 --dropout 0 --max-length 9",
     "simulate --out o --partition dirichlet:0 --server yogi --server-lr 1",
+    "simulate --out o --partition dirichlet:0 --workers 2 --ray there:1",
     "simulate --out o --lora r=1,targets=q --server adam --server-lr 1",
     "diagnose a.safetensors b --config c",
     "check nowhere/nothing/at/all --seed 1 --parts ffn",

@@ -66,7 +66,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: v["grid"] is not None,
         ),
         Effect(
-            (*_SETTINGS, "first_seed"),
+            _SETTINGS,
             "without a grid, whose file has the settings",
             lambda v: v["grid"] is None,
         ),

@@ -84,7 +84,6 @@ def simulate(
     *,
     out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
     settings: dict[str, Any],
-    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     workers: Workers = None,
     ray: RayAddress = "",
     gpus: Gpus = 0.0,
@@ -104,7 +103,7 @@ def simulate(
     else:
         if "arms" not in given(click.get_current_context()):
             del settings["arms"]  # The other settings choose them: adapters have arms of their own.
-        configs = [SimulationConfig.from_flat({**settings, "first_seed": first_seed})]
+        configs = [SimulationConfig.from_flat(settings)]
         # Settings of a grid may share the key; here it would change nothing.
         if configs[0].pretrain_data and "pretrained" not in configs[0].starts:
             raise ValueError("--pretrain-data goes with --start pretrained")

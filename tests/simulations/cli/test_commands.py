@@ -54,7 +54,7 @@ DEFAULTS = {
     "limit": None,
     "rate": 0.5,
     "arms": "x,y",
-    "seeds": 3,
+    "seeds": "3",
     "more": 1,
 }
 
@@ -66,7 +66,7 @@ DEFAULTS = {
         ("--kind c --name n", {"kind": "c", "name": "n"}),
         ("--data-dir some/where", {"data_dir": Path("some/where")}),
         ("--limit -1 --rate 2", {"limit": -1, "rate": 2.0}),
-        ("--arm z --seeds 5 --more 7", {"arms": "z", "seeds": 5, "more": 7}),
+        ("--arm z --seeds 5 --more 7", {"arms": "z", "seeds": "5", "more": 7}),
     ],
 )
 def test_fields_are_options_with_their_types_and_defaults(line: str, changed: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def test_options_of_a_simulation_reach_it(tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[Any] = []
     monkeypatch.setattr(grid_run, "simulate", lambda *a, **k: seen.append((a, k)))
     out = tmp_path / "run"
-    options = ("--seeds", 2, "--first-seed", 5, "--lr", 0.5, "--gpus", 0.5, "--start", "same,scrambled")
+    options = ("--seeds", "5-6", "--lr", 0.5, "--gpus", 0.5, "--start", "same,scrambled")
     options += ("--workers", 3)
     assert invoke("simulate", "--out", out, *options)[0] == 0
     ((config,), path, *_, machine), given = seen[0]

@@ -56,9 +56,7 @@ def _alone(command: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
 #: What a grid's file says, and what has no meaning for adapters.
 IDLE |= {
     f"simulate demo --out o {given}": f"{option} has an effect only without a grid"
-    for given, option in _alone(
-        "simulate", {*SimulationConfig.model_fields, "first_seed"} - {"data_dir", "model"}
-    )
+    for given, option in _alone("simulate", SimulationConfig.model_fields.keys() - {"data_dir", "model"})
 }
 IDLE |= {
     f"merge {{adapter}} b --dry-run {given}": f"{option} has an effect only on models, not on LoRA"

@@ -32,7 +32,7 @@ SETTINGS = {
     "width": 32,
     "heads": 2,
     "max-length": 32,
-    "seeds": 1,
+    "seeds": "0-0",
     "rounds": 2,
     "lr": 5e-3,
     "local-epochs": 2,

@@ -68,7 +68,6 @@ class Machine:
 #: Starts a job, and returns its outcome to come.
 Start: TypeAlias = Callable[[Job], Future[Outcome]]
 
-
 #: The folder of tracebacks, in the folder of a grid.
 FAILURES = "failures"
 
@@ -99,15 +98,20 @@ def check_failures(failed: int, of: int, what: str, out: Path) -> None:
 
 
 def attempted(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
-    """Do a job, and call ``tick`` after every part; what it raises becomes its outcome."""
+    """Do a job, and call ``tick`` after every part; what the job raises becomes its outcome."""
     outcome = Outcome()
+    for part in _parts(job, outcome):
+        outcome.parts.append(part)
+        tick()
+    return outcome
+
+
+def _parts(job: Job, outcome: Outcome) -> Iterator[Any]:
+    """Yield the parts of a job's result until it fails."""
     try:
-        for part in job.work(*job.arguments):
-            outcome.parts.append(part)
-            tick()
+        yield from job.work(*job.arguments)
     except Exception:
         outcome.failure = traceback.format_exc()
-    return outcome
 
 
 def run_jobs(

@@ -109,6 +109,15 @@ def test_the_caller_can_look_while_jobs_run(workers: int) -> None:
     assert sorted(name for name in seen if name != "look") == ["a", "b"]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_caller_fails_at_is_no_failure_of_a_job(workers: int) -> None:
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        list(run_jobs([Job(name, last, (1.0,)) for name in "ab"], Machine(workers), full))
+
+
 def test_a_job_whose_process_dies_fails_alone_and_is_not_tried_again(tmp_path: Path) -> None:
     note = tmp_path / "note"
     jobs = [Job("dies", die, (str(note),)), *(Job(str(i), last, (0.2,)) for i in range(4))]

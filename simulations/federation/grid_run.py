@@ -153,7 +153,7 @@ class _Run:
         found = {}
         for cells in groups.values():
             told = tuple((c.config.to_json(), c.seed, c.start, c.arm.name) for c in cells)
-            arguments = (told, self.store.path, identity_of(self.store.path))
+            arguments = (told, self.store.path.absolute(), identity_of(self.store.path))
             cost = sum(self._costs[cell.name] for cell in cells)
             found[Job(cells[0].name, run_job, arguments, cost)] = cells
         return dict(sorted(found.items(), key=lambda pair: -pair[0].cost))

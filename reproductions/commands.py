@@ -12,13 +12,15 @@ from typer.main import get_group
 from fedrot.simulations.cli.commands import command, command_line, console, examples, names, say
 from fedrot.simulations.cli.experiment_commands import (
     DryRun,
+    Gpus,
     GridData,
     Quick,
     RayAddress,
     Workers,
-    run_settings,
+    configs_of,
 )
 from fedrot.simulations.grids import bundled_grids
+from fedrot.simulations.jobs import Machine
 from reproductions.port.port_settings import PortSettings
 
 app = typer.Typer(
@@ -61,9 +63,7 @@ def repeat(
     ] = None,
     workers: Workers = None,
     ray: RayAddress = "",
-    gpus: Annotated[
-        float, typer.Option(min=0, help="GPUs per cell: a share of one, such as 0.5, or whole ones.")
-    ] = 0.0,
+    gpus: Gpus = 0.0,
     quick: Quick = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -73,7 +73,10 @@ def repeat(
     )
     if not of_barriers:
         _refuse({"only": only, "methods": methods}, "grids of barriers")
-        run_settings(grid, out, data_dir, model, workers, ray, gpus, quick=quick, dry_run=dry_run)
+        from fedrot.simulations.federation.grid_run import simulate
+
+        configs = configs_of(grid, quick=quick, data_dir=data_dir, model=model)
+        simulate(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
         return
     _refuse({"model": model, "ray": ray, "gpus": gpus, "dry-run": dry_run}, "grids of settings")
     from fedrot.simulations.barrier.barrier_report import summarise, tables

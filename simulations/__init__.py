@@ -1,4 +1,4 @@
-"""The simulation harness: aligned against plain averaging through Flower's engine."""
+"""The simulation harness: aligned against plain averaging, with Flower's client and server apps."""
 
 from importlib.util import find_spec
 

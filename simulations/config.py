@@ -151,7 +151,10 @@ class SimulationConfig(BaseModel):
         ":METRIC of a guard such as aligned:loss, /AGGREGATION such as aligned/regmean, or +task-head; "
         "joined; of adapters lora-METHOD(OPTIONS) such as lora-exact(gauge=none); separated by commas.",
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0, 1, 2), description="Number of seeds.")
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (0, 1, 2),
+        description="Number of seeds (3 is 0, 1 and 2), a range such as 3-5, or a list: 1,4,9.",
+    )
     rounds: int = Field(3, gt=0, description="Rounds of federated training.")
     local_epochs: float = Field(1, gt=0, description="Epochs per client and round.")
     first_epochs: float | None = Field(
@@ -177,6 +180,11 @@ class SimulationConfig(BaseModel):
         for arm in value:
             Arm.parse(arm)
         return value
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _counted(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else _seeds_of(str(value))
 
     @field_validator("starts", "arms", "seeds")
     @classmethod
@@ -316,9 +324,9 @@ class SimulationConfig(BaseModel):
     def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
         """Build from the values of a command line, a grid or Flower's run configuration.
 
-        ``starts`` and ``arms`` may be separated by commas, ``seeds`` may be their number, counted from
-        ``first_seed``. An empty string, and 0 for limits and ``first_epochs``, mean the default. Names
-        may have dashes. Raises ``ValueError`` if a setting is unknown or wrong.
+        ``starts`` and ``arms`` may be separated by commas, ``seeds`` may be their number or a text. An
+        empty string, and 0 for limits and ``first_epochs``, mean the default. Names may have dashes.
+        Raises ``ValueError`` if a setting is unknown or wrong.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
         for name in ("train_limit", "test_limit", "pretrain_limit", "first_epochs"):
@@ -327,15 +335,6 @@ class SimulationConfig(BaseModel):
             if isinstance(flat.get(name), str):
                 parts = re.split(r",(?![^(]*\))", flat[name])  # Not inside of parentheses.
                 flat[name] = tuple(p.strip() for p in parts if p.strip())
-        first = flat.pop("first_seed", 0)
-        if not isinstance(first, int):
-            raise ValueError(f"first_seed is {first!r}; give a whole number")
-        if first and not isinstance(flat.get("seeds"), int):
-            raise ValueError("first_seed goes with a number of seeds, not with a list of them")
-        if isinstance(flat.get("seeds"), int):
-            if flat["seeds"] > MOST_SEEDS:
-                raise ValueError(f"seeds is their number, {MOST_SEEDS} at most, not {flat['seeds']}")
-            flat["seeds"] = tuple(range(first, first + flat["seeds"]))
         return cls.model_validate(flat)
 
     @property
@@ -375,3 +374,21 @@ class SimulationConfig(BaseModel):
         """What decides how clients train and are tested, as JSON: all but what a setting compares."""
         compared = {"setting", "arms", "starts", "seeds"}
         return json.dumps(self.model_dump(mode="json", exclude=compared), sort_keys=True)
+
+
+def _seeds_of(text: str) -> tuple[int, ...]:
+    """Return the seeds that a text means: their number, a range, or a list."""
+    found = re.fullmatch("([0-9]+)(-[0-9]+)?|[0-9]+(,[0-9]+)+", text.replace(" ", ""))
+    if found is not None and found[3]:
+        return tuple(map(int, found[0].split(",")))
+    first, stop = 0, 0
+    if found is not None:
+        first, stop = (int(found[1]), 1 - int(found[2])) if found[2] else (0, int(found[1]))
+    if stop <= first:
+        raise ValueError(
+            f"'{text}' says no seeds; give their number (3 is 0, 1 and 2), a range such as 3-5, or a "
+            "list such as 1,4,9"
+        )
+    if stop - first > MOST_SEEDS:
+        raise ValueError(f"'{text}' says {stop - first} seeds, and {MOST_SEEDS} at most are taken")
+    return tuple(range(first, stop))

@@ -204,11 +204,11 @@ def _run_grid(
     failed = 0
     try:
         for number, (job, outcome) in enumerate(run_jobs(jobs, Machine(workers)), start=1):
-            said = noted_failure(out, job.name, job.name, outcome)
+            said = noted_failure(out, job.name, job.name, outcome.failure)
             if said:
                 failed += 1
             else:
-                found = (f"{line.method} {line.barrier.barrier:.3g}" for line in outcome.value)
+                found = (f"{line.method} {line.barrier.barrier:.3g}" for line in outcome.parts)
                 said = f"barriers {', '.join(found)}"
             _collect(out)
             report(f"[{number} of {len(jobs)}] {job.name}: {said}")

@@ -108,8 +108,8 @@ def _options(
 ) -> Iterator[Parameter]:
     """Yield the fields of a model as parameters of Typer.
 
-    Texts in a tuple are separated by commas; numbers in a tuple are given by how many there are. An
-    empty default becomes None.
+    A tuple is a text: its texts are separated by commas; of numbers, the default is how many there are.
+    An empty default becomes None.
     """
     for name, field in model.model_fields.items():
         if name in leave_out:
@@ -118,7 +118,7 @@ def _options(
         kind: Any = next((kind for kind in (bool, int, float, Path) if kind in leaves), str)
         default = field.default
         if isinstance(default, tuple):
-            default = len(default) if kind is int else ",".join(default)
+            kind, default = str, str(len(default)) if kind is int else ",".join(default)
         if default in ("", None):
             kind, default = kind | None, None
         spelt = renamed.get(name, "--" + name.replace("_", "-"))

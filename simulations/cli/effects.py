@@ -61,12 +61,12 @@ _OF_MODELS = tuple(name for name in MergeSettings.model_fields if name not in _O
 EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "simulate": (
         Effect(
-            ("workers", "ray", "quick"),
+            ("quick",),
             "with a grid, fedrot simulate GRID",
             lambda v: v["grid"] is not None,
         ),
         Effect(
-            (*_SETTINGS, "first_seed"),
+            _SETTINGS,
             "without a grid, whose file has the settings",
             lambda v: v["grid"] is None,
         ),

@@ -62,6 +62,9 @@ Workers = Annotated[
 RayAddress = Annotated[
     str, typer.Option("--ray", help="Address of a Ray cluster that works in place of this machine.")
 ]
+Gpus = Annotated[
+    float, typer.Option(min=0, help="GPUs per job: a share of one, such as 0.5, or whole ones.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="The small variant of the grid, of minutes.")]
 GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
 
@@ -81,65 +84,46 @@ def simulate(
     *,
     out: Annotated[Path, typer.Option(help="Folder for results; finished cells are skipped.")],
     settings: dict[str, Any],
-    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     workers: Workers = None,
     ray: RayAddress = "",
-    gpus: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="GPUs per client, or per cell of a grid: a share of one, such as 0.5, or whole ones.",
-        ),
-    ] = 0.0,
+    gpus: Gpus = 0.0,
     quick: Quick = False,
     dry_run: DryRun = False,
 ) -> None:
     """Compare aligned with plain averaging: one setting from the options, or a grid of settings.
 
-    One setting runs in Flower's simulation engine. Of a grid, cells (setting, seed, start and arm) run
-    side by side, one per core, each with all of its clients in one process. A cell that fails does not
-    stop the others.
+    Jobs run side by side, one per core: all arms of a setting, from one start with one seed. An arm that
+    fails does not stop the others. Repeat the command after an interrupt: it goes on.
     """
+    from fedrot.simulations.federation.grid_run import simulate as run
+
     if grid is not None:
         data_dir, model = settings["data_dir"], settings["model"]
-        run_settings(grid, out, data_dir, model, workers, ray, gpus, quick=quick, dry_run=dry_run)
-        return
-    if "arms" not in given(click.get_current_context()):
-        del settings["arms"]  # The other settings choose them: adapters have arms of their own.
-    config = SimulationConfig.from_flat({**settings, "first_seed": first_seed})
-    # Settings of a grid may share the key; here it would change nothing.
-    if config.pretrain_data and "pretrained" not in config.starts:
-        raise ValueError("--pretrain-data goes with --start pretrained")
-    if not runner.simulate(config, out, command_line(), console, gpus=gpus, dry_run=dry_run):
-        raise KeyboardInterrupt
+        configs = configs_of(grid, quick=quick, data_dir=data_dir, model=model)
+    else:
+        if "arms" not in given(click.get_current_context()):
+            del settings["arms"]  # The other settings choose them: adapters have arms of their own.
+        configs = [SimulationConfig.from_flat(settings)]
+        # Settings of a grid may share the key; here it would change nothing.
+        if configs[0].pretrain_data and "pretrained" not in configs[0].starts:
+            raise ValueError("--pretrain-data goes with --start pretrained")
+    run(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
 
 
-def run_settings(
-    grid: Path,
-    out: Path,
-    data_dir: Path | None,
-    model: str | None,
-    workers: int | None,
-    ray: str,
-    gpus: float,
-    *,
-    quick: bool,
-    dry_run: bool,
-) -> None:
-    """Run the settings of a grid; arguments as of ``simulate``."""
-    from fedrot.simulations.federation.grid_run import compare as run_grid
-
-    options = {"data_dir": data_dir, "model": model}
-    chosen = {key: value for key, value in options.items() if value is not None}
-    settings = read_grid(grid, "setting", quick=quick)
-    if not settings:
+def configs_of(
+    grid: Path, *, quick: bool, data_dir: Path | None, model: str | None
+) -> list[SimulationConfig]:
+    """Return the settings of a grid; what is given beside it wins."""
+    settings: dict[str, Any] = {"data_dir": data_dir, "model": model}
+    beside = {name: value for name, value in settings.items() if value is not None}
+    described = read_grid(grid, "setting", quick=quick)
+    if not described:
         raise ValueError(f"'{grid}' describes no [[setting]].")
-    configs = [SimulationConfig.from_flat({**setting, **chosen}) for setting in settings]
+    configs = [SimulationConfig.from_flat({**setting, **beside}) for setting in described]
     named = [config.setting for config in configs]
     if len(set(named)) != len(named):
         raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")
-    machine = Machine(workers, ray, gpus)
-    run_grid(configs, out, command_line(), console, machine, dry_run=dry_run)
+    return configs
 
 
 @command(app, "fedrot flower-app my-app", name="flower-app")

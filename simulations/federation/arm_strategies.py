@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedYogi
 from torch import nn
@@ -22,7 +24,7 @@ from fedrot.simulations.federation.arms import (
     evaluate_held_out,
 )
 from fedrot.simulations.federation.client_app import ALONE
-from fedrot.simulations.federation.run_folder import Rows
+from fedrot.simulations.federation.store import Cell, CellRows
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, number_of_bytes
 from fedrot.simulations.tasks.pretraining import load_pretrained
@@ -34,15 +36,13 @@ from fedrot.strategies.round.inbox import own_id
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import OtherBasis, Reporting, Server
 
-#: Called with (cell description, round, rounds) after every round.
-Progress = Callable[[str, int, int], None]
 #: Passes in which the clients of an arm that learns find a common basis.
 LEARNING_PASSES = 3
 
 
 @dataclass(frozen=True)
 class ArmRun:
-    """A cell of a configuration: one arm from one start with one seed; its rows go to ``rows``.
+    """The run of a cell: one arm from one start with one seed; its rows go to ``rows``.
 
     ``initial`` has the metrics of the initial model, which cells of one seed and start share; it is
     empty until they are known.
@@ -52,8 +52,7 @@ class ArmRun:
     seed: int
     start: Start
     arm: Arm
-    rows: Rows
-    progress: Progress
+    rows: CellRows
     initial: dict[str, float]
 
     @property
@@ -77,11 +76,11 @@ class ArmRun:
             self.rows.row({**own, "metric": name, "value": value})
 
     def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
-        """Write the global model's metrics and show the progress."""
+        """Write the global model's metrics, and the progress to Flower's log."""
         self.record("central", server_round, metrics)
         config = self.task.config
-        name = f"{config.setting} · seed {self.seed} · {self.start} · {self.arm.name}"
-        self.progress(name, server_round, config.rounds)
+        title = Cell(config, self.seed, self.start, self.arm).title
+        log(INFO, "%s: round %d/%d", title, server_round, config.rounds)
         return MetricRecord(dict(metrics))
 
     def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:

@@ -3,70 +3,46 @@
 from __future__ import annotations
 
 import json
-import tempfile
-import threading
 from collections import defaultdict
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord
-from flwr.serverapp import Grid
 
-from fedrot.simulations.config import SimulationConfig, Start
-from fedrot.simulations.federation.arm_strategies import ArmRun, Progress, strategy_of
+from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
 from fedrot.simulations.federation.arms import train_joined
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
-from fedrot.simulations.federation.run_folder import RunFolder
+from fedrot.simulations.federation.store import Cell, CellRows
 from fedrot.simulations.models.federated import tensors_of
 from fedrot.simulations.tasks.task import task_of
 
 
 def run_cells(
-    grid: Grid,
-    config: SimulationConfig,
-    folder: RunFolder,
-    stop: threading.Event,
-    progress: Progress,
-    shared_cache: bool = True,
-) -> None:
-    """Run every cell that the folder lacks, and write its rows as they come.
+    cells: Iterable[Cell], grid: OrderedGrid, scratch: Path, *, shared_cache: bool
+) -> Iterator[tuple[Cell, CellRows, Exception | None]]:
+    """Run cells one after the other; yield each with its rows, and why it failed (None if not).
 
-    With ``shared_cache``, arms share trainings of their clients, who have to see this machine's files.
-
-    Raises:
-        Interrupted: ``stop`` was set.
-        RuntimeError: the nodes are not the configuration's clients, or a round brought no update.
-    """
-    task = task_of(config.to_json())
-    for seed in config.seeds:
-        folder.partition(config.setting, seed, *task.partition(seed))
-    ordered = OrderedGrid(grid, stop, config.clients)
-    for seed, cells in groupby(config.cells(), key=lambda cell: cell[0]):
-        initial: dict[Start, dict[str, float]] = defaultdict(dict)
-        with tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True) as scratch:
-            for _, start, arm in cells:
-                if folder.finished(config.setting, seed, start, arm.name):
-                    continue
-                cell = ArmRun(task, seed, start, arm, folder, progress, initial[start])
-                run_cell(cell, ordered, Path(scratch), scratch if shared_cache else "")
-
-
-def run_cell(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -> None:
-    """Run one cell.
+    A cell fails if a round brought no update, among other reasons.
 
     Args:
         grid: of the configuration's clients.
         scratch: a folder for temporary files.
-        cache: folder of clients' results that cells of one seed share; empty for none.
-
-    Raises:
-        Interrupted: the grid was stopped.
-        RuntimeError: a round brought no update.
+        shared_cache: whether cells share trainings of their clients, who have to see this folder.
     """
-    if cell.arm.joined:
-        _run_joined(cell)
-    else:
-        _run_federated(cell, grid, scratch, cache)
+    initial: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
+    for cell in cells:
+        rows, failure = CellRows(), None
+        config_json = cell.config.to_json()
+        known = initial[cell.trains_first]
+        run = ArmRun(task_of(config_json), cell.seed, cell.start, cell.arm, rows, known)
+        try:
+            if cell.arm.joined:
+                _run_joined(run)
+            else:
+                _run_federated(run, grid, scratch, str(scratch) if shared_cache else "")
+        except Exception as error:
+            failure = error
+        yield cell, rows, failure
 
 
 def _run_joined(cell: ArmRun) -> None:

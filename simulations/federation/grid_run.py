@@ -1,44 +1,54 @@
-"""The run of a grid: its cells side by side, each with all of its clients in one process."""
+"""``simulate``: the missing cells of a run, in jobs that share their clients' trainings."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
+import math
 import shutil
 import tempfile
-import threading
+import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 
-from fedrot._io import read_json, write_json
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
-from fedrot.simulations.federation.grid_folder import CellRows, GridCell, GridFolder, cells_of
 from fedrot.simulations.federation.local_grid import local_clients
-from fedrot.simulations.federation.run_folder import note_partition
+from fedrot.simulations.federation.run_folder import CENTRAL
 from fedrot.simulations.federation.runner import check, check_gpus, log_to, present, print_partitions
+from fedrot.simulations.federation.store import (
+    Cell,
+    CellRows,
+    Store,
+    cells_of,
+    identity_of,
+    partitions_of,
+    write_cell,
+)
 from fedrot.simulations.folder_lock import only_writer
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
+from fedrot.simulations.report.summaries import headline
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 
 #: What evaluating and merging once costs, in epochs of training; roughly.
 _EVALUATION = 0.1
-#: Folder of a run for trainings that unfinished cells share; an interrupted grid goes on with them.
+#: Folder of a run for the trainings of the jobs that run.
 _TRAININGS = "trainings"
-#: File of the metrics of the initial model, in a folder of trainings.
-_INITIAL = "initial.json"
+
+#: A cell as it travels: configuration, seed, start and the name of its arm.
+Told: TypeAlias = tuple[str, int, Start, str]
 
 
-def compare(
+def simulate(
     configs: Sequence[SimulationConfig],
     out: Path,
     command: str,
@@ -49,10 +59,13 @@ def compare(
 ) -> None:
     """Run the cells that the folder ``out`` does not have yet.
 
+    Args:
+        dry_run: only check everything and print the partitions; nothing is run or written.
+
     Raises:
-        FileExistsError, FedrotError: the folder holds something else, see ``GridFolder``, or another
-            run writes to it; data, partition or model cannot be used; the machine has fewer GPUs, or
-            there is no cluster.
+        FileExistsError, FedrotError: the folder holds something else, see ``Store``, or another run
+            writes to it; data, partition or model cannot be used; the machine has fewer GPUs, or there
+            is no cluster.
         RuntimeError: cells failed; their tracebacks are in ``failures/``, and the others are finished.
         KeyboardInterrupt: the user stopped the run; finished cells are in the folder.
     """
@@ -65,123 +78,156 @@ def compare(
         console.print(f"Dry run: {len(cells)} cells (seed, start and arm); nothing was run or written.")
         return
     with only_writer(out):
-        _fill(GridFolder(out, configs, command), configs, cells, console, machine)
+        _fill(Store(out, configs, command), configs, cells, console, machine)
 
 
 def _fill(
-    folder: GridFolder,
+    store: Store,
     configs: Sequence[SimulationConfig],
-    cells: Sequence[GridCell],
+    cells: Sequence[Cell],
     console: Console,
     machine: Machine,
 ) -> None:
     """Run the cells that a folder does not have, and write its report."""
-    out, partitions = folder.path, _partitions(configs)
-    folder.partitions(partitions)
-    missing = [cell for cell in cells if not folder.finished(cell)]
+    out, partitions = store.path, partitions_of(configs)
+    store.partitions(partitions)
+    missing = [cell for cell in cells if not store.finished(cell)]
     if len(missing) < len(cells):
         console.print(f"{len(cells) - len(missing)} of {len(cells)} cells are finished already.")
-    complete = False
+    run, complete = _Run(store, missing, partitions, console), False
     try:
-        failed = _run(missing, partitions, folder, console, machine)
-        complete = not failed
+        run.finish(machine)
+        complete = not run.failed
     except KeyboardInterrupt:
         console.print(
             f"Interrupted; the finished cells are in {out}. Repeat the command to go on.", style="yellow"
         )
         raise
     finally:
-        folder.close(complete)
-        if any(map(folder.finished, cells)):
+        shutil.rmtree(out / _TRAININGS, ignore_errors=True)
+        store.close(complete)
+        if any(map(store.finished, cells)):
             present(out, console)
-    check_failures(failed, len(missing), "cells", out)
+    check_failures(run.failed, len(missing), "cells", out)
 
 
-def _run(
-    cells: Sequence[GridCell],
-    partitions: Mapping[str, Any],
-    folder: GridFolder,
-    console: Console,
-    machine: Machine,
-) -> int:
-    """Run cells and write their rows as they come; return how many failed."""
-    failed, done, start = 0, 0.0, perf_counter()
-    trainings = folder.path / _TRAININGS
-    unfinished = {cell.name: cell for cell in cells}
-    jobs = _jobs(cells, partitions, trainings)
-    left = sum(job.cost for job in jobs)
-    for number, (job, outcome) in enumerate(run_jobs(jobs, machine), start=1):
-        cell = unfinished[job.name]
-        done, left = done + job.cost, left - job.cost
-        said = noted_failure(folder.path, job.name, cell.title, outcome)
-        if said:
-            failed += 1
-        else:
-            rows, log = outcome.value
-            folder.add(cell, rows, log)
-            del unfinished[job.name]
-            said = _last_metrics(rows)
-        time = timedelta(seconds=round(left * (perf_counter() - start) / done))
-        rest = f"; about {time} left" if number < len(cells) else ""
-        console.print(f"[{number} of {len(cells)}] {cell.title}: {said}{rest}", highlight=False)
-        if all(other.trains_first != cell.trains_first for other in unfinished.values()):
-            shutil.rmtree(_cache(trainings, cell), ignore_errors=True)
-    if not unfinished:
-        shutil.rmtree(trainings, ignore_errors=True)
-    return failed
+class _Run:
+    """The run of the cells that a folder lacks, with a line on the console for each.
+
+    ``failed`` counts the cells that failed.
+    """
+
+    def __init__(
+        self, store: Store, cells: Sequence[Cell], partitions: Mapping[str, Any], console: Console
+    ) -> None:
+        self.store, self.console = store, console
+        self.failed, self._count = 0, len(cells)
+        self._untried = {cell.name: cell for cell in cells}
+        self._costs = _costs(cells, partitions)
+        self._start, self._cost = perf_counter(), sum(self._costs.values())
+
+    def finish(self, machine: Machine) -> None:
+        """Run all cells; where a process died, the cells of its job behind the one that ran go on."""
+        trainings = self.store.path / _TRAININGS
+        while self._untried:
+            shutil.rmtree(trainings, ignore_errors=True)  # Of a process that was killed.
+            trainings.mkdir()
+            jobs = self._jobs()
+            with closing(run_jobs([*jobs], machine, self._look)) as ended:
+                for job, outcome in ended:
+                    for name, rows, log, failure in outcome.parts:
+                        if failure:
+                            self._fail(self._untried[name], failure)
+                        elif name in self._untried:
+                            self.store.add(self._untried[name], rows, log)
+                    self._look()
+                    left = [cell for cell in jobs[job] if cell.name in self._untried]
+                    for cell in left[: 1 if outcome.died else None]:
+                        self._fail(cell, outcome.failure)
+
+    def _jobs(self) -> dict[Job, list[Cell]]:
+        """Return a job for all cells that share their first trainings, the longest one first."""
+        groups = defaultdict[object, list[Cell]](list)
+        for cell in self._untried.values():
+            groups[cell.trains_first].append(cell)
+        found = {}
+        for cells in groups.values():
+            told = tuple((c.config.to_json(), c.seed, c.start, c.arm.name) for c in cells)
+            arguments = (told, self.store.path.absolute(), identity_of(self.store.path))
+            cost = sum(self._costs[cell.name] for cell in cells)
+            found[Job(cells[0].name, run_job, arguments, cost)] = cells
+        return dict(sorted(found.items(), key=lambda pair: -pair[0].cost))
+
+    def _look(self) -> None:
+        """Tell of the cells that have been finished since the last look."""
+        for cell in [cell for cell in self._untried.values() if self.store.finished(cell)]:
+            rows = [row for row in self.store.publish(cell) if row["scope"] == CENTRAL]
+            at_end = (row for row in rows if row["round"] == cell.config.rounds)
+            last = {r["metric"]: math.nan if r["value"] is None else r["value"] for r in at_end}
+            noted_failure(self.store.path, cell.name, cell.title, "")
+            self._tell(cell, ", ".join(f"{name} {last[name]:.3f}" for name in headline(rows)))
+
+    def _fail(self, cell: Cell, failure: str) -> None:
+        self.failed += 1
+        self._tell(cell, noted_failure(self.store.path, cell.name, cell.title, failure))
+
+    def _tell(self, cell: Cell, said: str) -> None:
+        del self._untried[cell.name]
+        left = sum(self._costs[name] for name in self._untried)
+        time = timedelta(seconds=round(left * (perf_counter() - self._start) / (self._cost - left)))
+        rest = f"; about {time} left" if self._untried else ""
+        number = self._count - len(self._untried)
+        self.console.print(f"[{number} of {self._count}] {cell.title}: {said}{rest}", highlight=False)
 
 
-def _jobs(cells: Sequence[GridCell], partitions: Mapping[str, Any], trainings: Path) -> list[Job]:
-    """Return a job per cell: the first of those that share trainings goes first and keeps them."""
-    first: dict[object, str] = {}
-    jobs = []
+def _costs(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, float]:
+    """Return how much work each cell is, by name: rows times epochs.
+
+    The first of the cells that share the trainings of the first round does them.
+    """
+    found, trained = {}, set[object]()
     for cell in cells:
-        cache, leader = _cache(trainings, cell), cell.name
-        cache.mkdir(parents=True, exist_ok=True)
-        if not cell.arm.joined:
-            leader = first.setdefault(cell.trains_first, cell.name)
-        arguments = (cell.config.to_json(), cell.seed, cell.start, cell.arm.name, str(cache))
-        sizes = partitions[cell.config.setting]["seeds"][str(cell.seed)]["sizes"]
-        after = "" if leader == cell.name else leader
-        cost = _epochs(cell, first=not after) * sum(sizes)
-        jobs.append(Job(cell.name, run_alone, arguments, cost, after))
-    return jobs
+        config, key = cell.config, cell.trains_first
+        epochs = config.epochs(1) if cell.arm.joined or key not in trained else 0.0
+        epochs += sum(map(config.epochs, range(2, config.rounds + 1)))
+        sizes = partitions[config.setting]["seeds"][str(cell.seed)]["sizes"]
+        work = epochs * config.fraction_train + _EVALUATION * config.rounds
+        found[cell.name] = work * sum(sizes)
+        trained |= set() if cell.arm.joined else {key}
+    return found
 
 
-def _cache(trainings: Path, cell: GridCell) -> Path:
-    return trainings / hashlib.sha256(repr(cell.trains_first).encode()).hexdigest()[:16]
+def run_job(told: Sequence[Told], out: Path, identity: str) -> Iterator[tuple[str, CellRows, str, str]]:
+    """Run cells that share the trainings of their clients, with all clients in this process.
 
-
-def _epochs(cell: GridCell, *, first: bool) -> float:
-    """Return how much work a cell is, in epochs: its trainings, without a ``first`` one that is kept."""
-    config = cell.config
-    trained = range(1 if first else 2, config.rounds + 1)
-    return sum(map(config.epochs, trained)) * config.fraction_train + _EVALUATION * config.rounds
-
-
-def run_alone(config_json: str, seed: int, start: Start, arm: str, cache: str) -> tuple[CellRows, str]:
-    """Run one cell with all of its clients in this process; return its rows and Flower's log."""
-    from fedrot.simulations.federation.arm_strategies import ArmRun
+    Yield the name of each, its rows, Flower's log, and the traceback if it failed. If this machine sees
+    the folder of the run, the one with this ``identity``, a finished cell is also written there at once.
+    """
     from fedrot.simulations.federation.client_app import app
-    from fedrot.simulations.federation.experiment import run_cell
+    from fedrot.simulations.federation.experiment import run_cells
     from fedrot.simulations.federation.ordered_grid import OrderedGrid
 
     torch.set_num_threads(1)
-    task, rows, known = task_of(config_json), CellRows(), Path(cache) / _INITIAL
-    initial = read_json(known) if known.exists() else {}
-    cell = ArmRun(task, seed, start, Arm.parse(arm), rows, lambda *_: None, initial)
-    count = task.config.clients
+    cells = [
+        Cell(task_of(config).config, seed, start, Arm.parse(arm)) for config, seed, start, arm in told
+    ]
+    here, clients = identity_of(out) == identity, cells[0].config.clients
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
-        scratch = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True)
-        )
         stack.enter_context(outside_of_the_engine())
-        grid = OrderedGrid(local_clients(app, count), threading.Event(), count)
-        run_cell(cell, grid, Path(scratch), cache)
-    if known.parent.is_dir() and not known.exists():  # Other machines of a cluster lack the folder.
-        write_json(known, initial)
-    return rows, log.getvalue()
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(
+                prefix="fedrot-", dir=out / _TRAININGS if here else None, ignore_cleanup_errors=True
+            )
+        )
+        grid = OrderedGrid(local_clients(app, clients), clients)
+        for cell, rows, error in run_cells(cells, grid, Path(scratch), shared_cache=True):
+            failure = "".join(traceback.format_exception(error)) if error else ""
+            if here and not failure:
+                write_cell(out, cell, rows, log.getvalue())
+            yield cell.name, rows, log.getvalue(), failure
+            log.seek(0)
+            log.truncate()
 
 
 @contextmanager
@@ -194,19 +240,3 @@ def _logged() -> Iterator[io.StringIO]:
         yield log
     finally:
         logger.handlers[:], logger.propagate = before, propagate
-
-
-def _last_metrics(found: CellRows) -> str:
-    """Return the metrics of the last round's model as text."""
-    central = [row for row in found.rows if row["scope"] == "central"]
-    last = max(row["round"] for row in central)
-    return ", ".join(f"{row['metric']} {row['value']:.3f}" for row in central if row["round"] == last)
-
-
-def _partitions(configs: Sequence[SimulationConfig]) -> dict[str, Any]:
-    """Return names of classes, sizes and counts of all clients, by setting and seed."""
-    found: dict[str, Any] = {}
-    for config in configs:
-        for seed in config.seeds:
-            note_partition(found, config.setting, seed, *task_of(config.to_json()).partition(seed))
-    return found

@@ -1,9 +1,9 @@
-"""``OrderedGrid``: the nodes of a run in the order of their partition ids, until the user stops it."""
+"""``OrderedGrid``: the nodes of a run in the order of their partition ids."""
 
 from __future__ import annotations
 
 import copy
-import threading
+import time
 from collections.abc import Iterable, Sequence
 from logging import INFO
 
@@ -18,27 +18,21 @@ from fedrot.strategies.round.inbox import client_id
 PAUSE = 0.02
 
 
-class Interrupted(Exception):
-    """The user asked to stop; the finished part of the run is in the run folder."""
-
-
 class OrderedGrid(LazyGrid):
     """A grid of ``nodes`` nodes in the order of their partition ids.
 
     Node ids are random: without an order, two runs of one seed would sample different clients.
 
     Raises:
-        Interrupted: by any wait, once ``stop`` is set.
         RuntimeError: the nodes do not hold the partitions 0 to ``nodes - 1``.
     """
 
-    def __init__(self, grid: Grid, stop: threading.Event, nodes: int) -> None:
+    def __init__(self, grid: Grid, nodes: int) -> None:
         super().__init__(grid)
-        self._stop = stop
         self._nodes = list(grid.get_node_ids())
         while len(self._nodes) < nodes:
             log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
-            self._wait(1.0)
+            time.sleep(1.0)
             self._nodes = list(grid.get_node_ids())
         query = MessageType.QUERY
         questions = [Message(RecordDict(), dst_node_id=n, message_type=query) for n in self._nodes]
@@ -51,12 +45,8 @@ class OrderedGrid(LazyGrid):
             )
         self._nodes.sort(key=own.__getitem__)
 
-    def _wait(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise Interrupted
-
     def pause(self, seconds: float) -> None:
-        self._wait(min(seconds, PAUSE))
+        time.sleep(min(seconds, PAUSE))
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._nodes)

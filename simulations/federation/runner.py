@@ -1,28 +1,17 @@
-"""Runs of configurations through Flower's simulation engine, with checks before and progress."""
+"""What surrounds a run: the environment, checks before it, and the tables after it."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import rich.progress
 from rich.console import Console
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import (
-    RunFolder,
-    read_alignment,
-    read_results,
-    refuse_used,
-)
-from fedrot.simulations.jobs import keeping_sigterm
+from fedrot.simulations.federation.run_folder import read_alignment, read_results
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -115,61 +104,6 @@ def present(out: Path, console: Console) -> None:
     console.print(f"Report: {write_report(out)}")
 
 
-def simulate(
-    config: SimulationConfig,
-    out: Path,
-    command: str,
-    console: Console,
-    *,
-    gpus: float = 0.0,
-    dry_run: bool = False,
-) -> bool:
-    """Run a configuration in Flower's engine into the folder ``out``; return False if interrupted.
-
-    An unfinished run of the same configuration goes on: its finished cells are skipped.
-
-    Args:
-        gpus: GPUs that the engine lends to each client: a share of one, or a whole number.
-        dry_run: only check everything and print the partitions; nothing is run or written.
-
-    Raises:
-        FileExistsError: the folder holds another run, or a finished one.
-        FedrotError: another run writes to the folder; data, partition or model cannot be used, or the
-            machine has fewer GPUs.
-        RuntimeError: a simulation failed; the finished part is in the folder.
-    """
-    from fedrot.simulations.federation.ordered_grid import Interrupted
-
-    settings = [config.model_dump(mode="json")]
-    if not dry_run:
-        refuse_used(out, settings)
-    check_gpus(gpus)
-    check([config])
-    print_partitions([config], console)
-    if dry_run:
-        console.print(
-            f"Dry run: {len(config.cells())} cells (seed, start and arm); nothing was run or written."
-        )
-        return True
-    folder = RunFolder(out, settings, command)
-    missing = len(config.cells()) - folder.finished_cells
-    if folder.finished_cells:
-        console.print(f"{folder.finished_cells} of {len(config.cells())} cells are finished already.")
-    complete = False
-    try:
-        with _interruptible() as stop, _progress(console, missing * config.rounds) as advance:
-            _run(config, folder, stop, advance, gpus)
-        complete = True
-    except Interrupted:
-        console.print(
-            f"Interrupted; the finished part is in {out}. Repeat the command to go on.", style="yellow"
-        )
-    finally:
-        folder.close(complete)
-        present(out, console)
-    return complete
-
-
 def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
     """Print how the first seed divides the data of each setting."""
     from fedrot.simulations.report.tables import partition_table
@@ -183,41 +117,8 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> N
         console.print(partition_table(counts, names, config.setting, seed))
 
 
-def _run(
-    config: SimulationConfig, folder: RunFolder, stop: threading.Event, advance: Any, gpus: float
-) -> None:
-    log_to(logging.FileHandler(folder.path / "flower.log", encoding="utf-8"))
-    from flwr.app import Context
-    from flwr.serverapp import Grid, ServerApp
-    from flwr.simulation import run_simulation
-
-    from fedrot.simulations.federation.client_app import app as client_app
-    from fedrot.simulations.federation.experiment import run_cells
-    from fedrot.simulations.federation.ordered_grid import Interrupted
-
-    server_app = ServerApp()
-    failure: list[BaseException] = []
-
-    @server_app.main()
-    def main(grid: Grid, context: Context) -> None:
-        try:
-            run_cells(grid, config, folder, stop, advance)
-        except BaseException as error:
-            failure.append(error)
-            raise
-
-    try:
-        with keeping_sigterm():
-            run_simulation(server_app, client_app, config.clients, backend_config=backend_config(gpus))
-    except Exception as error:
-        cause = failure[0] if failure else error
-        if isinstance(cause, Interrupted):
-            raise cause from None
-        raise RuntimeError(f"The simulation of setting '{config.setting}' failed: {cause}") from cause
-
-
 def check_gpus(gpus: float) -> None:
-    """Raise ``FedrotError`` if clients cannot have so many GPUs each."""
+    """Raise ``FedrotError`` if jobs cannot have so many GPUs each."""
     import torch
 
     found = torch.cuda.device_count()
@@ -225,25 +126,9 @@ def check_gpus(gpus: float) -> None:
         raise FedrotError(f"gpus is {gpus:g}; give a share of one GPU, such as 0.5, or a whole number.")
     if gpus > found:
         raise FedrotError(
-            f"gpus is {gpus:g} for each client, but PyTorch finds {found or 'no'} GPU(s) on this "
+            f"gpus is {gpus:g} for each job, but PyTorch finds {found or 'no'} GPU(s) on this "
             f"machine; {'give at most ' + str(found) if found else 'leave --gpus out'}."
         )
-
-
-def backend_config(gpus: float) -> dict[str, Any]:
-    """Return the engine's configuration for clients with one core and ``gpus`` GPUs each."""
-    import torch
-
-    found = torch.cuda.device_count() if gpus else 0
-    return {
-        "init_args": {
-            "address": "local",  # Not a cluster that somebody else runs on this machine.
-            "num_cpus": os.cpu_count() or 1,
-            "num_gpus": found,
-            "include_dashboard": False,
-        },
-        "client_resources": {"num_cpus": 1, "num_gpus": gpus},
-    }
 
 
 def log_to(handler: logging.Handler) -> None:
@@ -252,40 +137,3 @@ def log_to(handler: logging.Handler) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Set an event at the first Ctrl-C or SIGTERM; the second one interrupts as usual."""
-    stop, signals = threading.Event(), (signal.SIGINT, signal.SIGTERM)
-
-    def interrupt(signum: int, frame: object) -> None:
-        stop.set()
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)  # At SIGTERM, Ray sets an alarm that aborts the process.
-        for number in signals:
-            signal.signal(number, signal.default_int_handler)
-
-    before = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[Any]:
-    text = rich.progress.TextColumn("{task.description}", markup=False)
-    _, bar, _, remaining = rich.progress.Progress.get_default_columns()
-    done, elapsed = rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()
-    with rich.progress.Progress(text, bar, done, elapsed, remaining, console=console) as progress:
-        task = progress.add_task("starting Flower's engine", total=total)
-
-        def advance(description: str, server_round: int, rounds: int) -> None:
-            shown = f"{description} · round {server_round}/{rounds}"
-            progress.update(task, description=shown, advance=1 if server_round else 0)
-            if not console.is_terminal:
-                console.print(f"{description}: round {server_round}/{rounds}", highlight=False)
-
-        yield advance

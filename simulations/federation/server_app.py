@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from logging import INFO
+import tempfile
 from pathlib import Path
 
 from flwr.app import Context
-from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.experiment import run_cells
-from fedrot.simulations.federation.run_folder import RunFolder
+from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.runner import check
+from fedrot.simulations.federation.store import Store, cells_of, partitions_of
+from fedrot.simulations.folder_lock import only_writer
 
 app = ServerApp()
 
@@ -22,9 +22,13 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the comparison of the app's run configuration; results go to the folder ``out``.
 
+    Cells that the folder holds are skipped, as by ``fedrot simulate``.
+
     Raises:
         ValueError: ``out`` is not an absolute path (Flower chooses the working directory).
-        FedrotError: data, partition or model cannot be used.
+        FileExistsError, FedrotError: the folder holds something else, see ``Store``, or another run
+            writes to it; data, partition or model cannot be used.
+        RuntimeError: the nodes are not the configuration's clients, or a round brought no update.
     """
     settings = dict(context.run_config)
     out = Path(str(settings.pop("out", "")))
@@ -32,14 +36,23 @@ def main(grid: Grid, context: Context) -> None:
         raise ValueError(f"out is '{out}'; give an absolute path, as in -c 'out=\"/data/run1\"'.")
     config = SimulationConfig.from_flat(settings)
     check([config])
-    folder = RunFolder(out, [config.model_dump(mode="json")], "flwr run")
+    with only_writer(out):
+        _fill(Store(out, [config], "flwr run"), config, grid)
+
+
+def _fill(store: Store, config: SimulationConfig, grid: Grid) -> None:
+    """Run the cells that a folder does not have; the first one that fails ends the run."""
+    store.partitions(partitions_of([config]))
+    missing = [cell for cell in cells_of([config]) if not store.finished(cell)]
     complete = False
-
-    def progress(description: str, server_round: int, rounds: int) -> None:
-        log(INFO, "%s: round %d/%d", description, server_round, rounds)
-
     try:
-        run_cells(grid, config, folder, threading.Event(), progress, shared_cache=False)
+        with tempfile.TemporaryDirectory(prefix="fedrot-", ignore_cleanup_errors=True) as scratch:
+            ordered = OrderedGrid(grid, config.clients)
+            for cell, rows, failure in run_cells(missing, ordered, Path(scratch), shared_cache=False):
+                if failure is not None:
+                    raise failure
+                store.add(cell, rows)
+                store.publish(cell)
         complete = True
     finally:
-        folder.close(complete)
+        store.close(complete)

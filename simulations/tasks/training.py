@@ -45,7 +45,7 @@ def step_batches(
 
 
 def lent_device() -> torch.device:
-    """Return the GPU that the simulation engine lent to this process, or the CPU."""
+    """Return the GPU that Ray lent to this process, or the CPU."""
     ray = sys.modules.get("ray")
     return torch.device("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
 
@@ -81,7 +81,7 @@ def train(
 ) -> float:
     """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
 
-    It runs on the GPU that the simulation engine lent to this process, if any. Half an epoch is half the
+    It runs on the GPU that Ray lent to this process, if any. Half an epoch is half the
     batches, rounded up, and the seed decides which. Returns the mean loss over the last epoch's steps,
     NaN if no row has anything to predict.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,7 @@ from fedrot.simulations.arm import Arm
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import grid_run, runner, server_app
+from fedrot.simulations.federation import grid_run, server_app
 from reproductions.barriers.grid import Grid
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
@@ -35,9 +36,7 @@ APP = re.search(
     re.S,
 )
 assert APP is not None
-FIELDS = sorted(
-    {*SimulationConfig.model_fields, "first_seed", "first-seed", "local-epochs", "x", "rows"}
-)
+FIELDS = sorted({*SimulationConfig.model_fields, "first_seed", "local-epochs", "x", "rows"})
 ARMS = ("plain", "aligned@running~probe", "heads+ffn@global/regmean", "plain/ensemble", "whole~weights")
 WORDS = (
     *configuration.TASKS,
@@ -70,16 +69,11 @@ literals = st.sampled_from(TOML.split())
 def only_read() -> Iterator[None]:
     """Let commands read what they would run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "simulate", lambda *args, **kwargs: True)
-        patch.setattr(grid_run, "compare", lambda *args, **kwargs: True)
-        patch.setattr(server_app, "run_cells", lambda *args, **kwargs: None)
-        patch.setattr(server_app, "RunFolder", lambda *args: _NoFolder())
+        patch.setattr(grid_run, "simulate", lambda *args, **kwargs: None)
+        patch.setattr(server_app, "only_writer", lambda *args: nullcontext())
+        patch.setattr(server_app, "Store", lambda *args: None)
+        patch.setattr(server_app, "_fill", lambda *args: None)
         yield
-
-
-class _NoFolder:
-    def close(self, complete: bool) -> None:
-        assert complete
 
 
 def valid(config: SimulationConfig) -> None:

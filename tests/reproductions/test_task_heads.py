@@ -12,7 +12,7 @@ import reproductions.task_heads
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import arm_strategies
-from fedrot.simulations.federation.grid_run import run_alone
+from fedrot.simulations.federation.grid_run import run_job
 from tests.strategies.fakes import tensors_of
 
 SMALL: dict[str, Any] = {
@@ -30,9 +30,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_clients_go_on_from_the_head_of_the_last_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
     fits: list[Any] = []
     real, configure = arm_strategies.fit_task_head, arm_strategies.CellStrategy.configure_train
     broadcast: list[Any] = []
@@ -49,7 +47,9 @@ def test_clients_go_on_from_the_head_of_the_last_round(
     monkeypatch.setattr(arm_strategies.CellStrategy, "configure_train", configured)
     config = SimulationConfig(**SMALL)
     name = f"plain{reproductions.task_heads.EACH_ROUND}"
-    rows, _ = run_alone(config.to_json(), 0, "same", name, str(tmp_path))
+    told = [(config.to_json(), 0, "same", name)]
+    ((_, rows, _, failure),) = run_job(told, Path("nowhere"), "of no folder here")
+    assert not failure
     assert len(fits) == len(broadcast) == 3
     for fit, received in zip(fits[:2], broadcast[1:], strict=True):
         sent = tensors_of(fit.arrays)

@@ -102,7 +102,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"precious": 1}\n')
     result = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "already holds a run" in " ".join(result.output.split())
+    assert "holds a run of another kind" in " ".join(result.output.split())
     assert (tmp_path / "rows.jsonl").read_text() == '{"precious": 1}\n'
 
 
@@ -128,11 +128,11 @@ def test_a_dry_run_checks_everything_and_writes_nothing(of_grid: bool, tmp_path:
 @pytest.mark.parametrize(
     ("gpus", "there", "expected"),
     [
-        ("0.5", 0, "gpus is 0.5 for each client, but PyTorch finds no GPU(s) on this machine; leave"),
+        ("0.5", 0, "gpus is 0.5 for each job, but PyTorch finds no GPU(s) on this machine; leave"),
         (
             "3",
             2,
-            "gpus is 3 for each client, but PyTorch finds 2 GPU(s) on this machine; give at most 2",
+            "gpus is 3 for each job, but PyTorch finds 2 GPU(s) on this machine; give at most 2",
         ),
         ("1.5", 2, "gpus is 1.5; give a share of one GPU, such as 0.5, or a whole number."),
         ("nan", 2, "gpus is nan; give a share of one GPU"),
@@ -148,26 +148,6 @@ def test_gpus_that_cannot_be_lent_are_refused_before_anything_runs(
     assert code == BAD_INPUT, output
     assert expected in output
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("gpus", "there", "known"), [("0.5", 2, 2), ("1", 1, 1), (None, 2, 0)])
-def test_gpus_reach_the_engine(
-    gpus: str | None, there: int, known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import flwr.simulation
-
-    seen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
-    monkeypatch.setattr(flwr.simulation, "run_simulation", lambda *_, **how: seen.append(how))
-    monkeypatch.setattr("fedrot.simulations.federation.runner.present", lambda *_: None)
-    monkeypatch.setattr("fedrot.simulations.federation.runner.log_to", lambda *_: None)
-    options = ["--train-limit", 40, "--test-limit", 20, *(["--gpus", gpus] if gpus else [])]
-    code, output = invoke("simulate", *options, "--out", tmp_path / "run")
-    assert code == 0, output
-    (how,) = seen
-    assert how["backend_config"]["client_resources"]["num_gpus"] == float(gpus or 0)
-    assert how["backend_config"]["init_args"]["num_gpus"] == known
-    assert how["backend_config"]["init_args"]["address"] == "local"
 
 
 def test_a_grid_without_settings_is_refused(tmp_path: Path) -> None:
@@ -220,7 +200,7 @@ def test_every_setting_can_be_given_to_flwr_run() -> None:
     folder = Path(__file__).parents[2] / "simulations" / "flower_app"
     app = tomllib.loads((folder / "pyproject.toml").read_text())
     keys = {key.replace("-", "_") for key in app["tool"]["flwr"]["app"]["config"]}
-    assert keys == set(SimulationConfig.model_fields) | {"out", "first_seed"}
+    assert keys == set(SimulationConfig.model_fields) | {"out"}
     settings = {k: v for k, v in app["tool"]["flwr"]["app"]["config"].items() if k != "out"}
     assert SimulationConfig.from_flat(settings) == SimulationConfig(seeds=(0,))
 
@@ -239,11 +219,6 @@ def test_the_data_folder_of_the_command_line_wins(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 2
     assert "elsewhere" not in result.output
-
-
-def test_a_first_seed_beside_a_list_of_seeds_is_refused() -> None:
-    with pytest.raises(ValueError, match="first_seed"):
-        SimulationConfig.from_flat({"first_seed": 3, "seeds": (1, 2)})
 
 
 def test_arms_are_read_from_their_names() -> None:
@@ -494,28 +469,58 @@ def test_only_runs_that_move_weights_need_a_supported_family() -> None:
 
 
 def test_flat_settings_of_flower_become_the_same_configuration() -> None:
-    flat = {"arms": "plain, aligned@global", "seeds": 2, "first-seed": 5, "data-dir": "", "lr": 0.01}
+    flat = {"arms": "plain, aligned@global", "seeds": "5-6", "data-dir": "", "lr": 0.01}
     config = SimulationConfig.from_flat(flat)
     assert config == SimulationConfig(arms=("plain", "aligned@global"), seeds=(5, 6), lr=0.01)
     assert SimulationConfig.model_validate_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
-    "settings", [{"first_seed": "x"}, {"first_seed": "x", "seeds": 2}, {"first-seed": 1.5}]
+    ("given", "seeds"),
+    [
+        (3, (0, 1, 2)),
+        ("3", (0, 1, 2)),
+        ("3-5", (3, 4, 5)),
+        ("4-4", (4,)),
+        ("1,4,9", (1, 4, 9)),
+        ("1, 4", (1, 4)),
+        ([7, 3], (7, 3)),
+    ],
 )
-def test_a_first_seed_that_is_no_whole_number_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="first_seed"):
-        SimulationConfig.from_flat(settings)
+def test_seeds_are_a_number_a_range_or_a_list(given: Any, seeds: tuple[int, ...]) -> None:
+    assert SimulationConfig.from_flat({"seeds": given}).seeds == seeds
 
 
-def test_a_seed_in_the_place_of_their_number_takes_no_memory() -> None:
-    with pytest.raises(ValueError, match="seeds is their number"):
-        SimulationConfig.from_flat({"seeds": 2**62})
+@pytest.mark.parametrize(
+    "given", ["x", "3-", "-3", -1, "1,", "0-2,5", "1.5", 1.5, True, "3-5-7", 0, "0", "5-3"]
+)
+def test_seeds_that_are_none_of_these_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="a range such as 3-5, or a list such as 1,4,9"):
+        SimulationConfig.from_flat({"seeds": given})
+
+
+@pytest.mark.parametrize("given", [[], "1,1"])
+def test_there_is_at_least_one_seed_and_each_once(given: Any) -> None:
+    with pytest.raises(ValueError, match="needs at least one value, each once"):
+        SimulationConfig.from_flat({"seeds": given})
+
+
+@pytest.mark.parametrize("given", [2**62, 10**30, "7-20000"])
+def test_a_seed_in_the_place_of_their_number_takes_no_memory(given: Any) -> None:
+    with pytest.raises(ValueError, match="10000 at most"):
+        SimulationConfig.from_flat({"seeds": given})
 
 
 def test_negative_seeds_are_refused_before_the_run() -> None:
     with pytest.raises(ValueError, match="greater than or equal to 0"):
-        SimulationConfig.from_flat({"seeds": 2, "first_seed": -1})
+        SimulationConfig.from_flat({"seeds": [0, -1]})
+
+
+def test_the_command_line_names_the_option_of_seeds(tmp_path: Path) -> None:
+    code, output = invoke("simulate", "--seeds", "3-", "--out", tmp_path / "run")
+    assert (code, "Error in --seeds:" in output, "'3-' says no seeds" in output) == (2, True, True), (
+        output
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.grid_folder import GridFolder
-from fedrot.simulations.federation.run_folder import RunFolder, read_rows
+from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.federation.store import CellRows, Store, cells_of
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import result_tables
@@ -134,17 +133,25 @@ SETTINGS = {
 
 
 def hostile_run(path: Path) -> Path:
-    folder = RunFolder(path, [{**SETTINGS, "data": HOSTILE, "model": HOSTILE}], f"fedrot {HOSTILE}")
-    folder.partition(HOSTILE, 0, [HOSTILE, "b"], [3], [[1, 2]])
-    for seed in (0, 1):
+    config = SimulationConfig(setting=HOSTILE, arms=("plain",), seeds=(0, 1), rounds=1)
+    store = Store(path, [config], f"fedrot {HOSTILE}")
+    counted = {"sizes": [3], "counts": [[1, 2]]}
+    store.partitions({HOSTILE: {"label_names": [HOSTILE, "b"], "seeds": {"0": counted}}})
+    for cell in cells_of([config]):
+        found = CellRows()
         for arm in ("plain", HOSTILE):
-            about = {"setting": HOSTILE, "arm": arm, "start": "same", "seed": seed, "round": 1}
+            about = {"setting": HOSTILE, "arm": arm, "start": "same", "seed": cell.seed, "round": 1}
             for metric in (HOSTILE, "loss"):
-                folder.row({**about, "scope": "central", "metric": metric, "value": 0.5 + seed})
+                value = 0.5 + cell.seed
+                found.row({**about, "scope": "central", "metric": metric, "value": value})
             shares = {"part": HOSTILE, "layer": 0, "before": 2.0, "after": 1.0, "client": 0}
-            folder.alignment({**about, **shares, "group": HOSTILE})
-            folder.alignment({**about, "client": 0, "dropped": HOSTILE})
-    folder.close(complete=True)
+            found.alignment({**about, **shares, "group": HOSTILE})
+            found.alignment({**about, "client": 0, "dropped": HOSTILE})
+        store.add(cell, found)
+    store.close(complete=True)
+    written = json.loads((path / "config.json").read_text())
+    written["settings"] = [{**SETTINGS, "data": HOSTILE, "model": HOSTILE}]
+    (path / "config.json").write_text(json.dumps(written))
     return path
 
 
@@ -221,38 +228,11 @@ def test_a_file_of_another_kind_is_called_unreadable(file: str, content: str, tm
     assert f"{file} is missing or unreadable" in write_report(run).read_text(encoding="utf-8")
 
 
-def test_an_unfinished_run_goes_on_after_its_last_whole_cell(tmp_path: Path) -> None:
-    settings = [{**SETTINGS, "setting": "a"}]
-    rows = [{**ROW, "arm": arm, "metric": "loss", "value": 1.0} for arm in ("plain", "aligned")]
-    first = RunFolder(tmp_path, settings, "one")
-    for row in rows:
-        first.row(row)
-        first.alignment(row)
-    with pytest.raises(FedrotError, match="Another run"):
-        RunFolder(tmp_path, settings, "two")
-    first.close(complete=False)
-    second = RunFolder(tmp_path, settings, "two")
-    assert second.finished("a", 0, "same", "plain")
-    assert not second.finished("a", 0, "same", "aligned")
-    for name in ("rows.jsonl", "alignment.jsonl"):
-        assert [row["arm"] for row in read_rows(tmp_path, name)] == ["plain"]
-    second.close(complete=True)
-    for other in (settings, [SETTINGS]):
-        with pytest.raises(FileExistsError, match="already holds"):
-            RunFolder(tmp_path, other, "three")
-
-
 def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "bert"}')
-    for call in (
-        lambda: RunFolder(tmp_path, [SETTINGS], "one"),
-        lambda: GridFolder(tmp_path, [SimulationConfig()], "one"),
-    ):
-        with pytest.raises(
-            FileExistsError, match=r"has a config.json of something else, such as a model"
-        ):
-            call()
+    with pytest.raises(FileExistsError, match=r"has a config.json of something else, such as a model"):
+        Store(tmp_path, [SimulationConfig()], "one")
     assert config.read_text() == '{"model_type": "bert"}'
 
 

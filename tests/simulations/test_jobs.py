@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 import fedrot
+from fedrot.simulations import jobs as jobs_module
 from fedrot.simulations.jobs import (
     FAILURES,
     Job,
     Machine,
     Outcome,
-    _ready,
+    _on_ray,
     check_failures,
     noted_failure,
     run_jobs,
@@ -26,38 +26,53 @@ from fedrot.simulations.jobs import (
 from fedrot.simulations.plugins import PLUGINS
 
 
-def double(number: int) -> int:
-    return 2 * number
+def double(number: int) -> list[int]:
+    return [2 * number]
+
+
+def halves(number: int) -> Iterator[int]:
+    """Yield two numbers, and fail where there would be a third."""
+    yield number // 2
+    yield number - number // 2
+    raise ValueError("no third half")
 
 
 def fail(reason: str) -> None:
     raise ValueError(reason)
 
 
-def die() -> None:
+def die(path: str) -> None:
+    """End the process, and note that in a file."""
+    with Path(path).open("a") as file:
+        file.write("died\n")
     os._exit(3)
 
 
-def note(path: str, name: str) -> list[str]:
-    """Append a name to a file after a while; return the names before it."""
-    time.sleep(0.2)
-    file = Path(path)
-    before = file.read_text().split() if file.exists() else []
-    with file.open("a") as opened:
-        opened.write(f"{name}\n")
-    return before
+def last(seconds: float) -> list[int]:
+    """Return this process after a while."""
+    time.sleep(seconds)
+    return [os.getpid()]
 
 
-def until(path: str, name: str) -> None:
-    """Return once ``note`` has written the name."""
-    while not Path(path).exists() or name not in Path(path).read_text().split():
-        time.sleep(0.05)
+def running(path: str, name: str) -> list[list[str]]:
+    """Return the names of the jobs that run at the same time as this one begins."""
+    mine = Path(path, name)
+    mine.touch()
+    found = [file.name for file in Path(path).iterdir()]
+    time.sleep(0.3)
+    mine.unlink()
+    return [found]
 
 
-def where(seconds: float) -> str:
+def told(name: str) -> list[str | None]:
+    """Return a variable of the environment."""
+    return [os.getenv(name)]
+
+
+def where(seconds: float) -> list[str]:
     """Return the node of a Ray cluster that works."""
     time.sleep(seconds)
-    return str(ray.get_runtime_context().get_node_id())
+    return [str(ray.get_runtime_context().get_node_id())]
 
 
 def outcomes(jobs: list[Job], machine: Machine) -> dict[str, Outcome]:
@@ -67,62 +82,70 @@ def outcomes(jobs: list[Job], machine: Machine) -> dict[str, Outcome]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_job_has_an_outcome(workers: int) -> None:
     jobs = [Job(str(i), double, (i,)) for i in range(3)]
-    jobs[1:1] = [Job("bad", fail, ("no such data",))]
+    jobs[1:1] = [Job("bad", fail, ("no such data",)), Job("half", halves, (5,))]
     found = outcomes(jobs, Machine(workers))
-    assert {name: found[name].value for name in "012"} == {"0": 0, "1": 2, "2": 4}
-    assert found["bad"].value is None
+    assert {name: found[name].parts for name in "012"} == {"0": [0], "1": [2], "2": [4]}
+    assert (found["bad"].parts, found["half"].parts) == ([], [2, 3])
     assert found["bad"].failure.endswith("ValueError: no such data\n")
     assert "in fail" in found["bad"].failure
-    assert all((outcome.failure == "") == (name != "bad") for name, outcome in found.items())
+    assert found["half"].failure.endswith("ValueError: no third half\n")
+    assert {name for name, outcome in found.items() if outcome.failure} == {"bad", "half"}
+    assert not any(outcome.died for outcome in found.values())
+
+
+def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(tmp_path: Path) -> None:
+    jobs = [Job(name, running, (str(tmp_path), name)) for name in "abcde"]
+    found = {name: outcome.parts[0] for name, outcome in outcomes(jobs, Machine(2)).items()}
+    assert max(map(len, found.values())) == 2
+    assert all(max(names) <= chr(ord(name) + 1) for name, names in found.items())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_job_waits_for_the_one_before_it_even_if_that_fails(workers: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "order")
-    jobs = [
-        Job("b", note, (path, "b"), after="a"),
-        Job("d", note, (path, "d"), after="c"),
-        Job("a", note, (path, "a")),
-        Job("c", fail, ("c",)),
-    ]
-    found = outcomes(jobs, Machine(workers))
-    assert "a" in found["b"].value
-    assert found["d"].failure == ""
+def test_the_caller_can_look_while_jobs_run(workers: int) -> None:
+    seen: list[str] = []
+    jobs = [Job("a", last, (1.5,)), Job("b", double, (1,))]
+    seen.extend(job.name for job, _ in run_jobs(jobs, Machine(workers), lambda: seen.append("look")))
+    assert seen[0] == "look"
+    assert sorted(name for name in seen if name != "look") == ["a", "b"]
 
 
-def test_a_job_waits_for_one_that_runs() -> None:
-    first, second = Job("first", double, (1,)), Job("second", double, (2,), after="first")
-    other = Job("other", double, (3,))
-    assert _ready([second, other], running=[first]) == [other]
-    assert _ready([second, other]) == [second, other]
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_caller_fails_at_is_no_failure_of_a_job(workers: int) -> None:
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        list(run_jobs([Job(name, last, (1.0,)) for name in "ab"], Machine(workers), full))
 
 
-def test_a_job_that_waited_goes_on_before_later_ones(tmp_path: Path) -> None:
-    order = str(tmp_path / "order")
-    jobs = [Job(name, note, (order, name)) for name in ("first", "third", "last")]
-    jobs[1:1] = [
-        Job("follower", note, (order, "follower"), after="first"),
-        Job("occupied", until, (order, "follower")),
-    ]
-    outcomes(jobs, Machine(2))
-    found = Path(order).read_text().split()
-    assert found[:2] == ["first", "follower"]
-    assert sorted(found[2:]) == ["last", "third"]  # Two cores do them at the same time.
-
-
-def test_a_job_whose_process_dies_fails_alone() -> None:
-    found = outcomes([Job("dies", die, ()), Job("lives", double, (4,))], Machine(2))
-    assert found["lives"].value == 8
+def test_a_job_whose_process_dies_fails_alone_and_is_not_tried_again(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    jobs = [Job("dies", die, (str(note),)), *(Job(str(i), last, (0.2,)) for i in range(4))]
+    found = outcomes(jobs, Machine(2))
+    assert note.read_text() == "died\n"
     assert "process of the job ended" in found["dies"].failure
+    assert {name for name, outcome in found.items() if outcome.died} == {"dies"}
+    assert all(found[str(i)].parts for i in range(4))
+    assert os.getpid() not in {found[str(i)].parts[0] for i in range(4)}
 
 
 def test_nothing_is_left_running_when_the_caller_stops() -> None:
-    running = run_jobs(
-        [Job("a", double, (1,)), *(Job(f"s{i}", time.sleep, (60,)) for i in range(4))], Machine(2)
-    )
-    assert next(running)[1].value == 2
-    running.close()  # type: ignore[attr-defined]
-    assert not ray.is_initialized()
+    jobs = [Job("a", double, (1,)), *(Job(f"s{i}", time.sleep, (60,)) for i in range(4))]
+    before = set(psutil.Process().children(recursive=True))
+    ended = run_jobs(jobs, Machine(2))
+    assert next(ended)[1].parts == [2]
+    started = set(psutil.Process().children(recursive=True)) - before
+    # The two that work, and the tracker of multiprocessing, which stays.
+    workers = [one for one in started if "--multiprocessing-fork" in one.cmdline()]
+    assert len(workers) == 2
+    ended.close()  # type: ignore[attr-defined]
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+def test_processes_of_this_machine_are_told_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLUGINS, "json,math")
+    found = outcomes([Job(name, told, (PLUGINS,)) for name in "ab"], Machine(2))
+    assert [outcome.parts for outcome in found.values()] == [["json,math"]] * 2
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:
@@ -130,49 +153,59 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
         outcomes([Job("a", double, (1,))], Machine(address="127.0.0.1:1"))
 
 
-@pytest.fixture
-def two_nodes() -> Iterator[str]:
-    """Start two Ray nodes of one core each; return their address."""
-    # In a folder of their own: other tests run beside this one, and Ray joins the cluster that its
-    # folder names. A short one: it becomes part of the names of sockets.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(num_cpus=1)
-        try:
-            yield cluster.address
-        finally:
-            cluster.shutdown()
-
-
 def test_two_nodes_share_the_jobs(two_nodes: str) -> None:
     jobs = [Job(str(i), where, (0.5,)) for i in range(6)]
     found = outcomes(jobs, Machine(address=two_nodes))
-    assert len({outcome.value for outcome in found.values()}) == 2
+    assert len({outcome.parts[0] for outcome in found.values()}) == 2
 
 
 def test_nodes_of_a_cluster_are_told_the_plugins(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLUGINS, "json,math")
-    found = outcomes([Job("plug-ins", os.getenv, (PLUGINS,))], Machine(address=two_nodes))
-    assert found["plug-ins"] == Outcome("json,math", "")
+    found = outcomes([Job("plug-ins", told, (PLUGINS,))], Machine(address=two_nodes))
+    assert found["plug-ins"] == Outcome(["json,math"])
+
+
+def test_a_process_that_dies_on_a_cluster_ends_its_job_alone(two_nodes: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    jobs = [Job("dies", die, (str(note),)), Job("lives", double, (4,))]
+    found = outcomes(jobs, Machine(address=two_nodes))
+    assert (found["lives"].parts, found["dies"].died) == ([8], True)
+    assert note.read_text() == "died\n"
+
+
+def test_gpus_are_lent_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, float]] = []
+
+    def remote(**resources: float) -> Callable[..., object]:
+        asked.append(resources)
+        return lambda work: work
+
+    def refused(machine: Machine) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(jobs_module, "_connect", refused)
+    with pytest.raises(ConnectionError):
+        outcomes([Job("a", double, (1,))], Machine(gpus=0.5))
+    assert asked == [{"num_cpus": 1, "num_gpus": 0.5, "max_retries": 0}]
 
 
 def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", two_nodes)
-    found = outcomes([Job("a", double, (1,))], Machine(2))
-    assert found["a"].value == 2
+    with _on_ray(Machine(2)) as (start, places):
+        assert (start(Job("a", double, (1,))).result().parts, places()) == ([2], 2)
 
 
 def test_the_traceback_of_an_earlier_attempt_goes_when_the_job_succeeds(tmp_path: Path) -> None:
-    failed, fine = Outcome(None, "Traceback\n  in work\nValueError: no room\n"), Outcome(1, "")
+    failed, fine = "Traceback\n  in work\nValueError: no room\n", ""
     for name in ("a", "b"):
         said = noted_failure(tmp_path, name, f"cell {name}", failed)
         assert said == f"FAILED, see {tmp_path / FAILURES / name}.txt: ValueError: no room"
-    assert (tmp_path / FAILURES / "b.txt").read_text() == f"cell b\n\n{failed.failure}"
+    assert (tmp_path / FAILURES / "b.txt").read_text() == f"cell b\n\n{failed}"
     assert noted_failure(tmp_path, "a", "cell a", fine) == ""
     assert [file.name for file in (tmp_path / FAILURES).iterdir()] == ["b.txt"]
     assert noted_failure(tmp_path, "b", "cell b", fine) == ""

@@ -95,7 +95,9 @@ def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
     assert {(r["cell"], r["pair"], r["method"], r["position"]) for r in rows} == expected
     for row in rows:
         metrics = (
-            ("accuracy", "macro_f1") if "labels" in row["cell"] else ("pseudo_perplexity", "accuracy")
+            ("accuracy", "macro_f1", "ece", "calibrated_loss")
+            if "labels" in row["cell"]
+            else ("pseudo_perplexity", "accuracy")
         )
         names = ("cell", "pair", "method", "seconds", "before", "after", "position", *metrics, "loss")
         assert tuple(row) == names

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.federation.run_folder import read_rows, refuse_used
+from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.summaries import results
 from fedrot.simulations.report.tables import format_difference, format_score
@@ -71,12 +71,6 @@ def test_a_copied_partition_is_the_same_in_less_space(run: Path, tmp_path: Path)
     whole, small = (json.loads(file.read_text()) for file in files)
     assert small == whole
     assert files[1].stat().st_size < files[0].stat().st_size
-
-
-def test_a_compact_copy_counts_as_a_run(run: Path, tmp_path: Path) -> None:
-    copy = compact(run, tmp_path / "copy")
-    with pytest.raises(FileExistsError, match="already holds a run"):
-        refuse_used(copy)
 
 
 def test_a_folder_without_rows_cannot_be_made_compact(tmp_path: Path) -> None:

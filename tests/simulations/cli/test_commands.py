@@ -54,7 +54,7 @@ DEFAULTS = {
     "limit": None,
     "rate": 0.5,
     "arms": "x,y",
-    "seeds": 3,
+    "seeds": "3",
     "more": 1,
 }
 
@@ -66,7 +66,7 @@ DEFAULTS = {
         ("--kind c --name n", {"kind": "c", "name": "n"}),
         ("--data-dir some/where", {"data_dir": Path("some/where")}),
         ("--limit -1 --rate 2", {"limit": -1, "rate": 2.0}),
-        ("--arm z --seeds 5 --more 7", {"arms": "z", "seeds": 5, "more": 7}),
+        ("--arm z --seeds 5 --more 7", {"arms": "z", "seeds": "5", "more": 7}),
     ],
 )
 def test_fields_are_options_with_their_types_and_defaults(line: str, changed: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_the_command_line_wins_over_the_grid(tmp_path: Path, monkeypatch: pytest
         '[[setting]]\nsetting = "b"\nmodel = "others"\n'
     )
     seen: list[Any] = []
-    monkeypatch.setattr(grid_run, "compare", lambda *given, **options: seen.append((given, options)))
+    monkeypatch.setattr(grid_run, "simulate", lambda *given, **options: seen.append((given, options)))
     run = ("simulate", grid, "--out", tmp_path / "run")
     assert invoke(*run, "--workers", 3, "--ray", "there:1")[0] == 0
     own = ("--data-dir", tmp_path / "here", "--model", "mine", "--gpus", 0.5, "--dry-run")
@@ -146,18 +146,18 @@ def test_two_settings_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_options_of_a_simulation_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    ended = iter((True, False))
-    monkeypatch.setattr(runner, "simulate", lambda *a, **k: seen.append((a, k)) or next(ended))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(grid_run, "simulate", lambda *a, **k: seen.append((a, k)))
     out = tmp_path / "run"
-    options = ("--seeds", 2, "--first-seed", 5, "--lr", 0.5, "--gpus", 0.5, "--start", "same,scrambled")
+    options = ("--seeds", "5-6", "--lr", 0.5, "--gpus", 0.5, "--start", "same,scrambled")
+    options += ("--workers", 3)
     assert invoke("simulate", "--out", out, *options)[0] == 0
-    (config, path, *_), given = seen[0]
+    ((config,), path, *_, machine), given = seen[0]
     assert (config.seeds, config.lr, config.starts) == ((5, 6), 0.5, ("same", "scrambled"))
-    assert (path, given) == (out, {"gpus": 0.5, "dry_run": False})
-    # Without --arms those of the other settings are run; a run that was interrupted ends with 130.
+    assert (path, machine, given) == (out, Machine(3, gpus=0.5), {"dry_run": False})
+    # Without --arms those of the other settings are run.
     lora = ("--model", "some/model", "--lora", "r=2,targets=query", "--dry-run")
-    assert invoke("simulate", "--out", out, *lora)[0] == INTERRUPTED
-    (config, *_), given = seen[1]
+    assert invoke("simulate", "--out", out, *lora)[0] == 0
+    ((config,), *_), given = seen[1]
     assert (config.arms, given["dry_run"]) == (("plain", "lora-exact"), True)
     code, output = invoke("simulate", "--out", out, "--pretrain-data", "goemotions_ekman")
     assert (code, "--pretrain-data goes with --start pretrained" in output) == (BAD_INPUT, True)
@@ -191,7 +191,7 @@ def test_errors_become_a_line_and_a_code(tmp_path: Path, monkeypatch: pytest.Mon
         def fail(*_: Any, error: BaseException = error, **__: Any) -> None:
             raise error
 
-        monkeypatch.setattr(runner, "simulate", fail)
+        monkeypatch.setattr(grid_run, "simulate", fail)
         found = invoke("simulate", "--out", tmp_path / "run")
         assert found == (code, said)
 

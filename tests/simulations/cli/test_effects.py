@@ -56,17 +56,13 @@ def _alone(command: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
 #: What a grid's file says, and what has no meaning for adapters.
 IDLE |= {
     f"simulate demo --out o {given}": f"{option} has an effect only without a grid"
-    for given, option in _alone(
-        "simulate", {*SimulationConfig.model_fields, "first_seed"} - {"data_dir", "model"}
-    )
+    for given, option in _alone("simulate", SimulationConfig.model_fields.keys() - {"data_dir", "model"})
 }
 IDLE |= {
     f"merge {{adapter}} b --dry-run {given}": f"{option} has an effect only on models, not on LoRA"
     for given, option in _alone("merge", MergeSettings.model_fields.keys() - {"method", "weights"})
 }
 IDLE |= {
-    "simulate --out o --workers 2": "--workers has an effect only with a grid",
-    "simulate --out o --ray there:1": "--ray has an effect only with a grid",
     "simulate --out o --quick": "--quick has an effect only with a grid",
     "merge a b --dry-run --rank 2": "--rank has an effect only on LoRA adapters",
 }
@@ -81,6 +77,7 @@ AT_WORK = (
     "barrier a b --out o --rows 9 --max-length 9",
     "simulate --out o --partition dirichlet:0 --layers 1 --width 8 --heads 2 --dropout 0 --max-length 9",
     "simulate --out o --partition dirichlet:0 --server yogi --server-lr 1",
+    "simulate --out o --partition dirichlet:0 --workers 2 --ray there:1",
     "simulate --out o --lora r=1,targets=q --server adam --server-lr 1",
     "diagnose a.safetensors b --config c",
     "check nowhere/nothing/at/all --seed 1 --parts ffn",

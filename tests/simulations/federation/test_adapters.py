@@ -17,8 +17,8 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.federation import arms
 from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
-from fedrot.simulations.federation.grid_folder import CellRows
 from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.federation.store import CellRows
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
@@ -159,7 +159,7 @@ def test_server_optimisers_move_the_average(run: Callable[..., Path], server: st
 def test_the_server_s_rate_is_that_of_its_optimiser(server: str, pretrained: Path) -> None:
     config = config_of(pretrained, pretrained, server=server, server_lr=0.02, arms="lora-exact")
     task, (arm,) = task_of(config.to_json()), [arm for _, _, arm in config.cells()]
-    cell = ArmRun(task, 0, "same", arm, CellRows(), lambda *_: None, {})
+    cell = ArmRun(task, 0, "same", arm, CellRows(), {})
     strategy: Any = strategy_of(cell, cell.model(), Path("unused.jsonl"))
     assert strategy.eta == 0.02
 

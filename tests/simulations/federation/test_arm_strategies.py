@@ -12,7 +12,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
-from fedrot.simulations.federation.grid_folder import CellRows
+from fedrot.simulations.federation.store import CellRows
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies import FedRot
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
@@ -42,7 +42,7 @@ def made_with(arm: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dic
     monkeypatch.setattr(FedRot, "__init__", given)
     config = SimulationConfig.from_flat({**SMALL, "arms": arm, **settings})
     task = task_of(config.to_json())
-    cell = ArmRun(task, 0, "same", Arm.parse(arm), CellRows(), lambda *_: None, {})
+    cell = ArmRun(task, 0, "same", Arm.parse(arm), CellRows(), {})
     with pytest.raises(Made) as made:
         strategy_of(cell, cell.model(), Path("unused.jsonl"))
     found: dict[str, Any] = made.value.args[0]

@@ -1,4 +1,4 @@
-"""The whole path through Flower's simulation engine, as a user starts it."""
+"""The whole path through Flower's own engine, as a user starts it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import csv
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,38 +17,89 @@ import psutil
 import pytest
 
 from fedrot.simulations.federation.run_folder import read_rows
+from tests.simulations.commands import invoke
 from tests.simulations.in_process import simulated
-from tests.simulations.runs import SMALL, central
+from tests.simulations.runs import central
 
 SCRIPTS = Path(sys.executable).parent
-ROOT = Path(__file__).parents[3]
 
 #: Moves whatever helps, so that coordinates do not matter.
 ALIGNED = "aligned*0"
-COMMAND = (
-    *SMALL,
-    "--start",
-    "same,scrambled",
-    "--arms",
-    f"plain,{ALIGNED}",
-    "--partition",
-    "dirichlet:1",
-)
-
-
-def fedrot(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(SCRIPTS / "fedrot"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+SETTINGS = {
+    "train-limit": 480,
+    "test-limit": 200,
+    "clients": 2,
+    "width": 32,
+    "heads": 2,
+    "max-length": 32,
+    "seeds": "0-0",
+    "rounds": 2,
+    "lr": 5e-3,
+    "local-epochs": 2,
+    "starts": "same,scrambled",
+    "arms": f"plain,{ALIGNED}",
+    "partition": "dirichlet:1",
+}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run over two starts, plain and aligned."""
+def flower_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Flower home of its own, whose superlink is stopped afterwards."""
+    home = tmp_path_factory.mktemp("flower")
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
+    )
+    yield home
+    started = [process for process in psutil.process_iter() if _flower_home(process) == str(home)]
+    # Children first: Ray's agents hide their environment, and outlive a killed parent.
+    for process in {child for p in started for child in p.children(recursive=True)} | set(started):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _flower_home(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("FLWR_HOME")
+    except psutil.Error:
+        return None
+
+
+@pytest.fixture(scope="module")
+def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run over two starts, plain and aligned: ``fedrot flower-app`` and ``flwr run``, with Ray."""
     folder = tmp_path_factory.mktemp("engine")
-    result = fedrot("simulate", "--out", "run", *COMMAND, cwd=folder)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert ALIGNED in result.stdout
-    return folder / "run"
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(flower_home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+    }
+    assert invoke("flower-app", folder / "app")[0] == 0
+    out = folder / "run"
+    settings = " ".join(f"{key}={json.dumps(value)}" for key, value in SETTINGS.items())
+    command = [
+        str(SCRIPTS / "flwr"), "run", str(folder / "app"), "local", "--stream",
+        "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
+        "-c", f'out="{out}" {settings}',
+    ]  # fmt: skip
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+        try:
+            deadline = time.monotonic() + 300
+            status = out / "status.json"
+            while not status.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.5)
+        finally:
+            process.kill()
+            process.wait()
+    text = (folder / "log").read_text()
+    assert status.exists(), text
+    assert json.loads(status.read_text()) == {"complete": True}, text
+    assert f"{ALIGNED}: round 2/2" in text
+    return out
 
 
 def test_scrambling_does_not_touch_the_aligned_average_and_changes_the_plain_one(run: Path) -> None:
@@ -71,7 +121,7 @@ def test_every_arm_starts_from_the_same_model(run: Path) -> None:
 
 def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
-    assert config["command"].startswith("fedrot simulate")
+    assert config["command"] == "flwr run"
     assert config["settings"][0]["partition"] == "dirichlet:1"
     assert {"fedrot", "flwr", "torch", "python"} <= set(json.loads((run / "versions.json").read_text()))
     assert json.loads((run / "status.json").read_text()) == {"complete": True}
@@ -83,102 +133,23 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
     aligned = read_rows(run, "alignment.jsonl")
     assert {row["arm"] for row in aligned} == {ALIGNED}
     assert all(row["after"] <= row["before"] * (1 + 1e-6) for row in aligned)
+    code, printed = invoke("report", run)
+    assert (code, ALIGNED in printed) == (0, True), printed
     assert list((run / "plots").glob("*.png"))
     report = (run / "report.html").read_text()
     assert re.search(r'(src|href)="(?!data:|#)', report) is None
     assert 'src="data:image/png;base64,' in report
 
 
-def test_the_same_command_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
-    """Here without the engine: what the apps compute does not depend on it."""
-    simulated(tmp_path / "again", "simulate", *COMMAND)
+def test_fedrot_simulate_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
+    """What is simulated is what is deployed: the apps' results do not depend on the engine."""
+    options = {
+        f"--{key}".removesuffix("s") if key == "starts" else f"--{key}": value
+        for key, value in SETTINGS.items()
+    }
+    simulated(tmp_path / "again", "simulate", *(part for pair in options.items() for part in pair))
 
     def timeless(folder: Path) -> list[dict[str, object]]:
         return [row for row in read_rows(folder) if "seconds" not in row["metric"]]
 
     assert timeless(tmp_path / "again") == timeless(run)
-
-
-def test_ctrl_c_leaves_what_is_done_readable(tmp_path: Path) -> None:
-    command = [str(SCRIPTS / "fedrot"), "simulate", "--out", "run", *SMALL, "--rounds", "500"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "round 3/500" in line:
-                break
-        # As a terminal does it: every process in the foreground gets the signal.
-        os.killpg(process.pid, signal.SIGINT)
-        rest, _ = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130, rest
-    assert "Interrupted" in rest
-    folder = tmp_path / "run"
-    assert json.loads((folder / "status.json").read_text()) == {"complete": False}
-    assert max(row["round"] for row in read_rows(folder)) >= 3
-    assert "incomplete" in (folder / "report.html").read_text()
-
-
-@pytest.fixture
-def flower_home(tmp_path: Path) -> Iterator[Path]:
-    """A Flower home of its own, whose superlink is stopped afterwards."""
-    home = tmp_path / "flower"
-    home.mkdir()
-    (home / "config.toml").write_text(
-        '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
-    )
-    yield home
-    started = [process for process in psutil.process_iter() if _flower_home(process) == str(home)]
-    # Children first: Ray's agents hide their environment, and outlive a killed parent.
-    for process in {child for p in started for child in p.children(recursive=True)} | set(started):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-def _flower_home(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get("FLWR_HOME")
-    except psutil.Error:
-        return None
-
-
-def test_the_app_starts_by_flwr_run(flower_home: Path, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "FLWR_HOME": str(flower_home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
-    }
-    out = tmp_path / "run"
-    settings = f'out="{out}" clients=2 rounds=1 width=32 heads=2 train-limit=200 test-limit=100'
-    command = [
-        str(SCRIPTS / "flwr"), "run", str(ROOT / "simulations" / "flower_app"), "local", "--stream",
-        "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
-        "-c", settings,
-    ]  # fmt: skip
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
-        try:
-            deadline = time.monotonic() + 300
-            status = out / "status.json"
-            while not status.exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.5)
-        finally:
-            process.kill()
-            process.wait()
-    text = (tmp_path / "log").read_text()
-    assert status.exists(), text
-    assert json.loads(status.read_text()) == {"complete": True}, text
-    assert {row["arm"] for row in read_rows(out)} == {"plain", "aligned"}

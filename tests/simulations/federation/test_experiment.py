@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,11 @@ from flwr.app import Context, Message, RecordDict
 import reproductions.arms  # noqa: F401
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import arm_strategies, client_app
+from fedrot.simulations.federation import arm_strategies, client_app, experiment
 from fedrot.simulations.federation.experiment import run_cells
-from fedrot.simulations.federation.ordered_grid import Interrupted
-from fedrot.simulations.federation.run_folder import RunFolder, read_alignment, read_rows
+from fedrot.simulations.federation.ordered_grid import OrderedGrid
+from fedrot.simulations.federation.run_folder import read_alignment, read_rows
+from fedrot.simulations.federation.store import Store, cells_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
@@ -95,7 +95,6 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
     def played(
         nodes: Callable[[int], Client] = node,
-        stop: threading.Event | None = None,
         shared_cache: bool = True,
         **settings: Any,
     ) -> Run:
@@ -119,17 +118,24 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
         monkeypatch.setattr(training, "train", train)
         monkeypatch.setattr(training, "evaluate", evaluate)
-        folder = RunFolder(run.path, [config.model_dump(mode="json")], "test")
-        # Ids of nodes say nothing about their partitions.
-        grid = FakeGrid({900 - 7 * c: nodes(c) for c in range(config.clients)})
 
-        def progress(description: str, server_round: int, rounds: int) -> None:
+        def progress(level: int, text: str, description: str, server_round: int, rounds: int) -> None:
+            assert (text % (description, server_round, rounds)).endswith(f"{server_round}/{rounds}")
             run.progress.append((description, server_round, rounds))
 
-        try:
-            run_cells(grid, config, folder, stop or threading.Event(), progress, shared_cache)
-        finally:
-            folder.close(True)
+        monkeypatch.setattr(arm_strategies, "log", progress)
+        store = Store(run.path, [config], "test")
+        # Ids of nodes say nothing about their partitions.
+        grid = FakeGrid({900 - 7 * c: nodes(c) for c in range(config.clients)})
+        ordered, scratch = OrderedGrid(grid, config.clients), tmp_path / "scratch"
+        scratch.mkdir()
+        for cell, rows, error in run_cells(
+            cells_of([config]), ordered, scratch, shared_cache=shared_cache
+        ):
+            if error is not None:
+                raise error
+            store.add(cell, rows)
+        store.close(True)
         return run
 
     return played
@@ -283,44 +289,26 @@ def test_a_round_without_an_update_ends_the_run_and_says_which(play: Play, lost:
         play(failing, arms=("aligned",), seeds=(3,), rounds=3)
 
 
-def test_a_stop_ends_the_run(play: Play, tmp_path: Path) -> None:
-    stop = threading.Event()
-
-    def stopping(partition: int) -> Client:
-        honest = node(partition)
-
-        def answer(message: Message) -> Message | None:
-            if message.metadata.message_type == "evaluate":
-                stop.set()
-                return None
-            return honest(message)
-
-        return answer
-
-    with pytest.raises(Interrupted):
-        play(stopping, stop, arms=("plain",))
-    assert max(row["round"] for row in read_rows(tmp_path / "run")) == 1
-
-
 def test_nodes_that_are_not_the_clients_are_refused(play: Play) -> None:
     with pytest.raises(RuntimeError, match=r"partitions \[0, 0\].*2 clients"):
         play(lambda partition: node(0), arms=("plain",))
 
 
-def test_finished_cells_are_not_run_again(play: Play, tmp_path: Path) -> None:
-    whole = play(arms=("plain", "joined", "aligned"), partition="iid")
-    before = read_rows(whole.path)
-    (tmp_path / "run" / "status.json").unlink()
-    again = play(arms=("plain", "joined", "aligned"), partition="iid")
-    # The last cell may lack rows.
-    assert {description.split(" · ")[-1] for description, *_ in again.progress} == {"aligned"}
-    assert len(again.trained) == 2 * 2
-    after = read_rows(again.path)
-    timeless = [
-        [{**row, "value": 0} if "seconds" in row["metric"] else row for row in rows]
-        for rows in (before, after)
+def test_a_cell_that_fails_does_not_stop_those_behind_it(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no room for the joined model")
+
+    config = SimulationConfig(**{**SMALL, "arms": ("joined", "plain")})
+    monkeypatch.setattr(experiment, "train_joined", broken)
+    grid = OrderedGrid(FakeGrid({c: node(c) for c in range(2)}), 2)
+    found = [*run_cells(cells_of([config]), grid, tmp_path, shared_cache=True)]
+    assert [(cell.arm.name, str(error)) for cell, _, error in found] == [
+        ("joined", "no room for the joined model"),
+        ("plain", "None"),
     ]
-    assert timeless[0] == timeless[1]
+    assert {row["round"] for row in found[1][1].rows} == {0, 1, 2}
 
 
 #: What clients are told beside the round, by arm.

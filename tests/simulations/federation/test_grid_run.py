@@ -1,26 +1,36 @@
-"""Grids cell by cell: continued where they were left, whatever fails on the way."""
+"""Runs cell by cell: continued where they were left, whatever fails on the way."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import psutil
 import pytest
 from flwr.app import ArrayRecord
+from rich.console import Console
 
+from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app, experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
+from fedrot.simulations.federation.store import CellRows, Store, cells_of
+from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome
 from reproductions.report.compact import compact, write_parquet
 from tests.simulations import commands
 from tests.simulations.in_process import simulated
+
+ROW = {"setting": "a", "arm": "plain", "start": "same", "seed": 0, "round": 3, "scope": "central"}
+ROW |= {"metric": "loss", "value": 1.0}
 
 GRID = """
 [base]
@@ -89,15 +99,23 @@ def test_cells_side_by_side_give_the_rows_of_one_after_the_other(tmp_path: Path)
     assert "Reply of client 0" in (tmp_path / "many" / "flower.log").read_text()
 
 
-def test_a_setting_alone_gives_the_rows_of_flowers_engine(grid: Path, tmp_path: Path) -> None:
-    """``fedrot simulate`` runs through the engine's interface, one arm after the other."""
+def test_a_setting_from_options_gives_the_rows_of_a_grid(grid: Path, tmp_path: Path) -> None:
     simulated(tmp_path / "grid", "simulate", grid)
     arguments = "--train-limit 120 --test-limit 20 --layers 1 --width 16 --heads 2 --max-length 16"
     arguments += " --clients 2 --rounds 2 --seeds 2 --arms plain,aligned,joined"
-    simulated(tmp_path / "engine", "simulate", *arguments.split())
+    printed = simulated(tmp_path / "options", "simulate", *arguments.split())
     rows = [row for row in lasting(tmp_path / "grid") if row["setting"] == "one"]
-    others = [{**row, "setting": "one"} for row in lasting(tmp_path / "engine")]
+    others = [{**row, "setting": "one"} for row in lasting(tmp_path / "options")]
     assert rows == others
+    # A line for each cell: the headline metric and the loss.
+    told = (
+        r"\[1 of 6\] goemotions_ekman, iid · seed 0 · same · plain: accuracy 0\.\d{3}, loss \d\.\d{3};"
+    )
+    assert re.search(told + r" about \d:\d\d:\d\d left \[2 of 6\]", printed)
+    assert "are finished already" not in printed
+    assert "6 of 6 cells are finished already" in simulated(
+        tmp_path / "options", "simulate", *arguments.split()
+    )
 
 
 def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
@@ -143,53 +161,111 @@ def test_a_cell_that_fails_is_shown_and_tried_again(
     assert json.loads((out / "status.json").read_text()) == {"complete": True}
 
 
-def test_what_a_failed_cell_trained_is_kept_until_it_succeeds(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, run_alone, train = tmp_path / "run", grid_run.run_alone, client_app._train
-    trained: list[int] = []
-
-    def broken(*arguments: Any) -> Any:
-        found = run_alone(*arguments)
-        if arguments[3] == "aligned":
-            raise ValueError("lost at the end")
-        return found
-
-    def seen(job: client_app.ClientJob, arrays: ArrayRecord) -> client_app.Result:
-        trained.append(job.client)
-        return train(job, arrays)
-
-    monkeypatch.setattr(client_app, "_train", seen)
-    with monkeypatch.context() as patch:
-        patch.setattr(grid_run, "run_alone", broken)
-        assert commands.invoke("simulate", grid, "--workers", 1, "--out", out)[0] == 1
-    assert len(list((out / "trainings").glob("*/initial.json"))) == 4
-    assert trained
-    trained.clear()
-    simulated(out, "simulate", grid)
-    assert not trained
-    assert not (out / "trainings").exists()
-    simulated(tmp_path / "whole", "simulate", grid)
-    assert trained
-    assert lasting(out) == lasting(tmp_path / "whole")
-
-
 def test_arms_share_trainings_until_the_last_of_them(
     grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[int] = []
-    run_alone = grid_run.run_alone
+    out, kept, write = tmp_path / "run", list[int](), grid_run.write_cell
 
-    def seen(*arguments: Any) -> Any:
-        found = run_alone(*arguments)
-        kept.append(len(list(Path(arguments[-1]).glob("*.safetensors"))))
-        return found
+    def seen(*arguments: Any) -> None:
+        kept.append(len(list((out / "trainings").glob("*/*.safetensors"))))
+        write(*arguments)
 
-    monkeypatch.setattr(grid_run, "run_alone", seen)
-    simulated(tmp_path / "run", "simulate", grid)
+    monkeypatch.setattr(grid_run, "write_cell", seen)
+    simulated(out, "simulate", grid)
     # Both clients' models of both rounds, trained by the first arm, are there for the next two. From
     # starts of their own clients are moved, and in the second round they train from another average.
     assert kept == [*[4, 4, 4] * 2, *[4, 6, 6] * 2]
+    assert not (out / "trainings").exists()
+
+
+def test_clients_that_scramble_what_they_trained_do_not_train_again(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    train = client_app._train
+
+    def seen(job: client_app.ClientJob, arrays: ArrayRecord) -> client_app.Result:
+        trained.append(job.round)
+        return train(job, arrays)
+
+    monkeypatch.setattr(client_app, "_train", seen)
+    grid.write_text(GRID.replace('["different"]', '["same", "scrambled"]').replace("[0, 1]", "[0]"))
+    simulated(tmp_path / "run", "simulate", grid)
+    assert trained.count(1) == 2 * 2  # Clients of two settings.
+
+
+def test_a_worker_that_does_not_see_the_folder_sends_the_rows(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine of a cluster."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grid_run, "identity_of", lambda _: uuid4().hex)
+        printed = simulated(tmp_path / "far", "simulate", grid)
+    assert "[12 of 12]" in printed
+    assert "Reply of client 0" in (tmp_path / "far" / "flower.log").read_text()
+    simulated(tmp_path / "near", "simulate", grid)
+    assert lasting(tmp_path / "far") == lasting(tmp_path / "near")
+
+
+def test_cells_behind_one_whose_process_died_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that one is tried once."""
+    arms = ("plain", "aligned", "joined")
+    config = SimulationConfig(setting="a", arms=arms, seeds=(0,), train_limit=60, test_limit=20)
+    store, tried = Store(tmp_path, [config], "test"), list[list[str]]()
+
+    def dying(jobs: list[Job], machine: Machine, tick: Any) -> Any:
+        (job,) = jobs
+        names = [arm for *_, arm in job.arguments[0]]
+        tried.append(names)
+        parts = []
+        for name in names:
+            if name == "aligned":
+                yield job, Outcome([], "The process of the job ended: killed", died=True)
+                return
+            rows = CellRows([{**ROW, "arm": name}])
+            parts.append((by_arm[name].name, rows, "", ""))
+            store.add(by_arm[name], rows)
+        yield job, Outcome(parts)
+
+    by_arm = {cell.arm.name: cell for cell in cells_of([config])}
+    monkeypatch.setattr(grid_run, "run_jobs", dying)
+    console = Console(file=io.StringIO())
+    with pytest.raises(RuntimeError, match="1 of 3 cells failed"):
+        grid_run._fill(store, [config], cells_of([config]), console, Machine(1))
+    assert tried == [["plain", "aligned", "joined"], ["joined"]]
+    assert {row["arm"] for row in read_rows(tmp_path)} == {"plain", "joined"}
+    (file,) = (tmp_path / FAILURES).iterdir()
+    assert file.read_text() == f"{by_arm['aligned'].title}\n\nThe process of the job ended: killed"
+
+
+def test_the_longest_job_begins_first(tmp_path: Path) -> None:
+    settings = {
+        "seeds": (0,),
+        "rounds": 3,
+        "local_epochs": 0.5,
+        "first_epochs": 2,
+        "fraction_train": 0.5,
+    }
+    one = SimulationConfig(setting="a", arms=("plain", "joined", "aligned"), **settings)
+    two = SimulationConfig(setting="b", arms=("whole",), partition="dirichlet:1", **settings)
+    sizes = {"a": [5, 5], "b": [50, 50]}
+    partitions = {name: {"seeds": {"0": {"sizes": found}}} for name, found in sizes.items()}
+    cells = cells_of([one, two])
+    # Epochs of three rounds, of half of the clients, and a tenth for each round; without the first one.
+    whole, rest = (2 + 0.5 + 0.5) / 2 + 0.3, (0.5 + 0.5) / 2 + 0.3
+    costs = grid_run._costs(cells, partitions)
+    assert [costs[cell.name] for cell in cells] == pytest.approx(
+        [10 * whole, 10 * whole, 10 * rest, 100 * whole]
+    )
+    run = grid_run._Run(Store(tmp_path, [one, two], "test"), cells, partitions, Console())
+    jobs = run._jobs()
+    assert [[cell.arm.name for cell in own] for own in jobs.values()] == [
+        ["whole"],
+        ["plain", "joined", "aligned"],
+    ]
+    assert [job.cost for job in jobs] == pytest.approx([100 * whole, 10 * (2 * whole + rest)])
 
 
 def test_settings_that_train_alike_train_once(
@@ -268,8 +344,38 @@ def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
         assert [file.name for file in folder.iterdir()] == [file]
 
 
+def test_machines_of_a_cluster_share_the_jobs(grid: Path, tmp_path: Path, two_nodes: str) -> None:
+    code, printed = commands.invoke("simulate", grid, "--ray", two_nodes, "--out", tmp_path / "run")
+    assert (code, "[12 of 12]" in printed) == (0, True), printed
+    simulated(tmp_path / "whole", "simulate", grid)
+    assert lasting(tmp_path / "run") == lasting(tmp_path / "whole")
+
+
+def started(grid: Path, out: Path, workers: int, cells_first: int) -> subprocess.Popen[str]:
+    """Return a run that has finished some cells."""
+    command = [sys.executable, "-m", "fedrot", "simulate", str(grid), "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--workers", str(workers)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+    )
+    end = time.monotonic() + 200
+    while len(list((out / "cells").glob("*.json"))) < cells_first and time.monotonic() < end:
+        time.sleep(0.02)
+    return process
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "--multiprocessing-fork" in child.cmdline()]
+
+
 #: A signal is handled alike with one worker and with two, and a kill is not handled at all.
-LONG_STOPS = [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2)]
+LONG_STOPS = [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 1)]
 
 
 @pytest.mark.parametrize(
@@ -277,40 +383,50 @@ LONG_STOPS = [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2)]
     [
         (signal.SIGTERM, 1),
         (signal.SIGINT, 2),
+        (signal.SIGKILL, 2),
         *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_STOPS),
     ],
 )
-def test_a_stopped_grid_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, workers: int) -> None:
+def test_a_stopped_run_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, workers: int) -> None:
     """Whatever stops it: finished cells stay, no process does."""
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "fedrot", "simulate", str(grid), "--out", str(out)]
-    command += ["--workers", str(workers)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # A test run in the background of a shell ignores Ctrl-C, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    end = time.monotonic() + 200
-    while len(list((out / "cells").glob("*.json"))) < 3 and time.monotonic() < end:
-        time.sleep(0.02)
-    started = psutil.Process(process.pid).children(recursive=True)
-    if how == signal.SIGKILL:
-        # Ray's own watchers end on their own, after a minute or more.
-        started = [one for one in started if "attempted" in one.name()]
-    os.kill(process.pid, how)
+    process = started(grid, out, workers, cells_first=3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers_of(process)) == (workers if workers > 1 else 0)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # As a terminal does it: workers are in the foreground, too.
+    else:
+        os.kill(process.pid, how)
     printed, _ = process.communicate(timeout=60)
-    assert not psutil.wait_procs(started, timeout=60)[1]
-    assert process.returncode != 0
+    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert process.returncode == {signal.SIGKILL: -9}.get(how, 130)
     before = cells(out)
     assert 3 <= len(before) < 12, printed
-    if how == signal.SIGINT:
+    if how != signal.SIGKILL:
         assert "Repeat the command to go on" in " ".join(printed.split())
+        assert json.loads((out / "status.json").read_text()) == {"complete": False}
+        assert "incomplete" in (out / "report.html").read_text()
+    assert "Traceback" not in printed
     simulated(out, "simulate", grid)
     after = cells(out)
     assert {name: after[name] for name in before} == before
     assert len(after) == 12
+    assert not (out / "trainings").exists()
+    simulated(tmp_path / "whole", "simulate", grid)
+    assert lasting(out) == lasting(tmp_path / "whole")
+
+
+def test_a_worker_that_is_killed_loses_the_cell_that_it_ran(grid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = started(grid, out, workers=2, cells_first=1)
+    workers_of(process)[0].kill()
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, printed
+    assert "1 of 12 cells failed" in printed
+    (file,) = (out / FAILURES).iterdir()
+    assert "The process of the job ended" in file.read_text()
+    assert len(cells(out)) == 11
+    assert "11 of 12 cells are finished already" in simulated(out, "simulate", grid)
+    assert not (out / FAILURES).exists()
     simulated(tmp_path / "whole", "simulate", grid)
     assert lasting(out) == lasting(tmp_path / "whole")

@@ -1,14 +1,13 @@
-"""Nodes in the order of their partition ids, and stops."""
+"""Nodes in the order of their partition ids."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedrot.simulations.federation.ordered_grid import Interrupted, OrderedGrid
+from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from tests.strategies.fakes import Client, FakeGrid
 
 #: Ids of nodes by their partition id: in no order.
@@ -23,9 +22,9 @@ def client(partition: int) -> Client:
     return answer
 
 
-def grid(stop: threading.Event | None = None, own: Callable[[int], int] = lambda n: n) -> OrderedGrid:
+def grid(own: Callable[[int], int] = lambda n: n) -> OrderedGrid:
     clients = {node: client(own(partition)) for partition, node in enumerate(NODES)}
-    return OrderedGrid(FakeGrid(dict(sorted(clients.items()))), stop or threading.Event(), len(NODES))
+    return OrderedGrid(FakeGrid(dict(sorted(clients.items()))), len(NODES))
 
 
 def test_nodes_are_in_the_order_of_their_partitions() -> None:
@@ -40,14 +39,3 @@ def test_a_partition_that_nobody_holds_is_refused() -> None:
     said = r"5 nodes hold the partitions \[0, 0, 1, 2, 3\], but the configuration has 5 clients"
     with pytest.raises(RuntimeError, match=said):
         grid(own=lambda partition: max(0, partition - 1))
-
-
-def test_a_stop_ends_any_wait() -> None:
-    stop = threading.Event()
-    ordered = grid(stop)
-    ordered.pause(0.001)
-    stop.set()
-    with pytest.raises(Interrupted):
-        ordered.pause(60)
-    with pytest.raises(Interrupted):
-        ordered.of([1]).pause(60)

@@ -1,14 +1,11 @@
-"""Checks of configurations before a run, and what the engine is given."""
+"""Checks of configurations before a run."""
 
 from __future__ import annotations
 
-import io
 import re
-import signal
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import reproductions.arms  # noqa: F401
 from fedrot.errors import FedrotError
@@ -52,28 +49,3 @@ def test_a_guard_has_a_metric_of_the_task() -> None:
     said = r"arm 'aligned:perplexity': no metric 'perplexity' here; one of accuracy, .*loss$"
     with pytest.raises(FedrotError, match=said):
         runner.check([config])
-
-
-def test_the_first_signal_asks_to_stop_and_the_second_interrupts() -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with runner._interruptible() as stop:
-            assert not stop.is_set()
-            signal.raise_signal(number)
-            assert stop.is_set()
-            for second in (signal.SIGINT, signal.SIGTERM):
-                with pytest.raises(KeyboardInterrupt):
-                    signal.raise_signal(second)
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_the_bar_counts_rounds_and_not_the_evaluation_before_them() -> None:
-    printed = io.StringIO()
-    with runner._progress(Console(file=printed, width=200), 4) as advance:
-        for cell in ("one", "two"):
-            for server_round in range(3):
-                advance(cell, server_round, 2)
-    *lines, bar = printed.getvalue().splitlines()
-    assert lines == [f"{cell}: round {number}/2" for cell in ("one", "two") for number in range(3)]
-    assert bar.startswith("two · round 2/2")
-    assert " 4/4 " in bar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedrot.head import collect_classes, fit_head
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import arm_strategies, runner
-from fedrot.simulations.federation.grid_run import run_alone
+from fedrot.simulations.federation.grid_run import run_job
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
@@ -36,14 +37,16 @@ SMALL: dict[str, Any] = {
 }
 
 
-def rows(config: SimulationConfig, arm: str, cache: Path) -> dict[tuple[str, int, str], float]:
-    """Return the values of a cell by scope, round and metric."""
-    found, _ = run_alone(config.to_json(), 0, "same", arm, str(cache))
-    return {(row["scope"], row["round"], row["metric"]): row["value"] for row in found.rows}
+def rows(config: SimulationConfig, *arms: str) -> Iterator[dict[tuple[str, int, str], float]]:
+    """Yield the values of a cell of each arm by scope, round and metric."""
+    told = [(config.to_json(), 0, "same", arm) for arm in arms]
+    for _, found, _, failure in run_job(told, Path("nowhere"), "of no folder here"):
+        assert not failure
+        yield {(row["scope"], row["round"], row["metric"]): row["value"] for row in found.rows}
 
 
 def test_the_last_round_is_reported_with_the_head_that_is_fitted_to_all_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
     real = arm_strategies.fit_task_head
@@ -55,7 +58,7 @@ def test_the_last_round_is_reported_with_the_head_that_is_fitted_to_all_rows(
 
     monkeypatch.setattr(arm_strategies, "fit_task_head", noting)
     config = SimulationConfig(**SMALL)
-    plain, fitted = (rows(config, arm, tmp_path) for arm in ("plain", "plain+task-head"))
+    plain, fitted = rows(config, "plain", "plain+task-head")
     ((before, found),) = calls
     task = task_of(config.to_json())
     model = build_model(config, task.data, seed=0)

@@ -1,4 +1,4 @@
-"""The folder of a grid: filled cell by cell in any order, and continued where it was left."""
+"""``Store``: the folder of a run, filled cell by cell in any order and continued where it was left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedrot._io import append_rows, json_line, read_json, write_json, write_text
 from fedrot.errors import FedrotError
@@ -22,11 +22,11 @@ from fedrot.simulations.federation.run_folder import (
     read_alignment,
     read_rows,
     refuse_other_config,
-    refuse_other_rows,
     rows_file,
     versions,
     write_csv,
 )
+from fedrot.simulations.tasks.task import task_of
 
 #: Lists of a setting that grow from one command to the next.
 _LISTS = ("seeds", "arms", "starts")
@@ -35,7 +35,7 @@ _FREE = (*_LISTS, "data_dir")
 
 
 @dataclass(frozen=True)
-class GridCell:
+class Cell:
     """One arm of a setting, from one start with one seed."""
 
     config: SimulationConfig
@@ -69,9 +69,9 @@ def _file_name(title: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")[:100] + f".{digest}"
 
 
-def cells_of(configs: Sequence[SimulationConfig]) -> list[GridCell]:
+def cells_of(configs: Sequence[SimulationConfig]) -> list[Cell]:
     """Return all cells in the order of tables."""
-    return [GridCell(config, *cell) for config in configs for cell in config.cells()]
+    return [Cell(config, *cell) for config in configs for cell in config.cells()]
 
 
 @dataclass
@@ -90,15 +90,18 @@ class CellRows:
         self.alignments.append(dict(row))
 
 
-class GridFolder:
-    """A run folder (see ``RunFolder``) that keeps the rows of every finished cell under ``cells/``.
+class Store:
+    """The folder of a run, which keeps the rows of every finished cell in a file under ``cells/``.
 
-    A compact copy, the form of published runs, becomes such a folder: what it holds is finished.
+    Beside them are ``config.json``, ``versions.json``, ``partition.json``, ``status.json``,
+    ``flower.log``, and all rows as ``rows.jsonl``, ``alignment.jsonl`` and ``rows.csv``. Other settings,
+    seeds, starts and arms may be added to those that the folder holds.
 
-    A cell of a copy without its last round is left out: it runs again.
+    A compact copy, the form of published runs, becomes such a folder: what it holds is finished. A cell
+    of a copy without its last round is left out: it runs again.
 
     Raises:
-        FileExistsError: the folder holds a run that is no grid.
+        FileExistsError: the folder holds a run of another kind, or of an older version.
         FedrotError: it holds a setting of the same name with other values.
     """
 
@@ -111,12 +114,13 @@ class GridFolder:
         copied = _compact_copy(path, held)
         if rows_file(path) is not None and not (copied or self._cells.is_dir()):
             raise FileExistsError(
-                f"The folder '{path}' holds a run of another kind; choose another --out."
+                f"The folder '{path}' holds a run of another kind, or of an older version that had no "
+                "cells/; fedrot report still reads that one. Choose another --out."
             )
         settings = _united(held, [config.model_dump(mode="json") for config in configs], path)
         self._cells.mkdir(parents=True, exist_ok=True)
         for name, found in copied.items():
-            self._write(name, found)
+            _write(path, name, found)
         for name in (ROWS, ALIGNMENT) if copied else ():
             (path / name).with_suffix(".parquet").unlink(missing_ok=True)
         commands = "\n".join(dict.fromkeys([*str(before.get("command") or "").splitlines(), command]))
@@ -124,17 +128,21 @@ class GridFolder:
         write_json(path / "versions.json", versions())
         self._collect()
 
-    def finished(self, cell: GridCell) -> bool:
+    def finished(self, cell: Cell) -> bool:
         """Whether the folder has the cell's rows."""
         return self._file(cell).is_file()
 
-    def add(self, cell: GridCell, found: CellRows, log: str) -> None:
-        """Write the rows of a finished cell, and Flower's log."""
-        with (self.path / "flower.log").open("a", encoding="utf-8") as file:
-            file.write(f"{cell.title}\n{log}")
-        self._write(cell.name, found)
-        append_rows(self.path / ROWS, found.rows)
-        append_rows(self.path / ALIGNMENT, found.alignments)
+    def add(self, cell: Cell, found: CellRows, log: str = "") -> None:
+        """Write the rows of a finished cell, and Flower's log, unless its worker has done so."""
+        if not self.finished(cell):
+            write_cell(self.path, cell, found, log)
+
+    def publish(self, cell: Cell) -> list[dict[str, Any]]:
+        """Append the rows of a finished cell to those of the run; return its results."""
+        found = _cell_rows(self._file(cell))
+        append_rows(self.path / ROWS, found["rows"])
+        append_rows(self.path / ALIGNMENT, found["alignment"])
+        return list(found["rows"])
 
     def partitions(self, found: Mapping[str, Any]) -> None:
         """Write the partitions, by setting and seed, beside those that the folder holds.
@@ -152,7 +160,7 @@ class GridFolder:
                 if before.get(seed, given["seeds"][seed]) != given["seeds"][seed]
             ]
             if other:
-                refuse_other_rows(self.path, setting, other[0])
+                _refuse_other_rows(self.path, setting, other[0])
             held[setting] = {**given, "seeds": {**before, **given["seeds"]}}
         write_json(file, held)
 
@@ -162,12 +170,8 @@ class GridFolder:
         write_csv(self.path)
         write_json(self.path / "status.json", {"complete": complete})
 
-    def _file(self, cell: GridCell) -> Path:
+    def _file(self, cell: Cell) -> Path:
         return self._cells / f"{cell.name}.json"
-
-    def _write(self, name: str, found: CellRows) -> None:
-        line = json_line({"rows": found.rows, "alignment": found.alignments})
-        write_text(self._cells / f"{name}.json", line)
 
     def _collect(self) -> None:
         """Write the files of all rows anew: the cells of this grid in order, then others."""
@@ -177,6 +181,43 @@ class GridFolder:
         found = [_cell_rows(self._cells / f"{name}.json") for name in names]
         for file, key in ((ROWS, "rows"), (ALIGNMENT, "alignment")):
             write_text(self.path / file, "".join(json_line(row) for cell in found for row in cell[key]))
+
+
+def write_cell(folder: Path, cell: Cell, found: CellRows, log: str) -> None:
+    """Write the rows of a finished cell and Flower's log to the folder of a run."""
+    with (folder / "flower.log").open("ab", buffering=0) as file:
+        file.write(f"{cell.title}\n{log}".encode())  # At once: other workers write there, too.
+    _write(folder, cell.name, found)
+
+
+def identity_of(folder: Path) -> str:
+    """What tells the folder of a run from one of the same path on another machine."""
+    file = folder / "config.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def partitions_of(configs: Sequence[SimulationConfig]) -> dict[str, Any]:
+    """Return names of classes, sizes and counts of all clients, by setting and seed."""
+    found: dict[str, Any] = {}
+    for config in configs:
+        task = task_of(config.to_json())
+        for seed in config.seeds:
+            names, sizes, counts = task.partition(seed)
+            held = found.setdefault(config.setting, {"label_names": list(names), "seeds": {}})
+            held["seeds"][str(seed)] = {"sizes": sizes, "counts": counts}
+    return found
+
+
+def _write(folder: Path, name: str, found: CellRows) -> None:
+    line = json_line({"rows": found.rows, "alignment": found.alignments})
+    write_text(folder / "cells" / f"{name}.json", line)
+
+
+def _refuse_other_rows(path: Path, setting: str, seed: object) -> NoReturn:
+    raise FedrotError(
+        f"The folder '{path}' holds the setting '{setting}' with other rows for seed {seed}: the data "
+        "have changed. Choose another --out."
+    )
 
 
 def _cell_rows(file: Path) -> dict[str, Any]:

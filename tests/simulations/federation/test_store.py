@@ -1,8 +1,10 @@
-"""The folder of a grid: what it takes for finished, and what it keeps when a grid grows."""
+"""The folder of a run: what it takes for finished, and what it keeps when a run grows."""
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,8 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.grid_folder import CellRows, GridFolder, cells_of
-from fedrot.simulations.federation.grid_run import _jobs
-from fedrot.simulations.federation.run_folder import RunFolder, read_alignment, read_rows
+from fedrot.simulations.federation.run_folder import ROW_FIELDS, read_alignment, read_rows
+from fedrot.simulations.federation.store import CellRows, Store, cells_of, identity_of, write_cell
 from reproductions.report.compact import compact
 
 
@@ -28,16 +29,24 @@ def row(arm: str, server_round: int, seed: int = 0, setting: str = "a") -> dict[
 
 
 def test_a_cell_of_a_copy_without_its_last_round_runs_again(tmp_path: Path) -> None:
-    """An interrupted ``simulate`` whose second arm was in round 1 of 3."""
-    run = RunFolder(tmp_path / "run", [config().model_dump(mode="json")], "fedrot simulate")
-    for arm, last in (("plain", 3), ("aligned", 1)):
-        for server_round in range(last + 1):
-            run.row(row(arm, server_round))
-    run.close(complete=False)
-    folder = GridFolder(compact(run.path, tmp_path / "copy"), [config()], "fedrot simulate")
+    """An interrupted run of an older version, whose second arm was in round 1 of 3."""
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [row("plain", number) for number in range(4)] + [row("aligned", number) for number in (0, 1)]
+    for name, lines in (("rows.jsonl", rows), ("alignment.jsonl", [])):
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"command": "fedrot simulate", "settings": [config().model_dump(mode="json")]}
+    (run / "config.json").write_text(json.dumps(settings))
+    (run / "versions.json").write_text("{}")
+    folder = Store(compact(run, tmp_path / "copy"), [config()], "fedrot simulate")
     finished = {cell.arm.name: folder.finished(cell) for cell in cells_of([config()])}
     assert finished == {"plain": True, "aligned": False}
     assert {found["arm"] for found in read_rows(folder.path)} == {"plain"}
+    # Without a copy such a run is refused, and stays as it is.
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+    with pytest.raises(FileExistsError, match="an older version that had no cells/; fedrot report"):
+        Store(run, [config()], "fedrot simulate")
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
 
 
 def partition(*seeds: int, rows: int = 5) -> dict[str, Any]:
@@ -49,12 +58,12 @@ def partition(*seeds: int, rows: int = 5) -> dict[str, Any]:
 
 def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     first = config(seeds=[0, 1])
-    folder = GridFolder(tmp_path, [first], "fedrot simulate A")
+    folder = Store(tmp_path, [first], "fedrot simulate A")
     folder.partitions({"a": partition(0, 1)})
     for cell in cells_of([first]):
-        folder.add(cell, CellRows([row(cell.arm.name, 3, cell.seed)]), "")
+        folder.add(cell, CellRows([row(cell.arm.name, 3, cell.seed)]))
     more = [config(seeds=[3], arms=["plain", "whole"]), config(setting="b")]
-    folder = GridFolder(tmp_path, more, "fedrot simulate B")
+    folder = Store(tmp_path, more, "fedrot simulate B")
     folder.partitions({"a": partition(3), "b": partition(0)})
     held = json.loads((tmp_path / "config.json").read_text())
     assert held["command"] == "fedrot simulate A\nfedrot simulate B"
@@ -64,12 +73,12 @@ def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     partitions = json.loads((tmp_path / "partition.json").read_text())
     assert set(partitions["a"]["seeds"]) == {"0", "1", "3"}
     assert len(read_rows(tmp_path)) == 4
-    GridFolder(tmp_path, more, "fedrot simulate B")
+    Store(tmp_path, more, "fedrot simulate B")
     assert json.loads((tmp_path / "config.json").read_text())["command"].count("simulate B") == 1
 
 
 def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
-    folder = GridFolder(tmp_path, [config()], "fedrot simulate")
+    folder = Store(tmp_path, [config()], "fedrot simulate")
     folder.partitions({"a": partition(0)})
     with pytest.raises(FedrotError, match="'a' with other rows for seed 0: the data have changed"):
         folder.partitions({"a": partition(0, rows=6)})
@@ -99,14 +108,16 @@ def test_names_of_cells_are_of_their_own_and_short() -> None:
 
 
 def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path: Path) -> None:
-    folder = GridFolder(tmp_path, [config()], "fedrot simulate")
+    folder = Store(tmp_path, [config()], "fedrot simulate")
     plain, aligned = cells_of([config()])
     measured = {"setting": "a", "arm": "aligned", "start": "same", "seed": 0, "dropped": "NaN"}
     folder.add(aligned, CellRows([row("aligned", 3)], [measured]), "one line\n")
+    folder.publish(aligned)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["aligned"]
     assert read_alignment(tmp_path) == [measured]
     assert (folder.finished(aligned), folder.finished(plain)) == (True, False)
-    folder.add(plain, CellRows([row("plain", 3)]), "")
+    folder.add(plain, CellRows([row("plain", 3)]))
+    folder.publish(plain)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["aligned", "plain"]
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["plain", "aligned"]
@@ -114,32 +125,51 @@ def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path
     assert "a · seed 0 · same · aligned\none line\n" in (tmp_path / "flower.log").read_text()
     # Cells of an earlier grid come after those of this one; the folder of data may have moved.
     later = config(arms=["whole", "aligned"], data_dir="elsewhere")
-    folder = GridFolder(tmp_path, [later], "fedrot simulate")
-    folder.add(cells_of([later])[0], CellRows([row("whole", 3)]), "")
+    folder = Store(tmp_path, [later], "fedrot simulate")
+    folder.add(cells_of([later])[0], CellRows([row("whole", 3)]))
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["whole", "aligned", "plain"]
     with pytest.raises(FedrotError, match=r"holds the setting 'a' with lr 0\.001, not 0\.5"):
-        GridFolder(tmp_path, [config(lr=0.5)], "fedrot simulate")
+        Store(tmp_path, [config(lr=0.5)], "fedrot simulate")
 
 
-def test_the_first_arm_trains_for_those_that_wait_for_it(tmp_path: Path) -> None:
-    settings = {"local_epochs": 0.5, "first_epochs": 2, "fraction_train": 0.5}
-    one = config(arms=["plain", "joined", "aligned"], seeds=[0, 1], **settings)
-    two = config(setting="b", arms=["whole"], partition="dirichlet:1", **settings)
-    partitions = {"a": partition(0, 1, rows=100), "b": partition(0, rows=10)}
-    cells = cells_of([one, two])
-    jobs = {job.name: job for job in _jobs(cells, partitions, tmp_path)}
-    assert [*jobs] == [cell.name for cell in cells]
-    names = {(cell.config.setting, cell.seed, cell.arm.name): cell.name for cell in cells}
-    waits = {key: jobs[name].after for key, name in names.items() if jobs[name].after}
-    assert waits == {("a", seed, "aligned"): names["a", seed, "plain"] for seed in (0, 1)}
-    # Epochs of three rounds, of half of the clients, and a tenth for each round; without the first one.
-    whole, rest = (2 + 0.5 + 0.5) / 2 + 0.3, (0.5 + 0.5) / 2 + 0.3
-    assert jobs[names["a", 0, "plain"]].cost == pytest.approx(100 * whole)
-    assert jobs[names["a", 1, "joined"]].cost == pytest.approx(100 * whole)
-    assert jobs[names["a", 0, "aligned"]].cost == pytest.approx(100 * rest)
-    assert jobs[names["b", 0, "whole"]].cost == pytest.approx(10 * whole)
-    caches = {key: jobs[name].arguments[-1] for key, name in names.items()}
-    assert caches["a", 0, "plain"] == caches["a", 0, "aligned"]
-    assert len(set(caches.values())) == 3
-    assert all(Path(cache).is_dir() for cache in caches.values())
+def test_a_worker_writes_a_cell_where_it_sees_the_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path / "run", [config()], "fedrot simulate")
+    plain, aligned = cells_of([config()])
+    write_cell(store.path, plain, CellRows([row("plain", 3)]), "of the worker\n")
+    store.add(plain, CellRows([row("plain", 2)]), "of the parent\n")
+    store.add(aligned, CellRows([row("aligned", 3)]), "of the parent\n")
+    assert (store.path / "flower.log").read_text() == (
+        f"{plain.title}\nof the worker\n{aligned.title}\nof the parent\n"
+    )
+    assert [store.publish(cell)[0]["round"] for cell in (plain, aligned)] == [3, 3]
+    # A folder of the same path on another machine is of another run, or not there.
+    other = Store(tmp_path / "other", [config(lr=0.5)], "fedrot simulate")
+    found = [identity_of(path) for path in (store.path, other.path, tmp_path / "nowhere")]
+    assert len(set(found)) == 3
+    assert identity_of(store.path) == found[0]
+
+
+def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path: Path) -> None:
+    store = Store(tmp_path, [config()], "fedrot simulate")
+    cell, found = cells_of([config()])[0], CellRows()
+    for value in (math.nan, math.inf, 0.25):
+        found.row({**row("plain", 3), "value": value, "more": 1})
+    store.add(cell, found)
+    store.close(complete=True)
+    text = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["value"] for line in text] == [None, None, 0.25]
+    assert [set(json.loads(line)) for line in text] == [set(ROW_FIELDS)] * 3
+    values = [one["value"] for one in read_rows(tmp_path)]
+    assert [math.isnan(value) for value in values] == [True, True, False]
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert [tuple(line) for line in csv.DictReader(file)] == [ROW_FIELDS] * 3
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path, [config()], "fedrot simulate")
+    cell = cells_of([config()])[0]
+    store.add(cell, CellRows([row("plain", 3)]))
+    (tmp_path / "cells" / f"{cell.name}.json").write_text('{"rows": [3], "alignment": []}')
+    with pytest.raises(FedrotError, match="is damaged: it has no rows"):
+        Store(tmp_path, [config()], "fedrot simulate")

@@ -1,0 +1,25 @@
+"""A cluster on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[str]:
+    """Start two Ray nodes of one core each; return their address."""
+    from ray.cluster_utils import Cluster
+
+    # In a folder of their own: other tests run beside this one, and Ray joins the cluster that its
+    # folder names. A short one: it becomes part of the names of sockets.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=1)
+        try:
+            yield cluster.address
+        finally:
+            cluster.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ def run_cells(
                 _run_federated(run, grid, scratch, str(scratch) if shared_cache else "")
         except Exception as error:
             failure = error
+        gc.collect()  # The strategy, which refers to itself, holds models and updates.
         yield cell, rows, failure
 
 

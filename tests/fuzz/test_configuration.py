@@ -36,7 +36,7 @@ APP = re.search(
     re.S,
 )
 assert APP is not None
-FIELDS = sorted({*SimulationConfig.model_fields, "first_seed", "local-epochs", "x", "rows"})
+FIELDS = sorted({*SimulationConfig.model_fields, "local-epochs", "x", "rows"})
 ARMS = ("plain", "aligned@running~probe", "heads+ffn@global/regmean", "plain/ensemble", "whole~weights")
 WORDS = (
     *configuration.TASKS,

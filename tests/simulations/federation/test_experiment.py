@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import arm_strategies, client_app, experiment
 from fedrot.simulations.federation.experiment import run_cells
+from fedrot.simulations.federation.grid_run import run_job
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
 from fedrot.simulations.federation.store import Store, cells_of
+from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
@@ -403,3 +406,15 @@ def test_a_client_without_held_out_rows_has_no_score(play: Play) -> None:
     assert sorted(map(bool, held)) == [False, True]
     for client, rows in enumerate(held):
         assert bool(run.values("accuracy", scope=f"client:{client}")) == bool(rows)
+
+
+def test_cells_leave_no_model_behind() -> None:
+    """A long grid would run out of memory."""
+    config = SimulationConfig(**{**SMALL, "rounds": 1})
+    told = [(config.to_json(), 0, "same", arm) for arm in ("plain", "aligned", "plain/regmean") * 2]
+    held = []
+    for _, _, _, why in run_job(told, Path("nowhere"), "of no folder here"):
+        assert not why
+        held.append(sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+    model = build_model(config, task_of(config.to_json()).data, seed=0)
+    assert max(held) - held[0] < sum(parameter.numel() for parameter in model.parameters()) / 2

@@ -129,8 +129,8 @@ def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> D
 
     Each update is aligned to the mean of the updates before it, and to the base. The squared distance
     that alignment removes is compared with what chance removes (``fedrot.matching.chance``). An update
-    from another basis is matched as a whole model; for chance, a random model of its size is matched too.
-    The inputs are not changed.
+    from another basis is matched as a whole model, and a random model of its size shows what chance
+    removes. The inputs are not changed.
 
     Example: ``print(fedrot.diagnose(base, [update_1, update_2], symmetry))``.
 

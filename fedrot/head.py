@@ -123,7 +123,7 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
         return found[0]
     which = f"more than one: {', '.join(found)}" if len(found) > 1 else "none"
     raise FedrotError(
-        f"The task head of {labels} classes must have one of the names {', '.join(HEADS)}; the model has "
+        f"The task head of {labels} classes needs one of the names {', '.join(HEADS)}; the model has "
         f"{which}. Use a model that classifies sequences, tokens or images, with num_labels of at least "
         "2, or give the name of its last linear layer yourself."
     )
@@ -194,8 +194,8 @@ def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
 
 def _not_last(head: str) -> FedrotError:
     return FedrotError(
-        f"The outputs of the layer '{head}' are not the model's logits. Give the name of its last linear "
-        "layer; see fedrot.head.head_of."
+        f"The outputs of the layer '{head}' are not the model's logits. Give the name of the model's "
+        "last linear layer; see fedrot.head.head_of."
     )
 
 
@@ -209,7 +209,7 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     logits. Logits are often too large by a factor; see ``fedrot.temperature``.
 
     A class without rows gets weights 0. Its bias is the mean of the other classes' biases, weighted by
-    rows, minus ``log(2 n)``. Its logit is then their mean logit minus ``log(2 n)``, and never the largest.
+    rows, minus ``log(2 n)``. Its logit is then their mean logit minus ``log(2 n)``, never the largest.
 
     Args:
         sums: the sum over clients.

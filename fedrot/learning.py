@@ -29,8 +29,8 @@ Loss = Callable[[Tensors, Tensors], Tensor]
 LEARNED_PARTS = ("attention", "residual")
 #: Adam's learning rate, which decays linearly to 0.
 LR = 1e-3
-#: The loss is computed on the line from the anchor (0) to the update (1), at a random point between these
-#: two positions, drawn anew (uniformly) at each step.
+#: The loss is computed on the line from the anchor (0) to the update (1). Each step draws its position
+#: on this line uniformly between these two.
 POINTS = (0.2, 0.8)
 
 
@@ -156,8 +156,8 @@ def descend(
         losses.append(float(found.detach()))
         if not torch.isfinite(found):
             raise FedrotError(
-                f"The loss of the average is {losses[-1]} at step {len(losses)}. Check the models and "
-                "batches, or lower lr if you chose it."
+                f"The loss is {losses[-1]} at step {len(losses)}. Check the models and the batches, or "
+                "lower the learning rate if you chose it."
             )
         optimizer.zero_grad(set_to_none=True)
         found.backward()

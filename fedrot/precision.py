@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Multiply float32 matrices without rounding to TF32 or bfloat16, in a context or a decorated function.
+    """Multiply float32 matrices without rounding to TF32 or bfloat16; a context and a decorator.
 
     Users may allow the rounding for training (``torch.set_float32_matmul_precision``); rotations would
     then be orthogonal only to 1e-3. The user's setting, which holds for all threads, is restored.

@@ -87,7 +87,7 @@ def align_by_layer(
     piece that cannot be matched is yielded without a move.
 
     Raises:
-        UpdateError: names or shapes differ, or the canonical form overflows; raised before the first piece.
+        UpdateError: before the first piece, if names or shapes differ, or the canonical form overflows.
     """
     options = (options or AlignmentOptions()).for_model(symmetry)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
@@ -151,8 +151,8 @@ def moved_by_layer(
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
     """Return an update in pieces, which are aligned on a device when they are read.
 
-    ``Mean.fold_parts`` adds the pieces. Check before that the update is finite (``check_finite``), because
-    pieces cannot be removed from a mean. ``anchor`` may be the mean's own tensors. An update with
+    ``Mean.fold_parts`` adds the pieces. Call ``check_finite`` before, because pieces cannot be removed
+    from a mean. ``anchor`` may be the mean's own tensors. An update with
     statistics of tensors that move is aligned at once, as one piece: only the whole alignment shows
     whether the statistics can be moved with the weights.
 

@@ -69,7 +69,7 @@ class OptimalTransport(Mean):
         experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
         self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
-        in_place = "experts are averaged without transport: the neurons of two experts have no common order"
+        in_place = "experts are not transported: the neurons of two experts have no common order"
         #: The groups that are not mixed, and those whose plan had not converged in any update.
         self.notes: dict[str, str] = dict.fromkeys((group.name for group in experts), in_place)
 

@@ -14,8 +14,7 @@ from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, ch
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import LARGEST_NORM, Tensors
 
-#: A solution is a rounding error if its distance to the first update is more than this many times that of
-#: every other update.
+#: A solution is a rounding error if it is this many times farther from the first update than all others.
 MOST_GROWTH = 1e3
 
 
@@ -28,7 +27,7 @@ class RegMean:
     Off-diagonal entries are first multiplied by ``alpha`` (section 3.3, Appendix A Eq. 8-9), and
     ``beta`` is added to the diagonal (Table 8).
 
-    Sums and solutions are float64. If the inputs of all clients are zero in some direction, the equations
+    Sums and solutions are float64. If the inputs of all clients are 0 in some direction, the equations
     are singular: in this direction the result is the weighted mean, and ``notes`` names the layer. This
     is common with ``alpha=1``, which also needs Gram matrices that were not rounded to bfloat16. A layer
     whose solution is not finite, or much farther from the clients than they are from each other, gets
@@ -60,8 +59,8 @@ class RegMean:
         """Add one update with its Gram matrices.
 
         Raises:
-            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they belong to other layers or
-                have another form than the first update's. After an error, nothing has been added.
+            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they belong to other layers
+                or have another form than the first update's. After an error, nothing has been added.
         """
         self._mean.check(update, weight, statistics)
         statistics, lacking = statistics or {}, untrained(statistics)

@@ -32,7 +32,7 @@ class AlignmentOptions:
             Re-Basin and Verma & Elbayad.
         chance: a group moves only if its element removes more than ``chance`` times the squared distance
             that chance removes (``fedrot.matching.chance``). With 0, a group moves if its element
-            removes anything. With ``residual`` or ``output``, groups depend on each other and all move.
+            removes anything. With ``residual`` or ``output``, groups are coupled, and chance is ignored.
         activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
             only where activations are given.
         canonical: anchor and update are brought to canonical form before matching, and the result of

@@ -111,8 +111,8 @@ def collect_gram(
             model(**forward_inputs(model, batch))
     if not sums:
         raise FedrotError(
-            "No inputs of linear layers were recorded: pass at least one batch and a model with Linear or "
-            "Conv1D layers."
+            "No inputs of linear layers were recorded: pass at least one batch and a model with Linear "
+            "or Conv1D layers."
         )
     grams = {name: (total / max(count[name], 1)).float() for name, total in sums.items()}
     found: dict[str, dict[str, Tensor]] = {}
@@ -153,7 +153,7 @@ def compressed(
         memo: dict[tuple[int, object], Tensor] = {}
         for name, gram in by_name.items():
             if gram.ndim != 2:
-                raise FedrotError(f"The Gram matrix of '{name}' is already compressed; pass full matrices.")
+                raise FedrotError(f"The Gram matrix of '{name}' is already compressed.")
             rotation = heads.get((name, axis))
             key = (id(gram), rotation)
             if key not in memo:

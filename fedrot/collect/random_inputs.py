@@ -111,7 +111,7 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
     room = int(text.get("max_position_embeddings") or text.get("n_positions") or length + 2) - 2
     shape = (count, max(1, min(length, room)))
     ends = _tokens(_end(text), size)
-    # Classifiers and CLIP read the last token before the end or the padding, so neither may occur earlier.
+    # Classifiers and CLIP read the last token before the end or the padding: neither may occur earlier.
     # Without an end-of-text token, padding may occur anywhere.
     special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)}) if ends else []
     ids = torch.randint(size - len(special), shape, generator=generator)

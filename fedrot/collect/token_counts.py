@@ -49,8 +49,8 @@ def token_counts(batches: Iterable[Tensors], vocabulary: int) -> Tensor:
 def counts_by_order(vocabulary: int) -> Tensor:
     """Return assumed token counts if no texts are available, float64 ``[vocabulary]``.
 
-    The count of token ``t`` is ``1 / (t + vocabulary / 40)`` (the law of Zipf and Mandelbrot), divided by
-    the last token's. Use it only with tokenizers that number frequent tokens first, as BPE and Unigram
+    The count of token ``t`` is ``1 / (t + vocabulary / 40)`` (the law of Zipf and Mandelbrot), divided
+    by the last token's. Use it only with tokenizers that number frequent tokens first, as BPE and Unigram
     do by construction: counts in a wrong order match worse than no counts.
 
     Example: ``fedrot.align(update, anchor, symmetry, options, token_counts=counts_by_order(32_000))``
@@ -59,7 +59,7 @@ def counts_by_order(vocabulary: int) -> Tensor:
         FedrotError: the vocabulary has no token.
     """
     if vocabulary < 1:
-        raise FedrotError(f"vocabulary is {vocabulary}; give the model's number of tokens, config.vocab_size.")
+        raise FedrotError(f"vocabulary is {vocabulary}; give the model's config.vocab_size.")
     places = torch.arange(vocabulary, dtype=torch.float64) + vocabulary * _FLAT
     return places[-1] / places
 

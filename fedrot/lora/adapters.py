@@ -50,7 +50,7 @@ class Pair:
 
     @property
     def bias(self) -> str:
-        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), which is scaled like ``B A``."""
+        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled like ``B A``."""
         return f"{self.b.removesuffix('.weight')}.bias"
 
 
@@ -94,7 +94,7 @@ class LoraSettings:
         given = found.get("peft_type") if isinstance(found, Mapping) else None
         kind = str(getattr(given, "value", given or "LORA"))
         if kind != "LORA":
-            raise FedrotError(f"The adapter is of kind {kind}; only adapters of kind LORA can be averaged.")
+            raise FedrotError(f"The adapter is of kind {kind}; only LORA adapters can be averaged.")
         if not isinstance(found, Mapping) or "lora_alpha" not in found:
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "

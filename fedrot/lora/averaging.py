@@ -37,8 +37,7 @@ from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 KEPT_RANKS = 4
 #: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
-#: Products of factors and their sums over clients could overflow if the norm of a factor, times its scale,
-#: is larger.
+#: Maximum norm of a factor, times its scale: products of larger factors could overflow.
 LARGEST_FACTOR = 1e7
 
 
@@ -253,7 +252,7 @@ class AdapterAverage(ABC):
             if (a.shape[1], len(b)) != wanted:
                 raise UpdateError(
                     f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
-                    f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model at all clients."
+                    f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
                 )
 
     def _check_pair(self, pair: Pair, settings: LoraSettings, a: Tensor, b: Tensor) -> None:

@@ -54,5 +54,5 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
 
 def _rank_in(adapter: Tensors, pair: Pair) -> int:
     if pair.a not in adapter:
-        raise UpdateError(f"'{pair.module}' is adapted at the server, but not at the client. Use one LoraConfig.")
+        raise UpdateError(f"'{pair.module}' is adapted at the server but not here. Use one LoraConfig.")
     return len(adapter[pair.a])

@@ -79,8 +79,8 @@ class StatisticKind:
         """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
         if self.collect is None:
             raise FedrotError(
-                f"Statistics '{self.name}' cannot be computed from batches: they come from training. The "
-                "client's training code must send them."
+                f"Statistics '{self.name}' cannot be computed from batches: they come from training. "
+                "The client's training code must send them."
             )
         return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
 

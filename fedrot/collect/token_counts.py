@@ -50,7 +50,7 @@ def counts_by_order(vocabulary: int) -> Tensor:
     """Return assumed token counts if no texts are available, float64 ``[vocabulary]``.
 
     The count of token ``t`` is ``1 / (t + vocabulary / 40)`` (the law of Zipf and Mandelbrot), divided
-    by the last token's. Use it only with tokenizers that number frequent tokens first, as BPE and Unigram
+    by the last token's. Use it only if the tokenizer numbers frequent tokens first, as BPE and Unigram
     do by construction: counts in a wrong order match worse than no counts.
 
     Example: ``fedrot.align(update, anchor, symmetry, options, token_counts=counts_by_order(32_000))``

@@ -45,7 +45,7 @@ class ModuleSums:
         return self.mean.current["a"], self.mean.current["b"] / scale
 
     def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
-        """Return the mean product, divided by a scale, and the factors that a gauge may keep close to."""
+        """Return the mean product, divided by a scale, and the factors for the gauge."""
         first = terms.first(rank)
         mean, previous = (
             f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)

@@ -63,15 +63,15 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
     if different:
         raise UpdateError(
-            f"The tensor '{min(different)}' of the model's adapter '{adapter}' differs from the received "
-            "one in shape, or one of the two is missing. Client and server need the same LoraConfig; "
-            "only the client's rank may be smaller."
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' has another shape than the "
+            "received tensor, or one of the two is missing. Client and server need the same "
+            "LoraConfig; only the client's rank may be smaller."
         )
     set_peft_model_state_dict(model, cut, adapter_name=adapter)
 
 
 def train_only(model: Any, factors: str, adapter: str = "default") -> None:
-    """Set ``requires_grad`` of an adapter's factors; other parameters, such as task heads, are unchanged.
+    """Set ``requires_grad`` of an adapter's factors; task heads and other parameters are unchanged.
 
     Call this function before the optimiser is built.
 

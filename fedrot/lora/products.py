@@ -10,8 +10,8 @@ from torch import Tensor
 
 #: Terms below this share of the largest are rounding errors of float32.
 SMALLEST = 1e-7
-#: A sum of products is a rounding error if it is below this many times ``eps`` of the sum of their norms.
-#: The factors of PEFT's initialisation ``orthogonal``, whose product is 0, have such sums.
+#: A sum of products is a rounding error if it is below this many times ``eps`` times the sum of their
+#: norms. PEFT's initialisation ``orthogonal``, whose products are 0, gives such sums.
 ROUNDING = 10.0
 #: A Cholesky factor replaces eigenvectors if its smallest pivot is above this share of the largest. It
 #: takes a tenth of the time.
@@ -62,8 +62,8 @@ class Terms:
 class ProductSum:
     """The sum ``sum_i w_i B_i A_i`` as two stacked factors.
 
-    When a product does not fit into ``2 * limit`` terms, the sum is replaced by its best approximation of
-    rank ``limit`` (Eckart and Young). Sums of at most ``2 * limit`` terms are exact.
+    When a product does not fit into ``2 * limit`` terms, the sum is replaced by its best approximation
+    of rank ``limit`` (Eckart and Young). Sums of at most ``2 * limit`` terms are exact.
 
     Args:
         limit: the rank to keep; None keeps everything.
@@ -194,8 +194,8 @@ def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
 def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Terms:
     """Decompose float32 stacks by their Gram matrices in float64, several times faster than by QR.
 
-    With ``left = Q R``, the singular values of ``R right`` are those of the product. Their error is below
-    1e-7 of the largest, the precision of float32. Smaller terms are left out.
+    With ``left = Q R``, the singular values of ``R right`` are those of the product. Their error is
+    below 1e-7 of the largest, the precision of float32. Smaller terms are left out.
     """
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
@@ -210,7 +210,7 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
 
 
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``R`` with ``R^T R = gram`` and its inverse, without directions that are rounding errors."""
+    """Return ``R`` with ``R^T R = gram`` and its inverse, without directions of rounding errors."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():

@@ -33,8 +33,8 @@ NEAR = 0.05
 #: Null models are drawn until they have this many free dimensions or units, at most ``MOST_DRAWS``.
 ENOUGH, MOST_DRAWS = 2000, 8
 
-#: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a group in at most 1 % of
-#: the rounds, if a round has up to 100,000 pairs of client and group.
+#: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a group in at most 1 %
+#: of the rounds, if a round has up to 100,000 pairs of client and group.
 ONCE_IN = 10_000_000
 
 #: The grid of ``quantile``: the number of values, and the ratio of each to the one before.
@@ -42,7 +42,7 @@ _LEVELS, _STEP = 100, 1.2
 
 
 def chance_known(problem: Problem) -> bool:
-    """Return whether chance is known: groups do not depend on each other, and no activations are used."""
+    """Return whether chance is known: groups are independent, and no activations are used."""
     return not problem.options.coupled and problem.activations is None
 
 
@@ -149,9 +149,9 @@ def quantile(
 
     On the null model ``t a + s g``, an element ``h`` removes ``2 s <h a, g> - t |h a - a|^2``.
 
-    *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n`` entries, the cosine
-    of one element with ``g`` exceeds ``x`` with a probability of at most ``(1 - x^2)^((n - 2) / 2)``. At
-    most ``(2 k)^m`` orders with signs move ``m`` of ``k`` units: the bound holds for all of them.
+    *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n`` entries, the
+    cosine of one element with ``g`` exceeds ``x`` with a probability of at most
+    ``(1 - x^2)^((n - 2) / 2)``. At most ``(2 k)^m`` orders with signs move ``m`` of ``k`` units: the bound holds for all of them.
 
     *Other elements* are infinitely many. The distance that the best one removes is a Lipschitz function
     of ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where
@@ -186,8 +186,8 @@ def quantile(
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
     """Return which groups of one action remove enough: all of them if the median group does.
 
-    Clients usually rotate in all layers or in none. So if more than half of the groups are beyond chance,
-    all are accepted. A single group is evidence only for itself.
+    Clients usually rotate in all layers or in none. So if more than half of the groups are beyond
+    chance, all are accepted. A single group is evidence only for itself.
     """
     both = list(zip(gains, required, strict=True))
     judged = [gain / needed for gain, needed in both if needed > 0]

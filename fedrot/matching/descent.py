@@ -202,7 +202,7 @@ class _Descent:
     def _beyond(
         self, groups: Sequence[Group], matches: Sequence[Match], chances: Sequence[_Chance]
     ) -> set[str]:
-        """Return the names of the groups that remove enough; groups of one action are judged together."""
+        """Return the names of the groups that remove enough; one action is judged together."""
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
             needed = required(self.problem, group, match.before, chance.mean, chance.quantile)

@@ -63,7 +63,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
     if different:
         raise UpdateError(
-            f"The tensor '{min(different)}' of the model's adapter '{adapter}' has another shape than the "
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' differs in shape from the "
             "received tensor, or one of the two is missing. Client and server need the same "
             "LoraConfig; only the client's rank may be smaller."
         )

@@ -151,7 +151,8 @@ def quantile(
 
     *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n`` entries, the
     cosine of one element with ``g`` exceeds ``x`` with a probability of at most
-    ``(1 - x^2)^((n - 2) / 2)``. At most ``(2 k)^m`` orders with signs move ``m`` of ``k`` units: the bound holds for all of them.
+    ``(1 - x^2)^((n - 2) / 2)``. At most ``(2 k)^m`` orders with signs move ``m`` of ``k`` units: the
+    bound holds for all of them.
 
     *Other elements* are infinitely many. The distance that the best one removes is a Lipschitz function
     of ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where

@@ -1,8 +1,8 @@
 """Solvers for the order of attention heads (Verma & Elbayad 2024, Alg. 1), and of shared query heads.
 
 The score of a pair of heads is ``<R, M>`` for the best element ``R`` inside this pair: heads are
-compared after the best rotation. If query heads share a key head, this element is found from keys and values;
-then the query heads of the two key heads are assigned to each other.
+compared after the best rotation. If query heads share a key head, this element is found from keys and
+values; then the query heads of the two key heads are assigned to each other.
 """
 
 from __future__ import annotations

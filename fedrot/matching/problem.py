@@ -195,7 +195,7 @@ class Match:
         after: squared distance after the move.
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation inside the heads,
-            and if activations are used. If no element gains enough (``fedrot.matching.chance.required``),
+            and if activations are used. If no element gains enough (``matching.chance.required``),
             ``gain`` may be an upper bound, and ``element`` is None.
         certified: squared distances ``[n]`` of the units, if they prove that the identity is optimal.
     """
@@ -253,8 +253,8 @@ class Problem:
         """Return the factor of the weights' similarity, and the activations' term to add to it.
 
         ``blocks`` are the group's pairs, if the caller has computed them. Both results are in units of
-        squared distance. With ``w = options.activation_weight``, a group's activations have ``w / (1 - w)``
-        times the weight of its tensors; with ``w = 1`` the factor is 0.
+        squared distance. With ``w = options.activation_weight``, a group's activations have
+        ``w / (1 - w)`` times the weight of its tensors; with ``w = 1`` the factor is 0.
         """
         weight = self.options.activation_weight
         cross = None if self.activations is None else self.activations.cross(group)

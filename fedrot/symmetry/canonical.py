@@ -80,8 +80,8 @@ def check_rotates(symmetry: Symmetry) -> None:
     if symmetry.rotated and symmetry.untied:
         names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
         raise SymmetryError(
-            f"The tensors {names} are tied, so the residual stream cannot be rotated. Start from a model "
-            "with tie_word_embeddings=False, or align with canonical=False."
+            f"The tensors {names} are tied, so the residual stream cannot be rotated. Start from a "
+            "model with tie_word_embeddings=False, or align with canonical=False."
         )
 
 
@@ -114,8 +114,8 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
     if bias is not None:
         if not fold.holds_bias and bool(((gain == 0) & (bias != 0)).any()):
             raise UpdateError(
-                f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a bias and a gain of 0, "
-                "and a layer that reads the norm has no bias. Align with canonical=False."
+                f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a bias and a gain of "
+                "0, and a layer that reads the norm has no bias. Align with canonical=False."
             )
         left = torch.zeros_like(bias) if fold.holds_bias else torch.where(gain == 0, 0, bias / gain)
         out[fold.bias] = left.to(out[fold.bias].dtype)

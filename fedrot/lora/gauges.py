@@ -124,8 +124,8 @@ def keep_a(of: Wanted) -> Factors:
     without the ``k`` smallest singular directions ``Z`` of its part outside of this row space:
     ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S (Z^T A_mean V)^-1 Z^T``. If ``k`` is the
     rank of the factors, this is ``A = A_mean V V^T``. If the clients' ranks differ, ``A_mean`` is the
-    ``A`` that they received. If the mean ``A`` is nearly orthogonal to the product's row space, the inverse
-    makes ``B`` large; beyond ``LARGEST_GROWTH`` the factors are those of ``near_mean``.
+    ``A`` that they received. If the mean ``A`` is nearly orthogonal to the product's row space, the
+    inverse makes ``B`` large; beyond ``LARGEST_GROWTH`` the factors are those of ``near_mean``.
     """
     kept = of.mean or of.previous
     if kept is None:

@@ -63,8 +63,8 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
     if different:
         raise UpdateError(
-            f"The tensor '{min(different)}' of the model's adapter '{adapter}' differs in shape from the "
-            "received tensor, or one of the two is missing. Client and server need the same "
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the received tensor "
+            "differ in shape, or one of the two is missing. Client and server need the same "
             "LoraConfig; only the client's rank may be smaller."
         )
     set_peft_model_state_dict(model, cut, adapter_name=adapter)

@@ -140,8 +140,8 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
 def without_mean(places: Iterable[tuple[str, int]], folds: Sequence[Fold]) -> Iterator[tuple[str, int]]:
     """Yield the places on a stream under LayerNorm, as tensor and axis, that may be centred.
 
-    Weights that write the stream may be centred, because LayerNorm removes the mean of its input. Weights
-    that read the norm may be centred if the norm's bias is folded: its output then has mean 0.
+    Weights that write the stream may be centred, because LayerNorm removes the mean of its input.
+    Weights that read the norm may be centred if its bias is folded: its output then has mean 0.
     """
     kept = {name for fold in folds for name in (fold.gain, fold.bias)}
     for fold in folds:

@@ -92,8 +92,8 @@ def optional(*modules: Axes) -> tuple[When, ...]:
 
 #: How a family's residual stream moves, see ``Family.stream``.
 ROTATED = "rotated"
-POST_NORM = "permuted: norms stand on the stream, behind its blocks"
-NORM_IN_FRONT = "permuted: a norm stands between embeddings and stream"
+POST_NORM = "permuted: norms act on the stream after its blocks"
+NORM_IN_FRONT = "permuted: a norm lies between embeddings and stream"
 
 #: An element of a family's description.
 Item = Axes | Block | Stack | When

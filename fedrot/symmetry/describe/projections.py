@@ -62,8 +62,8 @@ class Units:
         high = dim if high is None else high
         if self.together > 1 and high - low < dim:
             raise SymmetryError(
-                f"The module '{self.module}' stores {self.together} heads side by side. Slots of a part of "
-                "each head (partial rotary positions) are not supported there."
+                f"The module '{self.module}' stores {self.together} heads side by side. A part of each "
+                "head (partial rotary positions) is not supported there."
             )
         blocks = (dim, low, high) if high - low < dim else ()
         rows = Slice(self.start, self.start + heads * dim, *blocks)

@@ -166,12 +166,12 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
     known = isinstance(described, Symmetry) and described.shapes.keys() == arrays.keys()
     if align and arrays and not known and all(name.isdigit() for name in arrays):
         raise FedrotError(
-            "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as in a record "
-            "made from a list. Alignment needs names: write ArrayRecord(model.state_dict())."
+            "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as in a "
+            "record made from a list. Alignment needs names: write ArrayRecord(model.state_dict())."
         )
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf. Give a model with finite weights.")
+            raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf. Give a finite model.")
 
 
 def check_numbers(strategy: object, num_rounds: object) -> None:
@@ -207,7 +207,7 @@ def check_further(
             newer = " (Flower 1.43 and later have it)" if name == "should_stop" else ""
             raise FedrotError(f"The installed Flower's start has no argument '{name}'{newer}.")
         if run is not None and not _takes(run, name):
-            raise FedrotError(f"A run with checkpoints has no argument '{name}': omit it or checkpoints.")
+            raise FedrotError(f"A run with checkpoints has no argument '{name}'. Omit one of the two.")
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:

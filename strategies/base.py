@@ -293,7 +293,7 @@ class ReplyStrategy(Strategy):
         self.begin_round(arrays)
 
     def _knows_model(self, server_round: int) -> bool:
-        """Return whether the round's broadcast model is known; read it from the messages if necessary."""
+        """Return whether the round's broadcast model is known, or can be read from the messages."""
         if self._begun == server_round:
             return True
         messages = [*self._grid.replies.asked.values()] if isinstance(self._grid, LazyGrid) else []
@@ -367,7 +367,7 @@ class ReplyStrategy(Strategy):
 
     @property
     def _weighting(self) -> object:
-        return getattr(self, "strategy", self)  # a privacy wrapper contains the strategy that weights updates
+        return getattr(self, "strategy", self)  # a privacy wrapper contains the strategy with weights
 
     @property
     def _weighted_by(self) -> str:

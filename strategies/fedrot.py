@@ -31,9 +31,9 @@ from fedrot.tensors import Tensors
 class FedRot(Aligned, FedAvg):
     """Aligned FedAvg.
 
-    Write ``FedRot(config, fraction_train=0.5)`` instead of ``FedAvg(fraction_train=0.5)``; every argument
-    of FedAvg works as before. ``FedRot(alignment=None)`` is FedAvg, except that rows that clients mark
-    as not trained (``fedrot.collect.completed``) are left out of the average.
+    Write ``FedRot(config, fraction_train=0.5)`` instead of ``FedAvg(fraction_train=0.5)``; every
+    argument of FedAvg works as before. ``FedRot(alignment=None)`` is FedAvg, except that the average
+    leaves out rows that clients mark as not trained (``fedrot.collect.completed``).
 
     ``train_metrics_aggr_fn`` receives the metrics and small configurations of the replies, but not the
     arrays of updates that are added one at a time.

@@ -153,7 +153,7 @@ class Reporting:
 
     def __post_init__(self) -> None:
         if self.rows_path is not None and self.rows_path.is_dir():
-            raise FedrotError(f"rows is the folder '{self.rows}'; give a file, such as rows.jsonl in it.")
+            raise FedrotError(f"rows is the folder '{self.rows}'; give a file in this folder.")
         given: object = self.on_round
         if not (given is None or callable(given)):
             kind = type(given).__name__

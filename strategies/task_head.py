@@ -63,8 +63,8 @@ def fit_task_head(
     Every client receives the model, and answers with sums over its rows. Clients with held-out rows
     receive the model again, with the fitted head. The server sees each client's sums; for a class with
     one row these are the row's features. Wrong sums of a client change the total as they change a mean.
-    The task head is fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only if
-    its loss over all held-out rows is smaller than the given head's, each at its best temperature.
+    The task head is fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only
+    if its loss over all held-out rows is smaller than the given head's, each at its best temperature.
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.

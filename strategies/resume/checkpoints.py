@@ -102,8 +102,8 @@ class Checkpoints:
         for path in unfinished:
             if path.is_symlink() or not path.is_dir():
                 raise FedrotError(
-                    f"'{path}' has the name of a checkpoint, but is a file or a link. Move it, or write to "
-                    "another folder."
+                    f"'{path}' has the name of a checkpoint, but is a file or a link. Move it, or write "
+                    "to another folder."
                 )
         try:
             for path in unfinished:
@@ -151,8 +151,8 @@ class Checkpoints:
             except _DamagedError as error:
                 log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
-            f"There is no usable checkpoint in '{self.folder}'. Give a folder with checkpoints, or a new "
-            "folder to start from round 1."
+            f"There is no usable checkpoint in '{self.folder}'. Give a folder with checkpoints, or a "
+            "new folder to start from round 1."
         )
 
     def _path(self, number: int) -> Path:

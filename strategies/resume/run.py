@@ -231,8 +231,8 @@ def _restored(
     if different:
         name = different[0]
         raise FedrotError(
-            f"'{found.folder}' is of another model: the shape of '{name}' is {saved.get(name, 'missing')} "
-            f"there and {ours.get(name, 'missing')} in initial_arrays ({len(different)} tensors differ)."
+            f"'{found.folder}' is of another model: '{name}' is {saved.get(name, 'missing')} there and "
+            f"{ours.get(name, 'missing')} in initial_arrays ({len(different)} tensors differ)."
         )
     state.restore(found.state, found.state_arrays)
     log(INFO, "Resumed after round %d from '%s'.", found.round, found.folder)

@@ -25,8 +25,8 @@ class UnknownValueError(TypeError):
 def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     """Return a value as JSON values, and add its arrays to ``arrays``.
 
-    Supported types: None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors, Flower's
-    ``Array`` and records, and lists, tuples, sets and dictionaries of these, but no subclasses. A type
+    Supported types: None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors,
+    Flower's ``Array`` and records, and lists, tuples, sets and dictionaries, but no subclasses. A type
     that JSON lacks becomes an object with one key, the name of the type. Arrays and tensors are not
     copied if their layout allows it; their names in ``arrays`` contain ``path``.
 

@@ -34,7 +34,7 @@ class Aligner:
     """Leaves every update as it was received; base class of the other aligners."""
 
     def prepare(self, held: Waiting) -> Iterable[Update]:
-        """Choose the anchor from all waiting updates of a round; return the updates to move, in order."""
+        """Choose the anchor from all updates of a round; return the updates to move, in order."""
         return held
 
     def move(self, update: Update) -> Moved:
@@ -78,8 +78,8 @@ class Plan:
 class ToAnchor(Aligner):
     """Aligns each update of one round to the round's anchor, ``rule``.
 
-    On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by layer while it is
-    added to a mean on the GPU. Otherwise updates are aligned as a whole.
+    On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by layer while it
+    is added to a mean on the GPU. Otherwise updates are aligned as a whole.
 
     Args:
         plan: what is aligned.

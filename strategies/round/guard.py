@@ -62,7 +62,7 @@ class Guard:
     def __post_init__(self) -> None:
         given: dict[str, object] = {"metric": self.metric, "evaluate": self.evaluate}
         if not isinstance(given["metric"], str) or not self.metric:
-            raise FedrotError(f"Guard needs the name of a metric, such as 'accuracy', not {self.metric!r}.")
+            raise FedrotError(f"metric is {self.metric!r}; give the name of a metric, 'accuracy'.")
         if not (self.evaluate is None or callable(given["evaluate"])):
             kind = type(self.evaluate).__name__
             raise FedrotError(f"Guard's evaluate is a {kind}; give a function like evaluate_fn.")
@@ -163,7 +163,7 @@ class Comparison:
 
     def _evaluated(self, number: int, mean: ArrayRecord) -> MetricRecord:
         if self._evaluate is None:
-            raise FedrotError("guard needs evaluate_fn: call this strategy's start, with evaluate_fn=...")
+            raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
         found = self._evaluate(number, mean)
         if found is None:
             raise FedrotError(
@@ -178,8 +178,8 @@ class Comparison:
             what = "has no" if value is None else "returns a list for"
             raise FedrotError(
                 f"The evaluation of round {number} {what} metric '{self.guard.metric}', which guard "
-                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return this metric as a number, or "
-                "name another metric."
+                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return this metric as a number, "
+                "or name another metric."
             )
         return float(value)
 

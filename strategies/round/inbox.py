@@ -309,8 +309,8 @@ def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
     for key, number in _numbers(metrics):
         if not math.isfinite(number):
             raise UpdateError(
-                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there are no examples, and "
-                f"the metric '{key:.60}' is {number!r}. Omit this metric, or send a finite number."
+                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there are no examples, "
+                f"and the metric '{key:.60}' is {number!r}. Omit this metric, or send a finite number."
             )
 
 

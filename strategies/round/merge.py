@@ -228,7 +228,7 @@ class Averaged:
 class Listed:
     """Holds all updates for a base strategy that needs each of them: medians, Krum, privacy wrappers.
 
-    ``integers`` are arrays of the broadcast model that the new model keeps. They replace the updates' own
+    ``integers`` are arrays of the broadcast model that the new model keeps. They replace the updates'
     integers: one client could otherwise set their mean, and a privacy wrapper would add noise to them.
     """
 

@@ -290,7 +290,7 @@ class FromOtherBases(ToAnchor):
         return found
 
     def _checked(self, update: Update, moves: Sequence[Move]) -> Alignment:
-        """Return a client's moves as an alignment; raises ``UpdateError`` if the result is not finite."""
+        """Return a client's moves as an alignment; raise ``UpdateError`` if its result is not finite."""
         alignment = alignment_by(moves, update.tensors, self._base, self._symmetry)
         check_finite(alignment.apply(update.tensors))
         return alignment

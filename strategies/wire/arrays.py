@@ -1,8 +1,9 @@
 """``to_arrays`` and ``from_arrays``: a model's tensors as Flower arrays, and back.
 
 Most tensors become Flower's own arrays (npy bytes). fedrot adds two kinds of arrays with another
-``stype``: bfloat16, which NumPy lacks; and tied tensors, which share the memory of another tensor and are
-sent as its name. ``Array.numpy()`` refuses both, so no stock strategy averages their bytes by mistake.
+``stype``: bfloat16, which NumPy lacks; and tied tensors, which share the memory of another tensor and
+are sent as its name. ``Array.numpy()`` refuses both, so no stock strategy averages their bytes by
+mistake.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_every_architecture_has_its_symmetry(name: str, built: bool) -> None:
 
 def test_a_model_that_does_not_run_on_rows_of_tokens_is_not_certified() -> None:
     model = EVERY["bert-choice"].build("eager")
-    with pytest.raises(fedrot.SymmetryError, match="batch of yours"):
+    with pytest.raises(fedrot.SymmetryError, match="batch of your own"):
         fedrot.check_function(model, config_of("bert-choice").to_dict(), symmetry_for("bert-choice"))
 
 

@@ -60,7 +60,7 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
         (
             lambda model, state: fedrot.collect_activations(state, state, [], symmetry_for(NAME)),
             fedrot.FedrotError,
-            "pass the two models themselves",
+            "pass the two models, not their tensors",
         ),
         (
             lambda model, state: fedrot.collect_activations(model, model, [], model.config),

@@ -655,13 +655,13 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
         (
             {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
             "attention + ffn to anchor 'consensus'",
-            "kept until all have come",
+            "held until all have arrived",
         ),
-        ({"alignment": None}, "off", "kept until all have come"),
+        ({"alignment": None}, "off", "held until all have arrived"),
         (
             {"server": Server(deterministic=True)},
             "attention + ffn to anchor 'running'",
-            "kept until all have come, in an order that their contents give",
+            "held until all have arrived, in an order that their contents give",
         ),
     ],
 )
@@ -687,5 +687,5 @@ def test_the_summary_names_the_folder_only_if_something_is_kept_there(
 
 
 def test_an_adapter_in_place_of_the_model_is_said_to_be_one() -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"those of a LoRA adapter.*FedRotLoRA"):
+    with pytest.raises(fedrot.FedrotError, match=r"The tensors are a LoRA adapter's.*FedRotLoRA"):
         check_update({"m.lora_A.weight": torch.ones(1, 2)}, {"m.weight": (2, 2)})

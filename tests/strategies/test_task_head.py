@@ -172,8 +172,8 @@ def of_another_shape(answer: Answer) -> None:
 
 #: Answers that are left out, and a part of the reason.
 HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
-    "fails": (lambda node: failure, "it needs fedrot.strategies.answer_with_sums"),
-    "is silent": (lambda node: lambda message: None, "no answer came in time"),
+    "fails": (lambda node: failure, "Call fedrot.strategies.answer_with_sums"),
+    "is silent": (lambda node: lambda message: None, "no answer before the timeout"),
     "neither": (lambda node: edited(edited(node, without(SUMS)), without(LOSSES)), "no ArrayRecord"),
     "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "of counts, sums, gram"),
     "another shape": (lambda node: edited(node, of_another_shape), "the head"),

@@ -139,5 +139,5 @@ def test_frequent_tokens_decide() -> None:
 )
 def test_what_is_no_count_is_refused(given: Tensor) -> None:
     symmetry, anchor = symmetry_for("gpt2"), state_of("gpt2")
-    with pytest.raises(fedrot.FedrotError, match=r"counts|no table of so many rows"):
+    with pytest.raises(fedrot.FedrotError, match=r"counts|no table on the residual stream"):
         fedrot.align(state_of("gpt2", 1), anchor, symmetry, WHOLE, token_counts=given)

@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_in_a_round_is_named(
 
     monkeypatch.setattr("fedrot.strategies.round.waiting.write_tensors", full)
     with (
-        pytest.raises(fedrot.FedrotError, match=f"kept in '{tmp_path}': .*No space left"),
+        pytest.raises(fedrot.FedrotError, match=f"written to '{tmp_path}': .*No space left"),
         Store(tmp_path) as store,
     ):
         store.put({"w": torch.ones(2)})

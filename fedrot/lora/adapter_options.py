@@ -42,7 +42,7 @@ class AdapterOptions:
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise FedrotError(
-                    f"Unknown {name} '{getattr(self, name)}' for adapters: choose {', '.join(values)}."
+                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
                 )
         if self.method != "exact" and self.gauge != type(self).gauge:
             raise FedrotError(

@@ -460,7 +460,7 @@ def test_other_problems_than_one_class_have_no_head() -> None:
     for problem in ("regression", "multi_label_classification"):
         with pytest.raises(FedrotError, match=f"problem_type is '{problem}'"):
             head_of({"problem_type": problem, "num_labels": 3}, tensors)
-    with pytest.raises(FedrotError, match="A task head of 1 classes"):
+    with pytest.raises(FedrotError, match="The task head of 1 classes"):
         head_of({"num_labels": 1}, {"classifier.weight": (1, 8)})
     with pytest.raises(FedrotError, match=r"more than one: classifier, score"):
         head_of({"num_labels": 3}, {**tensors, "score.weight": (3, 8)})
@@ -533,7 +533,7 @@ def _labels(batch: dict[str, Tensor], labels: Any) -> list[dict[str, Tensor]]:
         (lambda b: [], "No row has a label"),
         (lambda b: _labels(b, [-100, -100]), "No row has a label"),
         (lambda b: [{k: v for k, v in b.items() if k != "labels"}], "A batch has no 'labels'"),
-        (lambda b: _labels(b, [0, 3]), "There is a label 3, but the model has 3 classes"),
+        (lambda b: _labels(b, [0, 3]), "A label is 3, but the model has 3 classes"),
         (lambda b: _labels(b, [0.0, 1.0]), r"labels are torch.float32 \[2\]"),
         (lambda b: _labels(b, [[0.0, 1.0, 1.0]] * 2), r"labels are torch.float32 \[2, 3\]"),
         (lambda b: _labels(b, [0, 1, 2]), r"labels are torch.int64 \[3\], the logits \[2, 3\]"),

@@ -309,7 +309,7 @@ def test_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: 
         strategy.aggregate_train(number, answers)
     rows = [row for row in map(json.loads, report.read_text().splitlines()) if "failed" in row]
     assert [(row["round"], row["client"]) for row in rows] == [(2, 8), (2, 9), (3, 8), (3, 9)]
-    assert [row["failed"] for row in rows] == ["crashed", "No answer came in time."] * 2
+    assert [row["failed"] for row in rows] == ["crashed", "No answer before the timeout."] * 2
 
 
 class AlignedMedian(Aligned, FedMedian):
@@ -418,7 +418,7 @@ def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
     assert metrics["fedrot-replies-dropped"] == 1
     (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
     assert row["client"] == 9
-    assert f"'{name}' holds values beyond torch.float16" in row["dropped"]
+    assert f"'{name}' has values outside the range of torch.float16" in row["dropped"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -661,7 +661,7 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
         (
             {"server": Server(deterministic=True)},
             "attention + ffn to anchor 'running'",
-            "held until all have arrived, in an order that their contents give",
+            "held until all have arrived, sorted by their contents",
         ),
     ],
 )

@@ -181,7 +181,7 @@ HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
     "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e200)), "values above 1e+100"),
     "negative": (lambda node: edited(node, scaled(SUMS, "counts", -1.0)), "negative"),
     "impossible": (lambda node: edited(node, scaled(SUMS, "gram", 0.0)), "second moments"),
-    "losses of 1e9": (lambda node: edited(node, scaled(LOSSES, "losses", 1e9)), "larger than 1e+06"),
+    "losses of 1e9": (lambda node: edited(node, scaled(LOSSES, "losses", 1e9)), "above 1e+06"),
     "negative losses": (lambda node: edited(node, scaled(LOSSES, "losses", -1.0)), "negative"),
     "no rows": (lambda node: edited(node, scaled(LOSSES, "counts", 0.0)), "0.0 rows"),
 }
@@ -277,7 +277,7 @@ def test_a_head_that_cannot_be_fitted_stays_and_is_calibrated(warnings: Callable
     found = fitted([client(one_class, rows(10))])
     assert not found.fitted
     assert "needs rows of at least two classes" in warnings()
-    assert "40 held-out rows are few" in warnings()
+    assert "with 40 held-out rows" in warnings()
     assert found.losses[1] == found.losses[2]
 
 

@@ -171,7 +171,7 @@ def test_ranks_may_differ_in_exact_averages(rank: int | None) -> None:
         expected = truncated(dense_mean(asked, module), rank or 4)
         assert torch.allclose(product(found, module), expected, atol=1e-8)
         assert report.error_of_factors[module] is None
-    assert "factors of 2 modules have no mean, as ranks differ" in str(report)
+    assert "factors of 2 modules have no mean: their ranks differ" in str(report)
     with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\].*method='exact'"):
         average_adapters(asked, SETTINGS, AdapterOptions("mean"))
 
@@ -276,9 +276,9 @@ def test_a_start_that_changed_the_base_needs_one_rank() -> None:
         average_adapters(sent, pissa, AdapterOptions("exact"))
     with pytest.raises(UpdateError, match=said):
         average_adapters(sent[:1], pissa, AdapterOptions("exact"), previous=adapter(9, 4))
-    with pytest.raises(FedrotError, match="A dict is given in place of an AdapterUpdate"):
+    with pytest.raises(FedrotError, match="The update is a dict; pass an AdapterUpdate"):
         average_adapters([adapter(0)], SETTINGS)  # type: ignore[list-item]
-    with pytest.raises(FedrotError, match=r"rank is 2\.5; it is a whole number"):
+    with pytest.raises(FedrotError, match=r"rank is 2\.5; it must be an integer"):
         average_adapters(sent[:1], SETTINGS, rank=2.5)  # type: ignore[arg-type]
 
 
@@ -412,12 +412,12 @@ def test_dtypes_are_those_of_the_adapters() -> None:
         ),
         (
             {"base_model.model.head.bias": None},
-            "head.bias' is in some adapters, and missing",
+            "head.bias' is in some adapters and missing",
         ),
         ({"base_model.model.head.bias": torch.full((4,), torch.nan)}, "holds NaN or Inf"),
         (
             {"m.lora_A.weight": torch.ones(1, 1), "m.lora_B.weight": torch.ones(1, 1)},
-            "'m' is adapted in some adapters and not in others",
+            "'m' is in some adapters and missing in others",
         ),
     ],
 )
@@ -624,7 +624,7 @@ def test_errors_of_many_adapters_are_near_the_true_ones(method: str, apart: floa
     [
         ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact"),
         ({"gauge": "best"}, "Unknown gauge 'best' of adapters; one of keep-a, previous, none"),
-        ({"gauge": "none"}, "gauge is an option of method 'exact', and does nothing with 'mean'"),
+        ({"gauge": "none"}, "gauge is an option of method 'exact' and has no effect with 'mean'"),
     ],
 )
 def test_options_are_checked(options: dict[str, str], said: str) -> None:

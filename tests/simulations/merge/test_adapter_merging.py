@@ -139,7 +139,7 @@ def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
         (more, "All clients need the same modules_to_save and bias"),
         (moved, "If it is the same base by another name or path, write the same into both"),
         (later, "later' has revision 'v2'"),
-        (kind, "The adapter is of kind IA3; only LORA has factors to average"),
+        (kind, "The adapter is of kind IA3; only LORA adapters can be averaged"),
     ):
         code, said = invoke("merge", a, other, "--dry-run")
         assert (code, expected in " ".join(said.split())) == (2, True), said

@@ -320,7 +320,7 @@ def test_another_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr("fedrot.strategies.resume.checkpoints._FORMAT", 99)
         save(tmp_path, 1)
-    with pytest.raises(FedrotError, match="in format 99; this one reads format 1"):
+    with pytest.raises(FedrotError, match="in format 99; this version of fedrot reads format 1"):
         Checkpoints(tmp_path).newest()
 
 

@@ -364,11 +364,11 @@ def fewer(client: Client) -> Client:
 
 #: What a client may get wrong, and what the warning says.
 BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
-    "none": (without, "without the statistics 'gram'"),
-    "empty": (added("gram"), "without the statistics 'gram'"),
+    "none": (without, "has no statistics 'gram'"),
+    "empty": (added("gram"), "has no statistics 'gram'"),
     "other kind instead": (
         lambda c: replace(c, statistics={"fisher": {HEAD[0]: torch.ones(3, WIDTH)}}),
-        "without the statistics 'gram'",
+        "has no statistics 'gram'",
     ),
     "nan": (changed("gram", DOWN, nan), "hold NaN, Inf"),
     "inf": (changed("gram", DOWN, lambda g: g / 0), "hold NaN, Inf"),

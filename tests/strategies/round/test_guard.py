@@ -411,8 +411,8 @@ def test_from_a_plain_mean_that_is_kept_an_optimiser_goes_back_to_the_model_that
     [
         ({"guard": "accuracy", "alignment": None}, "alignment=None"),
         ({"guard": 0.5}, "guard is a float"),
-        ({"guard": "points"}, r"'points' does not say.*higher_is_better=True"),
-        ({"guard": "loss_of_accuracy"}, "'loss_of_accuracy' does not say"),
+        ({"guard": "points"}, r"'points' does not show.*higher_is_better=True"),
+        ({"guard": "loss_of_accuracy"}, "'loss_of_accuracy' does not show"),
         ({"guard": ""}, "name of a metric"),
     ],
 )
@@ -462,7 +462,7 @@ def test_a_metric_that_is_missing_is_refused_before_clients_train() -> None:
     [
         (None, "returned nothing in round 1"),
         (MetricRecord(), "has no metric 'loss'.*it has: nothing"),
-        (MetricRecord({"loss": [1.0, 2.0]}), "gives a list for metric 'loss'"),
+        (MetricRecord({"loss": [1.0, 2.0]}), "returns a list for metric 'loss'"),
     ],
 )
 def test_an_evaluation_without_a_number_ends_the_run(

@@ -372,7 +372,7 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
         del message.content["metrics"]
     if aggregation is RegMean:
         # One fault of all ends the run.
-        with pytest.raises(fedrot.FedrotError, match="without the statistics 'gram'"):
+        with pytest.raises(fedrot.FedrotError, match="has no statistics 'gram'"):
             finished(strategy, replies)
     else:
         found, metrics = finished(strategy, replies)

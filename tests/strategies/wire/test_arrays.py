@@ -353,9 +353,9 @@ def test_shapes_of_truth_values_are_numbers() -> None:
 def test_truncated_and_trailing_bytes_are_refused() -> None:
     data = Array(np.zeros(2, np.float32)).data
     for end in range(len(data)):
-        refuse(array(data[:end]), "no readable npy header|bytes where 8 belong")
-    refuse(array(data + b"\0"), "brings 9 bytes where 8 belong")
-    refuse(array(data + data), "bytes where 8 belong")
+        refuse(array(data[:end]), "no readable npy header|bytes of values instead of 8")
+    refuse(array(data + b"\0"), "has 9 bytes of values instead of 8")
+    refuse(array(data + data), "bytes of values instead of 8")
 
 
 def test_headers_that_are_no_description_are_refused() -> None:

@@ -245,7 +245,7 @@ def _read_answer(content: RecordDict, shape: tuple[int, ...] | None) -> Answer:
 def _class_sums(content: RecordDict, shape: tuple[int, ...]) -> ClassSums:
     found = _read(content, SUMS, _SUMS)
     if tuple(found["sums"].shape) != shape:
-        raise UpdateError(f"The sums have shape {list(found['sums'].shape)}, the layer {list(shape)}.")
+        raise UpdateError(f"The sums have shape {list(found['sums'].shape)}, the head {list(shape)}.")
     return ClassSums(*(found[name] for name in _SUMS))
 
 

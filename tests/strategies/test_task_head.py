@@ -175,7 +175,7 @@ HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
     "fails": (lambda node: failure, "Call fedrot.strategies.answer_with_sums"),
     "is silent": (lambda node: lambda message: None, "no answer before the timeout"),
     "neither": (lambda node: edited(edited(node, without(SUMS)), without(LOSSES)), "no ArrayRecord"),
-    "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "of counts, sums, gram"),
+    "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "with counts, sums, gram"),
     "another shape": (lambda node: edited(node, of_another_shape), "the head"),
     "NaN": (lambda node: edited(node, scaled(SUMS, "gram", float("nan"))), "NaN or Inf"),
     "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e200)), "values above 1e+100"),

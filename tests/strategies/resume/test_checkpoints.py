@@ -231,7 +231,7 @@ def test_the_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
 
 
 def test_none_kept_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FedrotError, match="not 0"):
+    with pytest.raises(FedrotError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
 
 

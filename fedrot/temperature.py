@@ -50,7 +50,7 @@ class LossSums:
                 "Summed losses are negative, NaN or Inf. Check the model's logits on the client's rows."
             )
         if not 0 < self.rows < math.inf or not 0 <= self.correct <= self.rows:
-            raise UpdateError(f"The sums say that {self.correct} of {self.rows} rows are correct.")
+            raise UpdateError(f"{self.correct} of {self.rows} rows are counted as correct.")
 
     def __add__(self, other: LossSums) -> LossSums:
         """Return the sums over the rows of both; raises ``UpdateError`` if temperatures differ."""

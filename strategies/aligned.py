@@ -36,8 +36,8 @@ class Aligned(ReplyStrategy):
     first, and give ``alignment=AlignmentOptions(anchor="global")``.
 
     Replies are aligned and added to the mean one at a time, in the order of arrival. All updates of a
-    round are held in memory with base strategies that need all of them (medians, Krum, privacy
-    wrappers), the anchor ``consensus``, ``alignment=None``, and some settings of ``server`` and
+    round are held, in memory or files, with base strategies that need all of them (medians, Krum,
+    privacy wrappers), the anchor ``consensus``, ``alignment=None``, and some settings of ``server`` and
     ``other_basis``. See ``ReplyStrategy`` for replies that are dropped.
 
     Args:

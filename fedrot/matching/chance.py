@@ -113,7 +113,7 @@ def required(
     """Return the squared distance that a group of a problem has to remove to be beyond chance.
 
     The result is 0 inside a moved head, because the head's place was chosen for the best element. It is
-    infinite if a block is 0 or denormal.
+    infinite if all blocks of the anchor or of the client are 0 or denormal.
     """
     if not _scaled(problem, group, before):
         return math.inf
@@ -131,7 +131,7 @@ def least(problem: Problem, group: Group, before: float) -> float:
 
 
 def _scaled(problem: Problem, group: Group, before: float) -> bool:
-    """Return whether anchor and client can be compared: their blocks are not 0 or denormal.
+    """Return whether anchor and client can be compared: their largest blocks are not 0 or denormal.
 
     Products of smaller numbers vanish in float32; the best element would be a rounding error.
     """

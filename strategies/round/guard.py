@@ -34,8 +34,9 @@ class Guard:
 
     The round's result is the mean of the aligned updates, or the result of ``FedRot``'s ``aggregation``.
     The plain mean is that of the same updates as they were received. At the end of the round the server
-    evaluates both and keeps the better one; the plain mean if they are equal, or if no update was moved.
-    A guard needs CPU memory for one more model, and up to two evaluations a round.
+    evaluates both and keeps the better one. It keeps the plain mean if they are equal, or if both are
+    means of updates that were not moved. A guard needs CPU memory for one more model, and up to two
+    evaluations a round.
 
     Server optimisers (FedAvgM, FedAdam, ...) receive the mean that was kept. The guard evaluates means,
     not the models after the optimiser's step.
@@ -62,7 +63,7 @@ class Guard:
     def __post_init__(self) -> None:
         given: dict[str, object] = {"metric": self.metric, "evaluate": self.evaluate}
         if not isinstance(given["metric"], str) or not self.metric:
-            raise FedrotError(f"metric is {self.metric!r}; give the name of a metric, 'accuracy'.")
+            raise FedrotError(f"metric is {self.metric!r}; give the name of a metric, like 'accuracy'.")
         if not (self.evaluate is None or callable(given["evaluate"])):
             kind = type(self.evaluate).__name__
             raise FedrotError(f"Guard's evaluate is a {kind}; give a function like evaluate_fn.")

@@ -17,7 +17,7 @@ from fedrot.tensors import Tensors
 def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
     """Return an adapter of a smaller rank: the best approximation of the products.
 
-    A client of rank 4 can so start from an adapter of rank 16. The new factors are rotated as near as
+    A client of rank 4 can start from an adapter of rank 16. The new factors are rotated as near as
     possible to the first ``rank`` rows and columns of the given factors. A product of 0 stays 0.
 
     Args:

@@ -1,6 +1,6 @@
 """The command ``fedrot``, also as ``python -m fedrot``.
 
-It is served by ``fedrot.simulations``, which needs the extra ``simulation``.
+Its code is in ``fedrot.simulations``, which needs the extra ``simulation``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from importlib import import_module
 
 
 def main() -> None:
-    """Run the command, or say what to install for it."""
+    """Run the command; exit with what to install if the extra is missing."""
     try:
         command = import_module("fedrot.simulations.cli.app")
     except ModuleNotFoundError as error:
-        if error.name is not None:  # missing for another reason than that the extra is not installed
+        if error.name is not None:  # the extra is installed, another module is missing
             raise
         sys.exit(str(error))
     command.main()

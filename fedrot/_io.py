@@ -1,4 +1,4 @@
-"""Files: atomic replacement, rows as JSON lines, JSON that names its file, and links out of a folder."""
+"""Files: atomic replacement, JSON and JSON lines, safetensors, and checks of pointers and links."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside a file or folder, which takes its place if the block succeeds.
+    """Yield a temporary path beside ``path``; it is renamed to ``path`` if the block succeeds.
 
-    A file is on the disk before it takes the place: after a power cut there is the old or the new one.
-    A link at ``path`` is replaced, not followed. An ``OSError`` names ``path``, not the temporary path.
+    A file is flushed to the disk before the rename: a power cut leaves the old or the new file. A link
+    at ``path`` is replaced, not followed. An ``OSError`` names ``path``, not the temporary path.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """Put ``path`` into an ``OSError`` without a file, or in place of the temporary path."""
+    """Name ``path`` in an ``OSError`` that names no file or the temporary one."""
     try:
         yield
     except OSError as error:
@@ -68,7 +68,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk; on Windows that is not possible."""
+    """Flush a file's contents, or a folder's entries, to the disk; does nothing on Windows."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -104,7 +104,7 @@ def write_tensors(
 
 @contextmanager
 def as_os_error(path: Path) -> Iterator[None]:
-    """Turn the error of safetensors for a file that cannot be written into an ``OSError``."""
+    """Turn an error of safetensors into an ``OSError`` that names ``path``."""
     from safetensors import SafetensorError
 
     try:
@@ -116,12 +116,12 @@ def as_os_error(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises ``FedrotError`` if the file holds none."""
+    """Read a JSON object; raises ``FedrotError`` if the file holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise FedrotError(
-            f"'{path}' is damaged: it is no JSON ({error}). Copy or save it again."
+            f"'{path}' is damaged: it is not JSON ({error}). Copy or save it again."
         ) from error
     if not isinstance(found, dict):
         raise FedrotError(f"'{path}' is damaged: it holds a {type(found).__name__}, not a JSON object.")
@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise ``FedrotError`` if a file is what git leaves in place of a large one without git-lfs."""
+    """Raise ``FedrotError`` if a file is a git-lfs pointer: git-lfs was missing at the checkout."""
     start = b"version https://git-lfs"
     with file.open("rb") as opened:
         if opened.read(len(start)) == start:
@@ -140,7 +140,7 @@ def refuse_pointer(file: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ``FedrotError`` if a link in a folder leads out of it; the folder itself may be one."""
+    """Raise ``FedrotError`` if a link in a folder leads out of it; the folder itself may be a link."""
     inside = folder.resolve()
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(inside):

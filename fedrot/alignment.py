@@ -26,7 +26,7 @@ from fedrot.tensors import Tensors, check_update
 
 @dataclass(frozen=True)
 class Alignment:
-    """The moves that bring an update to an anchor, and their report.
+    """The moves that bring an update near an anchor, and their report.
 
     ``print(alignment)`` shows the share of the distance that each part removes.
     """
@@ -47,13 +47,13 @@ class Alignment:
         return {row.group: row.group in names for row in self.report.groups}
 
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return a new dictionary with the moves applied, canonical if the options said so.
+        """Return a new dictionary with the moves applied; canonical if ``options.canonical`` was set.
 
-        The input is never changed. Tensors outside every group are returned as the same objects.
+        The input is not changed. Tensors outside every group are returned as the same objects.
 
         Raises:
-            UpdateError: a tensor is missing, extra or misshapen, or the stream is rotated and the
-                tensors' norms are not folded (only after ``inverse``).
+            UpdateError: a tensor is missing, extra or misshapen; or the stream is rotated and the
+                gains of the norms are not folded (only after ``inverse``).
         """
         check_update(tensors, self.symmetry.shapes)
         if self.canonical:
@@ -77,15 +77,15 @@ class Alignment:
                 ``fedrot.collect.statistics``.
 
         Raises:
-            FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because it does not
-                determine the rotated diagonal (compute it after aligning, or align by permutations only,
-                ``parts=("heads", "ffn")``); or the alignment changed biases.
+            FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because a diagonal
+                does not determine the rotated one (compute it after aligning, or align by permutations
+                only, ``parts=("heads", "ffn")``); or the canonical form changed the activations.
         """
         changed = self.canonical and (self.symmetry.redundant_biases or self.symmetry.folds)
         if changed and {*statistics} - {TRAINED}:
             raise FedrotError(
-                "Canonical tensors have other activations, so that statistics cannot follow. Apply "
-                "fedrot.canonical to the model before the statistics are computed."
+                "The canonical form has other activations than the model that the statistics are of. "
+                "Apply fedrot.canonical to the model before the statistics are computed."
             )
         return transport_statistics(statistics, self.moves, self.symmetry.shapes)
 
@@ -93,7 +93,7 @@ class Alignment:
 def alignment_of(
     moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry, seconds: float = 0.0
 ) -> Alignment:
-    """Return given moves, one per group, as an alignment; ``seconds`` goes into its report."""
+    """Return an alignment of given moves, one per group; ``seconds`` is for its report."""
     found = tuple(moves)
     groups = tuple(move.group for move in found)
     current = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
@@ -118,29 +118,29 @@ def align(
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
-    The stages (``fedrot.matching.problem.STAGES``) run in a fixed order, each in closed form given the
-    stages before it: head permutation, rotation (Zhang et al. 2025, Eq. 8-10), scale (Eq. 11-12), neuron
-    permutation (Eq. 7). No stage increases the squared distance to the anchor by more than rounding.
+    The stages (``fedrot.matching.problem.STAGES``) run in a fixed order. Each is solved in closed form,
+    given the stages before: head permutation, rotation (Zhang et al. 2025, Eq. 8-10), scale (Eq. 11-12),
+    neuron permutation (Eq. 7). No stage increases the squared distance to the anchor beyond rounding.
 
     Args:
         update: the client's tensors, float64, float32, float16 or bfloat16, on any device.
-        anchor: tensors of the same names and shapes on the same device. An ``Anchor`` keeps bounds that
-            are computed once for all clients of a round.
+        anchor: tensors of the same names and shapes on the same device. An ``Anchor`` stores bounds, so
+            that they are computed once for all clients of a round.
         symmetry: from ``symmetry_of``.
         options: defaults to rotation of the heads and permutation of the neurons.
-        activations: of both models on the same inputs, from ``collect_activations``; they count besides
-            the weights as ``options.activation_weight`` says.
-        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``. Rows of
-            embedding tables then count by the frequency of their tokens, in the report's distances,
-            too: rare tokens keep the random directions that they started with.
+        activations: of both models on the same inputs, from ``collect_activations``.
+            ``options.activation_weight`` is their share of the similarity.
+        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``. Each row
+            of an embedding table is then weighted by the frequency of its token, also in the report's
+            distances: the rows of rare tokens are close to their random initialisation.
 
     Raises:
-        UpdateError: a tensor is missing, extra or misshapen; or, where a chosen group acts, not
-            floating-point, not finite, or on another device than the anchor's; or the two cannot be
-            matched, because their canonical form overflows, say.
-        SymmetryError: the symmetry is none, a part cannot be moved in this model, or no solver is
-            registered for a group's action.
-        FedrotError: the options are none.
+        UpdateError: a tensor is missing, extra or misshapen; or a tensor that a chosen group acts on is
+            not floating-point, not finite, or on another device than the anchor's; or matching fails,
+            for example because a canonical form overflows.
+        SymmetryError: ``symmetry`` is not a ``Symmetry``, a part cannot be moved in this model, or no
+            solver is registered for a group's action.
+        FedrotError: ``options`` is not an ``AlignmentOptions``.
     """
     start = time.perf_counter()
     check_symmetry(symmetry)
@@ -177,7 +177,7 @@ def _problem(
 ) -> Problem:
     """Return the matching problem, with both models in the form in which they are compared."""
     if options.canonical:
-        # The stream alone is matched in one pass, in which each tensor is read once.
+        # If only the stream is matched, each tensor is read once: a view folds it when it is read.
         form = CanonicalView if {*options.parts} == {"residual"} else canonical
         side: Side = anchor.in_canonical_form(form(anchor.tensors, symmetry))
         update = form(update, symmetry)
@@ -218,14 +218,14 @@ def random_equivalent(
     seed: int = 0,
     parts: tuple[str, ...] = DEFAULT_PARTS,
 ) -> dict[str, Tensor]:
-    """Return the tensors moved by a random element of the given parts: the function stays the same.
+    """Return an equivalent model: the tensors moved by a random element of the given parts.
 
-    The input is never changed. The same seed gives the same element on every device.
+    The input is not changed. The same seed gives the same element on every device.
 
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or the symmetry rotates the residual stream
             (``symmetry.rotated``) and the tensors are not canonical.
-        SymmetryError: the symmetry is none, or a part cannot be moved in this model.
+        SymmetryError: ``symmetry`` is not a ``Symmetry``, or a part cannot be moved in this model.
     """
     check_symmetry(symmetry)
     check_update(tensors, symmetry.shapes)

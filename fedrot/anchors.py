@@ -1,8 +1,8 @@
 """Anchors: the model that each update of a round is aligned to, by name in ``ANCHORS``.
 
-``global`` aligns to the broadcast model. The other anchors align clients to each other: clients that
-trained far from the broadcast model agree more with each other than with it. The first update is
-aligned to the broadcast model, so that the round stays in the broadcast model's coordinates.
+``global`` aligns to the broadcast model. The other anchors align clients to each other, because clients
+that trained long are closer to each other than to the broadcast model. The first update is aligned to
+the broadcast model, so that the round stays in the broadcast model's coordinates.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Finder = Callable[[Tensors, Anchor], Alignment]
 #: Returns the activations of an anchor and an update on the same inputs, see ``probing``.
 Evidence = Callable[[Tensors, Tensors], Activations]
 
-#: An update whose embeddings have a smaller cosine with the anchor's comes from another basis. Of
-#: unrelated models it is near 0; models that trained far from a common start keep 0.4 and more.
+#: An update comes from another basis if the cosine of its embeddings with the anchor's is smaller. The
+#: cosine of unrelated models is near 0, that of models trained far from a common start at least 0.4.
 SAME_BASIS = 0.25
 
-#: The number of entries of one embedding that ``base_cosine`` compares at most.
+#: Maximum number of entries of one embedding that ``base_cosine`` compares.
 _COMPARED = 2**20
 
 #: ``consensus`` stops when a pass lowers the total squared distance by less than this share.
 CONSENSUS_TOLERANCE = 1e-4
 
-#: Passes of ``consensus`` after the first; two or three suffice in practice.
+#: Maximum number of passes of ``consensus`` after the first.
 CONSENSUS_PASSES = 3
 
-#: Tensors and positive weights.
+#: An update's tensors and its positive weight.
 Weighted = tuple[Tensors, float]
 
 
@@ -60,14 +60,14 @@ class AlignedUpdate:
 
 
 class GlobalAnchor:
-    """The broadcast model.
+    """The broadcast model; base class of the other anchors.
 
-    The base of the other anchors. A round calls ``align`` for each update in turn, and ``accept`` with
-    the aligned update if the update is merged.
+    A round calls ``align`` for each update in turn, and ``accept`` with the aligned update if the update
+    is merged.
 
     Attributes:
-        needs_all: True if the anchor can only be chosen once every update has arrived. Then the round
-            calls ``prepare`` first, and ``align`` with each update's place in the list.
+        needs_all: True if the anchor depends on every update. Then the round calls ``prepare`` with all
+            updates first, and ``align`` with each update's place in this list.
         current: the anchor of the next update.
     """
 
@@ -83,11 +83,11 @@ class GlobalAnchor:
     def align(self, update: Tensors, place: int = 0) -> Alignment:
         """Return the alignment of one update.
 
-        An anchor made of other clients' updates may be what cannot be matched: then the update is
-        aligned to the broadcast model.
+        If the update cannot be matched to an anchor made of other clients' updates, it is aligned to the
+        broadcast model.
 
         Raises:
-            UpdateError: the update cannot be aligned to the broadcast model either.
+            UpdateError: the update cannot be aligned to the broadcast model.
         """
         try:
             return self.find(update, self.current)
@@ -99,17 +99,18 @@ class GlobalAnchor:
             return alignment
 
     def accept(self, aligned: Tensors, weight: float) -> None:
-        """Take note of an update that ``align`` has aligned and that is part of the round's mean."""
+        """Follow an update that ``align`` has aligned and that is part of the round's mean."""
 
     def include(self, aligned: Tensors, weight: float) -> None:
-        """Take note of an update of the mean that was aligned elsewhere, at its client."""
+        """Follow an update of the round's mean that was aligned at its client."""
 
 
 class RunningAnchor(GlobalAnchor):
     """The weighted mean of the updates accepted so far.
 
     Args:
-        mean: a mean to which the caller adds each update before ``accept``; None holds one here.
+        mean: a mean to which the caller adds each update before ``accept``; if None, the anchor adds
+            them to a mean of its own.
     """
 
     def __init__(self, broadcast: Anchor, find: Finder, mean: Mean | None = None) -> None:
@@ -118,13 +119,13 @@ class RunningAnchor(GlobalAnchor):
         self.mean = Mean() if mean is None else mean
 
     def accept(self, aligned: Tensors, weight: float) -> None:
-        """Move towards the update."""
+        """Move the anchor towards the update."""
         before = self._weight
         self.include(aligned, weight)
         self.current = self.current.towards_last(self.mean.current, 1 - before / self._weight)
 
     def include(self, aligned: Tensors, weight: float) -> None:
-        """Add the update to the mean; the anchor moves there with the next update it has aligned."""
+        """Add the update to the mean; the anchor follows at the next ``accept``."""
         if not self._shared:
             self.mean.add(aligned, weight)
         self._weight += weight
@@ -133,14 +134,14 @@ class RunningAnchor(GlobalAnchor):
 class ConsensusAnchor(GlobalAnchor):
     """Generalised Procrustes: the mean of the aligned updates, in repeated passes.
 
-    The first pass is a running mean. It starts with the heaviest update, and of equal weights with the
-    one of smallest norm, so that the result does not depend on the order in which updates come.
+    The first pass is a running mean, from the largest weight to the smallest; of equal weights the
+    update of smallest norm is first. The result does not depend on the order of the replies.
     """
 
     needs_all = True
 
     def prepare(self, updates: Sequence[Weighted]) -> None:
-        """Find the alignments of all updates. Alignments are kept, aligned models are not."""
+        """Find the alignments of all updates; only alignments are stored, not aligned models."""
         running = RunningAnchor(self.broadcast, self.find)
         self._found, self._refused = dict[int, Alignment](), dict[int, UpdateError]()
         for place in sorted(range(len(updates)), key=lambda i: (-updates[i][1], _norm(updates[i][0]))):
@@ -169,7 +170,7 @@ class ConsensusAnchor(GlobalAnchor):
             previous = total
 
     def align(self, update: Tensors, place: int = 0) -> Alignment:
-        """Return the alignment found for the update at this place."""
+        """Return the alignment that ``prepare`` found for the update at this place; raise its error."""
         if place in self._refused:
             raise self._refused[place]
         return self._found[place]
@@ -200,9 +201,10 @@ def check_anchor(name: str) -> None:
 def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     """Return the cosine of two models' embeddings: near 0 if the models have different bases.
 
-    Models trained from one start keep much of it in the embeddings of rare tokens. Models from
-    different starts, or with the residual stream in another order, share nothing. Of large embeddings
-    evenly spaced rows are compared. The result is 1 where a model has no such embeddings.
+    Training changes the embeddings of rare tokens little, so that models from one start have similar
+    embeddings. Embeddings of models from different starts, or with another order of the residual stream,
+    are uncorrelated. Large embeddings are compared in evenly spaced rows. The result is 1 if the model
+    has no such embeddings.
     """
     inside = {s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots}
     stream = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
@@ -228,7 +230,7 @@ def decided(
 ) -> tuple[AlignmentOptions, AlignmentOptions | None]:
     """Return the options of a round, with ``canonical`` decided for a model.
 
-    If one of the two is canonical, both are: a mean of canonical and of other tensors would be neither.
+    If one of the two is canonical, both are: a mean must not mix canonical and other tensors.
     """
     options = options.for_model(symmetry)
     if other_basis is None:
@@ -254,7 +256,7 @@ def finder(
         return not in_other_basis(a, b, symmetry)
 
     def same_basis(update: Tensors, to: Tensors) -> bool:
-        # Clients that trained far from one start may be further from each other than from it.
+        # Clients that trained far from one start may be further from each other than from this start.
         return near(update, to) or (near(update, broadcast) and near(to, broadcast))
 
     def find(update: Tensors, to: Anchor) -> Alignment:
@@ -288,12 +290,12 @@ def align_round(
         broadcast: the model that the clients received.
         symmetry: from ``symmetry_of``.
         options: see ``AlignmentOptions``. Their anchor is ``global`` (the broadcast model), ``running``
-            (the weighted mean of the updates so far) or ``consensus`` (generalised Procrustes, in any
-            order of the updates). The first two read ``updates`` lazily and hold one at a time; the last
-            holds all of them.
+            (the weighted mean of the updates so far) or ``consensus`` (generalised Procrustes,
+            independent of the order). ``global`` and ``running`` read ``updates`` lazily and hold one at
+            a time; ``consensus`` holds all of them.
         other_basis: options for an update from another basis than its anchor (``base_cosine`` below
-            ``SAME_BASIS``, unless both are near the broadcast model); None treats it like the others. If
-            one of the two is ``canonical``, both are.
+            ``SAME_BASIS``, unless both are near the broadcast model); if None, ``options`` hold for it
+            too. If one of the two is ``canonical``, both are.
         evidence: returns the activations of an anchor and an update; called wherever the residual
             stream is matched, with canonical tensors where the options say so.
         token_counts: see ``align``; used wherever the residual stream is matched.
@@ -318,5 +320,5 @@ def align_round(
         rule.accept(result.tensors, weight)
         return result
 
-    # A generator's variables would keep the last update until the next one has come.
+    # Not a generator: its variables would hold the last update until the next one has arrived.
     return map(aligned, updates, count())

@@ -18,20 +18,20 @@ from fedrot.symmetry.groups import WHOLE_MODEL, Group, Symmetry
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import settings_of
 
-#: Accepted change of an output, relative to the largest, in float64.
+#: Accepted change of an output, relative to the output's largest entry, in float64.
 TOLERANCE = 1e-6
 
-#: Size of the random numbers that are added to the parameters. Zero biases and unit gains hide mistakes.
+#: Standard deviation of the noise added to the parameters: zero biases and unit gains hide mistakes.
 _NOISE = 0.05
 
-#: How many tensors of a group a message names.
+#: Maximum number of a group's tensors that a message names.
 _SHOWN = 8
 
-#: How often an element that moves nothing is drawn again.
+#: Maximum number of further draws if an element moves nothing.
 _DRAWS = 64
 
-#: Returned values that are not compared, because their coordinates may move: caches of keys and values,
-#: the encoder states that a decoder reads, and hidden states beside the embeddings projected from them.
+#: Outputs that are not compared, because their coordinates may move: caches of keys and values, encoder
+#: states that a decoder reads, and hidden states if the embeddings projected from them are outputs too.
 _INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
 _PROJECTED = frozenset({"text_embeds", "image_embeds"})
 _BESIDE_PROJECTED = frozenset({"last_hidden_state"})
@@ -53,14 +53,13 @@ def output_change(
 ) -> Callable[[Selection], float]:
     """Draw one element per group, and return a function that applies those of selected groups.
 
-    It returns the largest change of an output relative to that output's largest entry, NaN if an output
-    is NaN; the elements are the same every time. A symmetry that rotates the residual stream folds the
-    norms first (``fedrot.canonical``), and the effect of that counts, too.
+    This function returns the largest change of an output relative to that output's largest entry, NaN if
+    an output is NaN. The elements are the same in every call. If the symmetry rotates the residual
+    stream, the norms are folded first (``fedrot.canonical``), and the result includes this change.
 
-    Compared are the tensors that the model itself returns.
-    Nested outputs (each tower of CLIP returns one), caches, encoder states that a decoder reads, and the
-    hidden states beside CLIP's projected embeddings are left out: the model computes with them further,
-    in coordinates that may move.
+    Only tensors at the top level of the model's output are compared. Nested outputs (each tower of CLIP
+    returns one), caches, encoder states that a decoder reads, and the hidden states beside CLIP's
+    projected embeddings are left out: their coordinates may move.
 
     Args: those of ``check_function``.
 
@@ -93,8 +92,8 @@ def function_change(
 ) -> float:
     """Return the largest difference of an output of two models, relative to the output's largest entry.
 
-    Both are copied, and run in evaluation mode and float64 on random inputs. What they return in
-    coordinates that may move is left out, see ``output_change``.
+    Both are copied, and run in evaluation mode and float64 on random inputs. Outputs whose coordinates
+    may move are left out, see ``output_change``.
 
     Raises:
         SymmetryError: a model does not run on random inputs, or returns no tensor.
@@ -115,20 +114,19 @@ def check_function(
 ) -> float:
     """Move a model by random elements of its groups; return the largest change of an output.
 
-    Changes are relative to the largest entry of that output. A family is described by the names of
-    tensors: only a run shows whether the model uses them as described.
+    Changes are relative to the largest entry of that output. A family's description only names tensors:
+    a run shows whether the model uses them as described.
 
     Args:
         model: a copy of it is run in evaluation mode and float64, with noise on its parameters.
         config: its transformers configuration, object or dictionary.
         symmetry: of this model.
-        parts: the parts that are moved.
         seed: of noise, elements and inputs.
         batch: keyword arguments of the model's forward; ``random_inputs`` if None.
 
     Raises:
         SymmetryError: the model does not run on its inputs, or the change exceeds ``TOLERANCE``. The
-            message names of each part the first group that changes the outputs, with its tensors.
+            message names, for each part, the first group that changes the outputs, with its tensors.
     """
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
@@ -142,7 +140,7 @@ def check_function(
 
 
 def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]) -> str:
-    """Return a message about a broken contract: of each part the first group that breaks it.
+    """Return an error message that names, for each part, the first group that changes the outputs.
 
     ``parts`` are those that change the outputs, ``change`` is from ``output_change``.
     """
@@ -155,8 +153,8 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look at "
         f"{'; and '.join(named) or 'its groups'}. Correct the description, or describe the "
-        "model as a family of its own (docs/how-to/own-model.md: what forward adds to the stream "
-        "without a tensor has to be refused), or align it without these parts."
+        "model as a family of its own (docs/how-to/own-model.md; if forward adds something to the "
+        "stream that is no tensor, refuse the part 'residual'), or align it without these parts."
     )
 
 
@@ -180,7 +178,7 @@ def _tensors_of(group: Group) -> str:
 
 
 def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:
-    # Classifiers on decoders take one text at a time if the configuration names no padding.
+    # Classifiers on decoders accept one text at a time if the configuration has no padding token.
     alone = settings.get("pad_token_id", 0) is None
     return next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
 
@@ -195,9 +193,9 @@ def _doubled(model: nn.Module) -> nn.Module:
 
 
 def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a batch for a model in float64 that need not keep a cache.
+    """Return a batch for a model in float64, with ``use_cache`` off.
 
-    A class that reads images alone, though its configuration describes texts, too, gets no text.
+    Texts are removed if the model's class reads only images (its configuration may describe both).
     """
     taken = inspect.signature(model.forward).parameters
     left_out = _TEXT if "pixel_values" in taken and "input_ids" not in taken else frozenset()
@@ -227,9 +225,9 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
             out = model(**batch)
     except Exception as error:
         raise SymmetryError(
-            f"The model does not run on its inputs ({error}), so that its symmetry cannot be checked. "
-            "If it takes other inputs than rows of tokens or images, call check_function with a batch "
-            "of yours."
+            f"The model does not run on its inputs ({error}), so its symmetry cannot be checked. If its "
+            "inputs are neither rows of tokens nor images, call check_function with a batch of your "
+            "own."
         ) from error
     if isinstance(out, Mapping):
         inside = _INSIDE | (_BESIDE_PROJECTED if _PROJECTED & out.keys() else frozenset())
@@ -239,7 +237,7 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
     found = [value for value in values if isinstance(value, Tensor)]
     if not found:
         raise SymmetryError(
-            f"The model returns a {type(out).__name__} without a tensor of its own, so that its "
-            "symmetry cannot be checked. Wrap it in a module that returns the tensors to compare."
+            f"The model returns a {type(out).__name__} without a tensor at its top level, so "
+            "its symmetry cannot be checked. Wrap it in a module that returns the tensors to compare."
         )
     return found

@@ -19,11 +19,11 @@ from fedrot.tensors import Tensors, check_update
 #: What to do with updates: average them as they are, align them first, or match the whole models.
 PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
 
-#: Alignment is advised where the rotations of all heads together remove more than ``TIMES_CHANCE`` times
-#: chance, or where at least this share of the groups does, each of them alone.
+#: Alignment is advised if the rotations of all heads together remove more than ``TIMES_CHANCE`` times
+#: chance, or if at least this share of the groups does, each judged alone.
 GROUPS_BEYOND = 0.1
 
-#: The name of a line about all parts.
+#: The ``part`` of evidence about all parts.
 TOGETHER = "together"
 
 Row = Mapping[str, Any]
@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Evidence(Shares):
-    """What the best elements of one part and layer remove, summed over groups and updates.
+    """The distances that the best elements of one part and layer remove, over all groups and updates.
 
     ``layer`` is None for groups of the whole model, and for a sum over layers.
     """
@@ -42,15 +42,16 @@ class Evidence(Shares):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What updates have to gain from alignment; ``print(diagnosis)`` shows it in one sentence.
+    """What updates gain from alignment; ``print(diagnosis)`` shows the advice in one sentence.
 
     Attributes:
         cosines: of each update's embeddings with the base's, see ``fedrot.anchors.base_cosine``; empty
             if unknown.
-        clients: evidence from aligning each update but the first to the mean of those before it.
+        clients: evidence from aligning each update, except the first, to the mean of the updates before.
         base: evidence from aligning each update to the base.
-        whole: evidence from matching updates from another basis as whole models. Chance is what a
-            random model of the same size loses. The line ``TOGETHER`` counts each entry once.
+        whole: evidence from matching updates from another basis as whole models. Chance is the distance
+            that matching removes from a random model of the same size. In the evidence ``TOGETHER`` each
+            entry of the model counts once.
     """
 
     cosines: tuple[float, ...]
@@ -68,7 +69,7 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """The average to take, and the numbers that speak for it."""
+        """The average to take, and the numbers behind this advice."""
         far = [cosine for cosine in self.cosines if cosine < SAME_BASIS]
         advice = _ADVICE[self.choice].format(**self._numbers())
         if not far:
@@ -89,7 +90,7 @@ class Diagnosis:
             "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
             "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times it",
             "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
-            "data": "" if by_weights else " Weights alone tell nothing: match by activations, on data.",
+            "data": "" if by_weights else " The weights give no evidence; match on data.",
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class Diagnosis:
         return {"choice": self.choice, "sentence": self.sentence, **asdict(self)}
 
 
-#: The part whose groups have enough free dimensions to tell evidence from chance.
+#: The part whose groups have enough free dimensions to separate evidence from chance.
 ROTATED = "attention"
 
 _ADVICE = {
@@ -118,7 +119,7 @@ def choice(clients: Sequence[Evidence], base: Sequence[Evidence], whole: Sequenc
 
 
 def beyond_chance(lines: Sequence[Evidence]) -> bool:
-    """Return whether rotations together, or enough groups alone, remove more than chance."""
+    """Return whether all rotations together, or ``GROUPS_BEYOND`` of the groups, exceed chance."""
     turned, groups = summed(lines, ROTATED), summed(lines)
     return turned.exceeds(TIMES_CHANCE) or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
 
@@ -126,28 +127,28 @@ def beyond_chance(lines: Sequence[Evidence]) -> bool:
 def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> Diagnosis:
     """Find out whether clients are in different coordinates, and which average to take.
 
-    Updates are aligned to the running mean of those before them, and to the base. What that removes of
-    the squared distance is compared with what chance removes (``fedrot.matching.chance``). An update
-    from another basis is matched as a whole model, and so is a random model of its size. Nothing is
-    changed.
+    Each update is aligned to the mean of the updates before it, and to the base. The squared distance
+    that alignment removes is compared with what chance removes (``fedrot.matching.chance``). An update
+    from another basis is matched as a whole model, and a random model of its size shows what chance
+    removes. The inputs are not changed.
 
     Example: ``print(fedrot.diagnose(base, [update_1, update_2], symmetry))``.
 
     Args:
         base: tensors of the model that the clients received.
-        updates: tensors of the clients' models, of the same names and shapes; two or more tell whether
-            clients are in different coordinates.
+        updates: tensors of the clients' models, of the same names and shapes; only two or more show
+            whether clients are in different coordinates.
         symmetry: from ``symmetry_of``.
 
     Raises:
         FedrotError: there are no updates.
         UpdateError: see ``align``.
-        SymmetryError: the symmetry is none, or an update would have to be matched as a whole model,
-            which this model's residual stream does not allow.
+        SymmetryError: ``symmetry`` is not a ``Symmetry``; or an update comes from another basis, and the
+            residual stream of this model cannot be moved.
     """
     check_symmetry(symmetry)
     if not updates:
-        raise FedrotError("There are no updates to diagnose. Give one at least, better two or more.")
+        raise FedrotError("There are no updates to diagnose. Give at least one, better two or more.")
     for tensors in (base, *updates):
         check_update(tensors, symmetry.shapes)
     cosines = tuple(base_cosine(update, base, symmetry) for update in updates)
@@ -169,8 +170,8 @@ def _to_each_other(
 ) -> tuple[list[Row], list[Row]]:
     """Align updates to their running mean; return rows of updates in its basis and in other bases.
 
-    If most updates come from another basis than the base, the first of these takes the base's place.
-    Alignments in the base's own basis to the base itself are left out.
+    If most updates come from another basis than the base, the mean starts with the first of these
+    updates, not with the base. Alignments to the base itself are left out, unless whole models.
     """
     far = [update for update, cosine in zip(updates, cosines, strict=True) if cosine < SAME_BASIS]
     centre = far[0] if 2 * len(far) > len(updates) > 1 else base
@@ -196,12 +197,12 @@ def _to_each_other(
 
 
 def _coupled(rows: Iterable[Row]) -> bool:
-    """Whether these rows of one alignment are those of a whole model."""
+    """Return whether the rows of one alignment are those of a whole model."""
     return any(row["part"] in COUPLED for row in rows)
 
 
 def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
-    """Return the rows of a whole model; what the null model loses is what chance removes."""
+    """Return the rows of a whole model; chance is what matching removes from the null model."""
     all_parts = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
     given, drawn = (
         [*r.rows(), {**all_parts, "before": r.before, "after": r.after}] for r in (report, null)
@@ -210,7 +211,7 @@ def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
 
 
 def _whole_row(row: Row, chance: float | None = None) -> dict[str, Any]:
-    # Of whole models a row's ``found`` lacks the first guess of the residual stream.
+    # For whole models, ``found`` of a row leaves out the first guess of the residual stream.
     return {**row, "found": _removed(row), "chance": chance}
 
 

@@ -1,6 +1,6 @@
 """Errors that fedrot raises on purpose; every message says what was wrong, where, and what to do."""
 
-#: Characters of a reason in errors, logs and reports; names in it may be a client's.
+#: Maximum length of a reason in errors, logs and reports, in characters; it may quote a client.
 LONGEST_REASON = 500
 
 
@@ -14,7 +14,7 @@ class FedrotError(ValueError):
 
 
 class SymmetryError(FedrotError):
-    """The architecture is unknown, or the tensors are not those its family describes."""
+    """The architecture is unknown, or the tensors differ from the description of the family."""
 
 
 class UpdateError(FedrotError):

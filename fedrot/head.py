@@ -1,9 +1,9 @@
 """The last layer of a classifier, fitted at the server in closed form from sums that clients send.
 
 The layer is a linear discriminant analysis of its own inputs, over the rows of all clients. Sources:
-Luo et al., "No Fear of Heterogeneity" (CCVR, NeurIPS 2021), who fit a head to class means and
-covariances of clients; Legate et al. (FedNCM, NeurIPS 2023) and Fanì et al. (Fed3R, ICML 2024), whose
-heads are sums over clients, too.
+Luo et al., "No Fear of Heterogeneity" (CCVR, NeurIPS 2021), who fit a task head to class means and
+covariances of clients; Legate et al. (FedNCM, NeurIPS 2023) and Fanì et al. (Fed3R, ICML 2024), who also
+compute task heads from sums over clients.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.resolve import TensorsOrShapes, settings_of
 from fedrot.tensors import Tensors, compute_dtype, unusable
 
-#: Names of the last linear layer in classifiers of transformers, behind any prefix.
+#: Names of the last linear layer in classifiers of transformers, without a prefix.
 HEADS = ("classifier", "score", "classifier.out_proj", "classification_head.out_proj")
 
-#: Sums of float64 numbers may differ by this share of their size.
+#: Accepted rounding error of float64 sums, relative to their size.
 _ROUNDING = 1e-12
 
 
@@ -38,8 +38,8 @@ class ClassSums:
         gram: sum of ``h h^T`` over all rows, float64 ``[inputs, inputs]``.
 
     Raises:
-        UpdateError: the tensors are no such sums: another dtype or shape, not finite, no rows,
-            negative counts, a matrix that is not symmetric, or one that no rows with these sums have.
+        UpdateError: another dtype or shape, not finite, no rows, negative counts, a ``gram`` that is not
+            symmetric, or sums that contradict each other.
 
     Example: ``total = sum(received[1:], received[0])``
     """
@@ -65,13 +65,13 @@ class ClassSums:
         limit = _ROUNDING * self.counts.sum() * self.gram.diagonal().abs()
         if bool((self.sums[self.counts == 0].square() > limit).any()):
             raise UpdateError("A class without rows has a sum of features that is not 0.")
-        # The second moments inside the classes are a Gram matrix, too; constant units leave rounding.
+        # The second moments inside the classes are a Gram matrix. Constant units leave rounding errors.
         slack = torch.diag(_ROUNDING * self.gram.diagonal() / self.counts.sum())
         problem = kind_named(GRAMS[1]).check(self._within() + slack, (classes, size))
         if problem:
             raise UpdateError(
-                f"The second moments of the features inside the classes {problem}. No rows have these "
-                "sums: send what collect_classes returns."
+                f"The second moments of the features inside the classes {problem}. The sums "
+                "contradict each other; send what collect_classes returns."
             )
 
     def __add__(self, other: ClassSums) -> ClassSums:
@@ -103,15 +103,15 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
     Example: ``head_of(model.config, model.state_dict())``
 
     Raises:
-        FedrotError: the model has no such layer, or more than one, or it is no classifier of one label:
-            a language model, a regression, several labels for a row. Give the layer's name yourself.
-        SymmetryError: the configuration is none.
+        FedrotError: the model has no such layer or more than one (pass the layer's name yourself); or it
+            does not predict one class per row: a language model, a regression, several labels.
+        SymmetryError: ``config`` is not a configuration.
     """
     settings = settings_of(config)
     problem = settings.get("problem_type")
     if problem not in (None, "single_label_classification"):
-        raise FedrotError(f"The config's problem_type is '{problem}': there is no class for each row.")
-    # transformers leaves the labels of two classes out of the files that it writes.
+        raise FedrotError(f"The config's problem_type is '{problem}': a row does not have one class.")
+    # transformers does not write the labels of two classes into config.json.
     labels = settings.get("num_labels") or len(settings.get("id2label") or (0, 1))
     found = [
         name.removesuffix(".weight")
@@ -123,23 +123,22 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
         return found[0]
     which = f"more than one: {', '.join(found)}" if len(found) > 1 else "none"
     raise FedrotError(
-        f"A task head of {labels} classes is looked for under the names {', '.join(HEADS)}, and the "
-        f"model has {which}. Take a model for the classification of sequences, tokens or images, with "
-        "num_labels of at least 2, or give the name of its last linear layer yourself."
+        f"The task head of {labels} classes needs one of the names {', '.join(HEADS)}; the model has "
+        f"{which}. Use a model that classifies sequences, tokens or images, with num_labels of at least "
+        "2, or give the name of its last linear layer yourself."
     )
 
 
 def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> ClassSums:
     """Return the sums over a client's rows from which the server fits the task head.
 
-    The inputs of the head count where the model's logits come from: for a decoder that is each row's
-    last token, where the model labels tokens every token with a label. Only sums leave the client, so
-    that they can be formed by secure aggregation. They are float64, on the CPU; features are float64
-    before they are multiplied.
+    The features are the inputs of the task head at the positions of the logits: the last token of each
+    row for decoders, every labelled token for token classifiers. The client sends only sums, so that
+    secure aggregation works. Sums are float64, on the CPU; features are multiplied in float64.
 
     Args:
-        model: a ``transformers`` classifier, usually the merged one, so that all clients' features are
-            the same functions; it is run in evaluation mode, without gradients, and left as it was.
+        model: a ``transformers`` classifier, usually the merged one, so that all clients compute the
+            same features; it is run in evaluation mode, without gradients, and is not changed.
         batches: keyword arguments of the model's forward, with ``labels`` ``[rows]`` or
             ``[rows, tokens]``; rows with a negative label are left out.
         head: the name of the model's last linear layer, from ``head_of``.
@@ -161,7 +160,7 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
     read: list[Tensor] = []
 
     def seen(name: str, given: Tensor, output: Tensor) -> Tensor:
-        """Keep the inputs, and answer with their places: the logits then say which ones they use."""
+        """Keep the inputs and return their indices as outputs: the logits then show which are used."""
         if classes != expected:
             raise _not_last(head)
         read.append(given.reshape(-1, size))
@@ -180,7 +179,7 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
 
 
 def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
-    """Return the inputs of the head whose places the logits ``[rows, classes]`` hold."""
+    """Return the inputs of the task head whose indices are the logits ``[rows, classes]``."""
     places = logits[:, 0]
     exact = logits.dtype in (torch.float32, torch.float64) and len(read) == 1 and len(read[0]) <= 2**24
     if not (
@@ -195,8 +194,8 @@ def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
 
 def _not_last(head: str) -> FedrotError:
     return FedrotError(
-        f"What the layer '{head}' computes is not what the model returns as its logits. Give the name "
-        "of its last linear layer; see fedrot.head.head_of."
+        f"The outputs of the layer '{head}' are not the model's logits. Give the name of the model's "
+        "last linear layer; see fedrot.head.head_of."
     )
 
 
@@ -206,19 +205,20 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all rows and the
     covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a tr(S) / inputs I``, the weights
     are ``S_a^-1 (m_c - m)`` and the biases ``-(m_c - m)^T S_a^-1 (m_c + m) / 2 + log(n_c / n)``. (``m``
-    adds the same to all logits, and keeps weights small.) Logits are the same if features and sums are
-    rotated. They are often too large by a factor; see ``fedrot.temperature``.
+    adds the same number to all logits, and keeps weights small.) Rotated features and sums give the same
+    logits. Logits are often too large by a factor; see ``fedrot.temperature``.
 
-    A class without rows gets weights 0, and the mean of the other classes' biases by rows, less
-    ``log(2 n)``. That is their mean logit less ``log(2 n)``: it is never the most likely class.
+    A class without rows gets weights 0. Its bias is the mean of the other classes' biases, weighted by
+    rows, minus ``log(2 n)``. Its logit is then their mean logit minus ``log(2 n)``, never the largest.
 
     Args:
         sums: the sum over clients.
         shrinkage: ``a``, from 0 to 1.
-        bias: whether the layer has a bias (the ``score`` of decoders has none). Without one, the bias
-            returned is 0, and the weights hold it times ``u``, the ridge regression of 1 on the
-            features: ``u^T h`` is as near to 1 as the same shrinkage allows, so logits are near those
-            with a bias if some direction of the features varies little beside its mean.
+        bias: whether the layer has a bias (the ``score`` of decoders has none). If False, the bias
+            returned is 0, and the bias times ``u`` is added to the weights, where ``u`` is the ridge
+            regression of 1 on the features: ``u^T h`` is as near to 1 as the same shrinkage allows.
+            Logits are near those with a bias if some direction of the features has a mean that is large
+            beside its deviation.
 
     Raises:
         FedrotError: the shrinkage is not from 0 to 1.
@@ -235,7 +235,7 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     weight = torch.cholesky_solve((means - mean).mT, factor).mT
     biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, shares, 1.0).log()
     weight = torch.where(present.unsqueeze(1), weight, 0.0)
-    # Classes without rows have a share of 0, so that this is the mean over the others.
+    # Classes without rows have a share of 0: ``shares @ biases`` is the mean over the others.
     biases = torch.where(present, biases, shares @ biases - (2 * n).log())
     if bias:
         return weight, biases
@@ -266,7 +266,7 @@ def _factor(covariance: Tensor, size: Tensor, shrinkage: float) -> Tensor:
 
 
 def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """Return a model's tensors with another last layer; all others are the same objects.
+    """Return a model's tensors with another last layer; the other tensors are the same objects.
 
     Args:
         tensors: a state dict; the layer's tensors keep their dtypes and devices.
@@ -276,8 +276,8 @@ def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict
     Example: ``model.load_state_dict(with_head(model.state_dict(), head, *fit_head(total)))``
 
     Raises:
-        FedrotError: there is no such layer, it has another shape, no bias for one that is not 0, or a
-            dtype too small for the values.
+        FedrotError: there is no such layer; or it has another shape, no bias although ``bias`` is not 0,
+            or a dtype whose range is too small.
     """
     found = dict(tensors)
     biased = f"{head}.bias" in tensors
@@ -295,6 +295,6 @@ def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict
         if not bool(torch.isfinite(found[name]).all()):
             raise FedrotError(
                 f"The tensor '{name}' is {found[name].dtype}, which cannot hold the task head's values. "
-                "Give the task head more bits, or raise the shrinkage."
+                "Take a wider dtype for the task head, or raise the shrinkage."
             )
     return found

@@ -18,8 +18,8 @@ Path = Callable[[Tensors, Tensors, float], dict[str, Tensor]]
 def interpolate(a: Tensors, b: Tensors, t: float) -> dict[str, Tensor]:
     """Return the model at position ``t`` of the line from ``a`` (0) to ``b`` (1), in ``a``'s dtypes.
 
-    Exact at both ends. Computed in float32, or float64 for float64 tensors; integer and boolean tensors
-    are copies of ``a``'s.
+    The result is exact at both ends. It is computed in float32, or float64 for float64 tensors. Integer
+    and boolean tensors are copies of ``a``'s.
 
     >>> interpolate({"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}, 0.25)
     {'w': tensor([1.])}
@@ -67,8 +67,8 @@ class Barrier:
             if abs(measured - position) < 1e-9:
                 return row
         raise FedrotError(
-            f"Nothing was measured at position {position}, only at {len(self.positions)} evenly spaced "
-            "ones; an odd number of points includes the middle."
+            f"There are no metrics at position {position}, only at {len(self.positions)} evenly spaced "
+            "positions; an odd number of points includes the middle."
         )
 
     def _heights(self) -> Tensor:
@@ -89,7 +89,7 @@ def loss_barrier(
 
     Args:
         evaluate: returns the metrics of a model's tensors; called ``points`` times.
-        points: at least 3; Verma & Elbayad (2024) have 21.
+        points: at least 3; Verma & Elbayad (2024) use 21.
         metric: the loss among the metrics.
         path: a path from ``a`` to ``b``; default: the straight line.
 

@@ -1,7 +1,7 @@
 """Learned matching: gradient descent over rotations on the loss between two models.
 
-Every head gets a matrix ``exp(X)`` with ``X`` skew, and so does a residual stream that is rotated. Heads
-with rotary positions get phases. The cost is ``steps`` training steps of the model.
+The rotation of a head, or of the residual stream, is ``exp(X)`` with a skew-symmetric ``X``. Heads with
+rotary positions have phases instead. The cost is ``steps`` training steps of the model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Loss = Callable[[Tensors, Tensors], Tensor]
 LEARNED_PARTS = ("attention", "residual")
 #: Adam's learning rate, which decays linearly to 0.
 LR = 1e-3
-#: The loss is taken on the line from the anchor (0) to the update (1), for every step at a point that is
-#: drawn evenly between these two.
+#: The loss is computed on the line from the anchor (0) to the update (1). Each step draws its position
+#: on this line uniformly between these two.
 POINTS = (0.2, 0.8)
 
 
@@ -39,10 +39,10 @@ class LearningOptions:
     """Settings of ``learn_alignment``.
 
     Attributes:
-        parts: any of ``attention``, ``residual`` (where the stream is rotated); other parts keep their
-            elements.
-        steps: gradient steps; 0 returns the start. The default is small: in a federation the other
-            clients learn at the same time.
+        parts: any of ``attention``, ``residual`` (if the stream is rotated); the elements of other parts
+            stay as in ``start``.
+        steps: gradient steps; 0 returns ``start``. The default is small, because in a federation the
+            other clients learn at the same time.
     """
 
     parts: tuple[str, ...] = ("residual", "attention")
@@ -59,7 +59,7 @@ class LearningOptions:
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned alignment, the loss at every step's point before the step, and the wall time."""
+    """A learned alignment, the loss before each step, at its point, and the wall time in seconds."""
 
     alignment: Alignment
     losses: tuple[float, ...]
@@ -98,7 +98,8 @@ def learn_alignment(
     Args:
         loss: a differentiable loss, such as ``loss_of(model)``.
         batches: labelled batches, repeated if there are fewer than ``steps``.
-        update, anchor: the client's tensors, and those that they are averaged with.
+        update: the client's tensors.
+        anchor: the tensors that ``update`` is averaged with.
         symmetry: from ``symmetry_of``.
         start: the alignment to start from; ``align`` with its defaults if None.
         options: the defaults if None.
@@ -143,7 +144,7 @@ def descend(
     optimizer: torch.optim.Optimizer,
     steps: int,
 ) -> tuple[float, ...]:
-    """Minimise a value of batches, and return it before every step; learning rates decay linearly to 0.
+    """Minimise a value of batches; return the value before every step. Learning rates decay to 0.
 
     Raises:
         FedrotError: there are no batches, or the value is not finite.
@@ -155,8 +156,8 @@ def descend(
         losses.append(float(found.detach()))
         if not torch.isfinite(found):
             raise FedrotError(
-                f"The loss of the average is {losses[-1]} at step {len(losses)}. Check the models and "
-                "batches, or lower lr if you chose it."
+                f"The loss is {losses[-1]} at step {len(losses)}. Check the models and the batches, or "
+                "lower the learning rate if you chose it."
             )
         optimizer.zero_grad(set_to_none=True)
         found.backward()

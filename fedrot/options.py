@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fedrot.errors import FedrotError
 from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, WHOLE_MODEL, Symmetry
 
-#: What may move inside heads.
+#: Groups that may act inside heads.
 WITHIN_HEADS = ("rotation", "permutation")
 
 _LAYERS = re.compile(r"all|(first|last):[0-9]+")
@@ -25,20 +25,20 @@ class AlignmentOptions:
             of the task heads' hidden units, with signs under odd activations), ``heads`` (permutation of
             the attention heads), ``attention`` (rotation inside each head), ``rescale`` (scale of each
             head), ``ffn`` (permutation of the neurons).
-        anchor: of a round, see ``align_round``: ``running``, which docs/results/one-shot.md found best
-            over all its settings, ``global`` or ``consensus``. ``align`` is given its anchor.
+        anchor: of a round, see ``align_round``: ``running`` (the best over all settings of
+            docs/results/one-shot.md), ``global`` or ``consensus``. ``align`` ignores it.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.
-        chance: a group moves only if that removes more than so many times the squared distance that
-            chance removes (``fedrot.matching.chance``). 0 moves whatever removes anything. With
-            ``residual`` or ``output``, groups depend on each other and are not judged one by one.
+        chance: a group moves only if its element removes more than ``chance`` times the squared distance
+            that chance removes (``fedrot.matching.chance``). With 0, a group moves if its element
+            removes anything. With ``residual`` or ``output``, groups are coupled, and chance is ignored.
         activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
             only where activations are given.
         canonical: anchor and update are brought to canonical form before matching, and the result of
-            ``Alignment.apply`` has it (see ``fedrot.canonical``); the function stays. The part
-            ``residual`` is then a rotation of the whole stream, in pre-norm models. None does so where
-            ``residual`` is among the parts and can be rotated in the model (``for_model``).
+            ``Alignment.apply`` is canonical (see ``fedrot.canonical``); the function stays the same. The
+            part ``residual`` is then a rotation of the whole stream, in pre-norm models. None means True
+            if ``residual`` is among the parts and can be rotated in the model (``for_model``).
     """
 
     parts: Sequence[str] = DEFAULT_PARTS
@@ -78,7 +78,7 @@ class AlignmentOptions:
 
     @property
     def coupled(self) -> bool:
-        """True if a chosen part shares tensors with the others, so that all depend on each other."""
+        """True if a chosen part shares tensors with the others: their best elements are coupled."""
         return bool({"residual", "output"} & set(self.parts))
 
     def for_model(self, symmetry: Symmetry) -> AlignmentOptions:
@@ -90,24 +90,23 @@ class AlignmentOptions:
     def movable(self, symmetry: Symmetry) -> AlignmentOptions:
         """Return the options without the parts that cannot be moved in a model.
 
-        The residual stream stays among them, and is refused: without it there is no match of whole
-        models.
+        ``residual`` stays, so that ``align`` refuses it: whole models cannot be matched without it.
         """
         still = symmetry.refused.keys() - {"residual"}
         return replace(self, parts=tuple(part for part in self.parts if part not in still))
 
     def as_it_is(self) -> AlignmentOptions:
-        """Return the options with no canonical form, unless they ask for it."""
+        """Return the options with ``canonical=False``, unless it is True."""
         return replace(self, canonical=bool(self.canonical))
 
     @property
     def rotates(self) -> bool:
-        """True if the residual stream is rotated, not permuted; known once ``canonical`` is."""
+        """True if the residual stream is rotated, not permuted; meaningful after ``for_model``."""
         return bool(self.canonical) and "residual" in self.parts
 
     @property
     def may_be_canonical(self) -> bool:
-        """False if no model is brought to canonical form."""
+        """False if these options bring no model to canonical form."""
         return "residual" in self.parts if self.canonical is None else self.canonical
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
@@ -125,12 +124,7 @@ class AlignmentOptions:
 
 
 def checked_options(options: AlignmentOptions | None, name: str = "options") -> AlignmentOptions:
-    """Return options, the defaults if None; raise ``FedrotError`` if they are something else.
-
-    Args:
-        options: to check.
-        name: of the argument, for the error.
-    """
+    """Return options, the defaults if None; raise ``FedrotError``, with ``name``, for another type."""
     if not isinstance(options, AlignmentOptions | None):
         raise FedrotError(
             f"{name} is a {type(options).__name__}; pass fedrot.AlignmentOptions, for example "

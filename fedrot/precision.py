@@ -12,14 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Multiply float32 matrices without rounding to TF32 or bfloat16, inside the context or decorator.
+    """Multiply float32 matrices without rounding to TF32 or bfloat16; a context and a decorator.
 
-    Users may allow the rounding for training (``torch.set_float32_matmul_precision``); a rotation would
-    then be orthogonal to 1e-3 only. The user's setting, which holds for all threads, is restored.
+    Users may allow the rounding for training (``torch.set_float32_matmul_precision``); rotations would
+    then be orthogonal only to 1e-3. The user's setting, which holds for all threads, is restored.
     """
     try:
         chosen = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user set the switches below, which this function cannot express
+    except RuntimeError:  # the user set the switches below to values that have no common name
         chosen = "highest"
     had = [switch.fp32_precision for switch in _SWITCHES]
     torch.set_float32_matmul_precision("highest")
@@ -45,9 +45,9 @@ _SWITCHES = _switches()
 class Float64(TorchFunctionMode):
     """Replace ``float32`` by ``float64`` in all calls of torch functions inside the context.
 
-    Norms and softmaxes of many models compute in float32 whatever the model's dtype. Sums in another
-    order then differ by 1e-7, which would hide small mistakes. ``torch.full`` without a dtype makes
-    float64, too: XGLM asks it for the smallest number of its own dtype.
+    Norms and softmaxes of many models compute in float32, whatever the model's dtype. Sums in another
+    order then differ by 1e-7, which would hide small mistakes. ``torch.full`` of a float without a dtype
+    makes float64 too, because XGLM fills a mask with the smallest number of its dtype.
     """
 
     def __torch_function__(

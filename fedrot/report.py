@@ -1,4 +1,4 @@
-"""Reports of an alignment as plain data: one row per group, and sums over rows as shares."""
+"""Reports of an alignment as plain data: one row per group, and shares summed over rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedrot.symmetry.groups import Group
 
-#: A group that moves is beyond chance if it removes more than so many times what chance removes. That is
-#: more evidence than ``AlignmentOptions.chance`` asks for by default.
+#: A group that moves is beyond chance if its element removes more than this many times what chance
+#: removes. The default of ``AlignmentOptions.chance`` requires less.
 TIMES_CHANCE = 1.5
 
 Key = TypeVar("Key", bound=Hashable)
@@ -32,8 +32,8 @@ class GroupReport:
         angle: mean rotation of the moved heads, in degrees.
         certified: True if the order of the neurons was proved optimal without an assignment.
         skipped: True if a move was found, but removed less than ``AlignmentOptions.chance`` requires.
-        found: squared distance that the best element removes, moved or not; an upper bound where that is
-            below what is required.
+        found: squared distance that the best element removes, whether the group moved or not; or an
+            upper bound of this distance that is below what is required.
         chance: squared distance that chance removes, see ``fedrot.matching.chance``; None if unknown.
         within: name of the head permutation that moves this group's heads as a whole, if any.
     """
@@ -95,7 +95,7 @@ class AlignmentReport:
         for part in dict.fromkeys(group.part for group in self.groups):
             rows = [group for group in self.groups if group.part == part]
             moved, certified = sum(r.moved > 0 for r in rows), sum(r.certified for r in rows)
-            best = f", {certified} in the best order already" if certified else ""
+            best = f", {certified} already in the best order" if certified else ""
             lines.append(
                 f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} groups moved{best}"
             )
@@ -106,11 +106,11 @@ class AlignmentReport:
         return self._share(g.before - g.after for g in self._of(parts))
 
     def found(self, *parts: str) -> float:
-        """Return the share that the best elements of the given parts remove, moved or not."""
+        """Return the share that the best elements of the given parts remove, whether moved or not."""
         return self._share(g.found for g in self._of(parts))
 
     def chance(self, *parts: str) -> float | None:
-        """Return the share that chance removes, None if it is not known of one of the groups."""
+        """Return the share that chance removes, None if it is unknown for one of the groups."""
         known = [g.chance for g in self._of(parts) if g.chance is not None]
         return self._share(known) if len(known) == len(self._of(parts)) else None
 
@@ -136,16 +136,16 @@ class AlignmentReport:
 
 @dataclass(frozen=True)
 class Shares:
-    """What alignment found in some rows of groups, as shares of their squared distance to the anchor.
+    """What alignment found in some rows of groups: squared distances, and shares of them.
 
     Attributes:
-        before: the squared distance.
-        removed: how much of it alignment removed.
-        found: how much of it the best elements remove, moved or not; None if a row does not say.
-        chance: how much of it chance removes; None if a row does not say (older rows, parts that depend
-            on each other), and without rows.
-        groups, moved, beyond: number of groups, of those that moved, and of those of them that remove
-            more than ``TIMES_CHANCE`` times chance.
+        before: squared distance to the anchor.
+        removed: squared distance that alignment removed.
+        found: squared distance that the best elements remove, moved or not; None if unknown for a row.
+        chance: squared distance that chance removes; None without rows, or if unknown for a row (older
+            rows, parts that depend on each other).
+        groups, moved, beyond: number of groups, of moved groups, and of moved groups that remove more
+            than ``TIMES_CHANCE`` times chance.
     """
 
     before: float = 0.0
@@ -166,23 +166,23 @@ class Shares:
 
     @property
     def share(self) -> float:
-        """The share found; the share removed if chance is not known.
+        """The share found, or the share removed if chance is unknown.
 
-        Parts that depend on each other find the same distance twice.
+        Chance is unknown for parts that depend on each other; their ``found`` counts distances twice.
         """
         found = self.removed if self.found is None or self.chance is None else self.found
         return found / self.before if self.before > 0 else 0.0
 
     @property
     def chance_share(self) -> float | None:
-        """The share that chance removes, None if not known."""
+        """The share that chance removes, None if unknown."""
         if self.found is None or self.chance is None:
             return None
         return self.chance / self.before if self.before > 0 else 0.0
 
     @property
     def ratio(self) -> float:
-        """``found / chance``: 0 if both are 0, NaN if chance is not known."""
+        """``found / chance``: 0 if both are 0, NaN if chance is unknown."""
         if self.found is None or self.chance is None:
             return math.nan
         if self.chance == 0:
@@ -190,7 +190,7 @@ class Shares:
         return self.found / self.chance
 
     def exceeds(self, times: float) -> bool:
-        """Return whether more was found than so many times chance; False if chance is not known."""
+        """Return whether ``found`` exceeds ``times`` chance; False if chance is unknown."""
         return self.found is not None and self.chance is not None and self.found > times * self.chance
 
 
@@ -221,10 +221,9 @@ def _sum(values: Sequence[float | None]) -> float | None:
 def shares_by(
     rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
 ) -> dict[Key, Shares]:
-    """Return what alignment found, by key, in the order of the rows.
+    """Return the sums over the rows of each key, in the order of the rows.
 
-    Distances are summed over the rows with the same key before they are divided. Rows of dropped
-    replies, which have no distances, do not count.
+    Rows of dropped replies have no distances and are skipped.
     """
     found: dict[Key, list[Shares]] = {}
     for row in rows:
@@ -237,8 +236,8 @@ def moved_units(reports: Iterable[AlignmentReport], part: str) -> int:
     """Return the number of heads, neurons or hidden units that a part moved in at least one report.
 
     A head counts once even if several of its groups were moved (queries with keys, values with the
-    output projection). Where query heads share a key head, ``heads`` counts query heads: a key head
-    takes all of its query heads along.
+    output projection). If query heads share a key head, ``heads`` counts query heads: a key head moves
+    together with all of its query heads.
     """
     groups = [group for report in reports for group in report.groups if group.part == part]
     most, moved = defaultdict[tuple[str, int], int](int), defaultdict[tuple[str, int], int](int)

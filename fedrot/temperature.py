@@ -1,4 +1,4 @@
-"""One temperature for a merged classifier, found from losses that clients sum over held-out rows."""
+"""The temperature of a merged classifier, chosen by losses that clients sum over held-out rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.head import with_head
 from fedrot.tensors import Tensors
 
-#: From 1/4 to 16, in steps of a ninth; 1 is among them.
+#: From 1/4 to 16, each 9 % above the one before; 1 is among them.
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-16, 33))
 
 
@@ -24,7 +24,7 @@ class LossSums:
     """Sums over labelled rows of a classifier's losses; sums of clients add up (``+``).
 
     Attributes:
-        temperatures: what logits are divided by.
+        temperatures: the divisors of the logits.
         losses: summed cross entropy at each temperature, float64 ``[temperatures]``.
         rows: number of rows.
         correct: rows whose most likely class is their label.
@@ -50,12 +50,12 @@ class LossSums:
                 "Summed losses are negative, NaN or Inf. Check the model's logits on the client's rows."
             )
         if not 0 < self.rows < math.inf or not 0 <= self.correct <= self.rows:
-            raise UpdateError(f"{self.correct} of {self.rows} rows are said to be correct.")
+            raise UpdateError(f"{self.correct} of {self.rows} rows are counted as correct.")
 
     def __add__(self, other: LossSums) -> LossSums:
         """Return the sums over the rows of both; raises ``UpdateError`` if temperatures differ."""
         if self.temperatures != other.temperatures:
-            raise UpdateError("Losses are of different temperatures; collect them at the same ones.")
+            raise UpdateError("Losses have different temperatures; use the same ones at all clients.")
         losses, rows = self.losses + other.losses, self.rows + other.rows
         return LossSums(self.temperatures, losses, rows, self.correct + other.correct)
 
@@ -66,8 +66,8 @@ def collect_losses(
     """Return a model's summed losses on a client's held-out rows, at every temperature.
 
     Args:
-        model: a ``transformers`` classifier; it is run in evaluation mode, without gradients, and left
-            as it was.
+        model: a ``transformers`` classifier; it is run in evaluation mode, without gradients, and is
+            not changed.
         batches: keyword arguments of the model's forward, with ``labels`` ``[rows]`` or
             ``[rows, tokens]``; rows with a negative label are left out.
         temperatures: positive numbers, the same at all clients.
@@ -95,7 +95,7 @@ def collect_losses(
 
 
 def best_temperature(sums: LossSums) -> float:
-    """Return the temperature with the smallest loss over all clients; of equal ones that nearest to 1.
+    """Return the temperature with the smallest loss over all clients; at a tie the one nearest to 1.
 
     >>> best_temperature(LossSums((0.5, 1.0, 2.0), torch.tensor([9.0, 8.0, 7.0]).double(), 10, 6))
     2.0
@@ -108,7 +108,7 @@ def best_temperature(sums: LossSums) -> float:
 def with_temperature(tensors: Tensors, head: str, temperature: float) -> dict[str, Tensor]:
     """Return a classifier's tensors with its logits divided by a temperature.
 
-    Weight and bias of the last layer are divided; all other tensors are the same objects.
+    Weight and bias of the last layer are divided; the other tensors are the same objects.
 
     Args:
         tensors: a state dict.
@@ -129,4 +129,4 @@ def with_temperature(tensors: Tensors, head: str, temperature: float) -> dict[st
 
 def _check(temperature: float) -> None:
     if not 0 < temperature < math.inf:
-        raise FedrotError(f"A temperature is {temperature}; it must be positive and finite.")
+        raise FedrotError(f"The temperature is {temperature}; it must be positive and finite.")

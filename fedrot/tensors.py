@@ -20,22 +20,22 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose values a dtype holds: the nearest ones if it is of integers or booleans."""
+    """Return a tensor with values that a dtype can hold, rounded for integer and boolean dtypes."""
     if dtype.is_floating_point or not tensor.is_floating_point():
         return tensor
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    # Of float64, the largest int64 is rounded up: there is no such int64.
+    # float64 rounds the largest int64 up to 2**63, which is no int64.
     most = min(most, 2**63 - 1024)
     return tensor.double().round().clamp(least, most)
 
 
 def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
-    """Return a vector in a shape that multiplies one axis of a tensor, with its dtype and device."""
+    """Return a vector reshaped to broadcast along one axis of a tensor, in its dtype and device."""
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """Return the blocks on the diagonal of a matrix ``[n, n]``, a copy ``[n / size, size, size]``."""
+    """Return the blocks on the diagonal of a matrix ``[n, n]`` as a copy ``[n / size, size, size]``."""
     starts = range(0, len(matrix), size)
     return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
 
@@ -48,16 +48,16 @@ class Shaped(Protocol):
         """The size of every axis."""
 
 
-#: Norms of tensors that alignment computes with. Squares of larger norms, summed over all tensors of a
-#: model, could overflow float32 (3.4e38); squares of smaller ones are denormal (below 1.2e-38).
+#: Limits of the norms of tensors in alignment. Squares of larger norms, summed over all tensors of a
+#: model, could overflow float32 (3.4e38); squares of smaller norms are denormal (below 1.2e-38).
 SMALLEST_NORM, LARGEST_NORM = 1e-17, 1e17
 
-#: Update weights outside of this range would overflow or vanish in float32 sums.
+#: Weights of updates outside of this range would overflow or vanish in float32 sums.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12
 
 
 def check_weight(weight: float) -> None:
-    """Raise ``UpdateError`` if an update's weight is not positive, or too small or too large."""
+    """Raise ``UpdateError`` if an update's weight is not positive, too small or too large."""
     if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
         raise UpdateError(
             f"The weight is {weight}; it must be positive, from {SMALLEST_WEIGHT:g} to "
@@ -66,7 +66,7 @@ def check_weight(weight: float) -> None:
 
 
 def unusable(tensor: object) -> str:
-    """Return why a tensor cannot be computed with, empty if it can, or if it is something else."""
+    """Return why a tensor cannot be used; empty if it can, or for an object that is no tensor."""
     if not isinstance(tensor, Tensor):
         return ""
     if tensor.layout != torch.strided:
@@ -84,12 +84,12 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
     """Check names and shapes of an update.
 
     Raises:
-        UpdateError: the update is no mapping; or a tensor is missing, extra, has another shape, or is
+        UpdateError: the update is not a mapping; or a tensor is missing, extra, has another shape, or is
             ``unusable``.
     """
     if not isinstance(update, Mapping):
         raise UpdateError(
-            f"Tensors are needed by name, not a {type(update).__name__}; pass model.state_dict()."
+            f"The update is a {type(update).__name__}, not tensors by name; pass model.state_dict()."
         )
     for name, shape in shapes.items():
         if name not in update:
@@ -114,27 +114,27 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple
     """Return the message for a missing tensor, with the likely reason."""
     if update and all(other.isdigit() for other in update):
         return (
-            "The tensors have numbers in place of names ('0', '1', ...), as if they were made from a "
+            "The tensors have numbers in place of names ('0', '1', ...), as in a record made from a "
             "list. Send ArrayRecord(model.state_dict())."
         )
     if any(".lora_" in other for other in update) and not any(".lora_" in other for other in shapes):
         return (
-            f"The tensors are those of a LoRA adapter, and the model's, such as '{name}', are missing. "
+            f"The tensors are a LoRA adapter's; the model's tensors, such as '{name}', are missing. "
             "Average adapters with FedRotLoRA, or merge the adapter (peft: merge_and_unload) and send "
             "the whole model."
         )
     extra = (other for other in update if other not in shapes)
     like = next((other for other in extra if _alike(other, name)), None)
-    instead = f"; '{like}' came in its place" if like else ""
+    instead = f"; the update has '{like}' instead" if like else ""
     count = sum(other not in update for other in shapes)
     return (
         f"The tensor '{name}' is missing ({count} of {len(shapes)} are){instead}. Send every tensor of "
-        "the model, under the name that it came with."
+        "the model, under the name that it was received with."
     )
 
 
 def _alike(other: str, name: str) -> bool:
-    """Return whether two names differ by a prefix, or by the name of PEFT's usual adapter."""
+    """Return whether two names differ by a prefix, or by the name of PEFT's default adapter."""
     unnamed = other.replace(".default", "")
     return unnamed == name or other.endswith(f".{name}") or name.endswith(f".{other}")
 
@@ -155,7 +155,7 @@ def check_finite(update: Tensors) -> None:
 
 
 def widened(tensors: Tensors) -> dict[str, Tensor]:
-    """Return tensors with floating-point ones in the dtype to compute in, float32 at least."""
+    """Return tensors, floating-point ones in their ``compute_dtype``."""
     return {
         name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
@@ -169,7 +169,7 @@ def checked_device(device: torch.device | str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise FedrotError(
-            f"Nothing can be computed on device '{device}': {error}. Take 'cpu', or install the torch "
-            "that is built for it."
+            f"The device '{device}' cannot be used: {error}. Take 'cpu', or install the torch that is "
+            "built for this device."
         ) from error
     return found

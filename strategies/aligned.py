@@ -1,4 +1,4 @@
-"""The mixin ``Aligned``: alignment in front of any strategy."""
+"""The mixin ``Aligned``, which adds alignment to any Flower strategy."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ DEFAULT_ALIGNMENT = AlignmentOptions()
 
 
 class Aligned(ReplyStrategy):
-    """Mixin that aligns every reply before the Flower strategy behind it aggregates.
+    """Mixin that aligns every reply before the base strategy aggregates it.
 
-    ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. Put it in
-    front of differential-privacy wrappers such as ``DifferentialPrivacyServerSideFixedClipping``; these
-    take ``alignment=AlignmentOptions(anchor="global")`` only.
+    ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. With a
+    differential-privacy wrapper such as ``DifferentialPrivacyServerSideFixedClipping``, name ``Aligned``
+    first, and give ``alignment=AlignmentOptions(anchor="global")``.
 
-    Replies are aligned and added to the mean one at a time, in the order of arrival. All of a round's
-    updates are kept by strategies that look at every update (medians, Krum, privacy wrappers), by the
-    anchor ``consensus``, by ``alignment=None``, and by the settings that say so. See ``ReplyStrategy``
-    for replies that are dropped.
+    Replies are aligned and added to the mean one at a time, in the order of arrival. All updates of a
+    round are held, in memory or files, with base strategies that need all of them (medians, Krum,
+    privacy wrappers), the anchor ``consensus``, ``alignment=None``, and some settings of ``server`` and
+    ``other_basis``. See ``ReplyStrategy`` for replies that are dropped.
 
     Args:
-        model_config: the model's transformers configuration (object or dictionary), or a ``Symmetry``.
-            ``alignment=None`` needs neither.
-        *args: of the strategy behind.
+        model_config: the model's transformers configuration (object or dictionary), or a ``Symmetry``;
+            may be None with ``alignment=None``.
+        *args: of the base strategy.
         alignment: what to align, and to which anchor, see ``fedrot.AlignmentOptions``. None aligns
-            nothing: accepted replies reach the strategy behind as they are.
+            nothing: accepted replies reach the base strategy unchanged.
         other_basis: how to align replies from another basis; None aligns them like all others.
-        guard: name of a metric, or ``Guard``: the plain mean of a round is kept where it is better.
-        **kwargs: of ``ReplyStrategy``, and of the strategy behind.
+        guard: name of a metric, or ``Guard``: the mean without alignment is kept if it is better.
+        **kwargs: of ``ReplyStrategy``, and of the base strategy.
 
     Raises:
-        FedrotError: ``model_config`` is something else; the anchor is unknown, or would undo the
-            privacy of the strategy behind; the spill folder cannot be written to. In the first round:
-            the symmetry does not fit the model, a privacy wrapper is around this strategy, or every
-            reply is dropped for the same reason.
+        FedrotError: ``model_config`` has another type; the anchor is unknown, or would break the
+            privacy guarantee of the base strategy; the spill folder cannot be written to. In the first
+            round: the symmetry does not fit the model, a privacy wrapper contains this strategy, or
+            every reply is dropped for the same reason.
     """
 
     not_in_checkpoints = ("model_config", "symmetry", "alignment", "other_bases", "comparison")
 
-    #: Builds what merges a round's updates; None for the mean, see ``FedRot``.
+    #: Builds the aggregator of a round; None for the mean, see ``FedRot``.
     aggregation: Callable[[], Aggregator] | None = None
 
     def __init__(
@@ -88,7 +88,7 @@ class Aligned(ReplyStrategy):
         )
 
     def summary(self) -> None:
-        """Log what is aligned, then how replies are taken and the summary of the strategy behind."""
+        """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base strategy."""
         chosen = self.alignment
         what = f"{' + '.join(chosen.parts)} to anchor '{chosen.anchor}'" if chosen else "off"
         log(INFO, "\t├──> Alignment: %s", what)
@@ -101,7 +101,7 @@ class Aligned(ReplyStrategy):
         arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
 
     def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
-        """Return the server's evaluation function; a guard has no mean evaluated twice."""
+        """Return the server's evaluation function; results of a guard are not computed twice."""
         if self.comparison is None:
             return evaluate
         return self.comparison.evaluating(evaluate, self.aggregator(1) is not None)
@@ -109,18 +109,18 @@ class Aligned(ReplyStrategy):
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
         """Return the function that builds a round's aggregator.
 
-        None gives all updates to the strategy behind.
+        None gives all updates to the base strategy.
         """
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 
     @property
     def aligns(self) -> bool:
-        """True if a round's updates are aligned, which its metrics and its verdict tell."""
+        """True if a round's updates are aligned; metrics and the verdict then report the alignment."""
         return self.alignment is not None
 
     @property
     def waits(self) -> bool:
-        """True if a round keeps all updates until every reply has arrived."""
+        """True if a round holds all updates until every reply has arrived."""
         if self.alignment is None:
             return super().waits
         of_all = self.other_bases is not None and self.other_bases.needs_all
@@ -138,7 +138,7 @@ class Aligned(ReplyStrategy):
             self.other_bases.prepare(found)
 
     def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
-        """Return what moves a round's updates."""
+        """Return the aligner of a round's updates."""
         if self.alignment is None:
             return super().aligner(broadcast, merge, record)
         assert self.symmetry is not None  # from begin_round
@@ -150,7 +150,7 @@ class Aligned(ReplyStrategy):
         return FromOtherBases(plan, self.other_bases, broadcast, record, merge.mean, exchange)
 
     def merge(self, record: RoundRecord) -> Merge:
-        """Return what takes a round's updates."""
+        """Return the object that merges a round's updates."""
         build = self.aggregator(record.number)
         if build is None:
             return Listed(record, integers_of(self._broadcast) if self.aligns else ArrayRecord())

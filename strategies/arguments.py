@@ -33,15 +33,15 @@ LEGACY = (
     "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
 )
 
-#: The error of a round whose messages a subclass made itself, with no model that all clients received.
+#: The error of a round if a subclass makes the messages and they have no common model.
 UNKNOWN_MODEL = (
-    "The model that the clients received in round {n} is not known: {name} made the messages itself. "
-    "They do not hold one and the same ArrayRecord, or start of {name} is not fedrot's. Let its "
-    "configure_train call super().configure_train(server_round, arrays, config, grid), and change the "
-    "messages that this returns."
+    "The model that the clients received in round {n} is not known: {name} makes the messages itself, "
+    "and these hold different ArrayRecords, or {name} overrides start. Call "
+    "super().configure_train(server_round, arrays, config, grid) in its configure_train, and change the "
+    "messages that this call returns."
 )
 
-_UNQUOTED = ". (In pyproject.toml and --run-config, numbers have no quotes.)"
+_UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
 _CLIENT_SIDE = (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -54,10 +54,10 @@ _SERVER_SIDE = (
 
 
 def check_described(name: str, given: object, align: bool) -> None:
-    """Check that a symmetry or a transformers configuration is given; without ``align`` None will do.
+    """Check that a symmetry or a transformers configuration is given; without ``align`` None is allowed.
 
     Raises:
-        FedrotError: ``given`` is something else; the error says what to write instead.
+        FedrotError: ``given`` has another type; the error says what to write instead.
         SymmetryError: the architecture is not supported.
     """
     if isinstance(given, Symmetry) or (given is None and not align):
@@ -71,12 +71,12 @@ def check_described(name: str, given: object, align: bool) -> None:
 
 
 def _mistake(name: str, given: object) -> str:
-    """Return what was given in place of a configuration, and what to write; empty if it may be one."""
+    """Return an error message if ``given`` cannot be a configuration, else an empty string."""
     kind, call = type(given).__name__, f"{name}(model.config, ...)"
     if given is None:
         return (
             f"{name} needs the model's configuration: write {call}, with the transformers "
-            f"configuration, or {name}(symmetry, ...) for a model of your own "
+            f"configuration, or {name}(symmetry, ...) for your own architecture "
             "(docs/how-to/own-model.md)."
         )
     config = getattr(given, "config", None)
@@ -123,7 +123,7 @@ def _holds_tensors(given: object) -> bool:
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
-    """Return the symmetry of the broadcast model: the given one, or that of the configuration."""
+    """Return the symmetry of the broadcast model: the given symmetry, or the configuration's."""
     if not isinstance(described, Symmetry):
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
@@ -133,7 +133,7 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
 
 
 def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
-    """Return the output tables that are equal to an embedding: what the model ties travels twice."""
+    """Return pairs of an embedding and an equal output table: tied tensors are sent twice."""
     streams = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
     return tuple(
         (other, reader)
@@ -145,20 +145,19 @@ def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...]
 
 
 def check_shapes(symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:
-    """Raise ``SymmetryError`` if a symmetry is of another model than the one ``received``, say."""
+    """Raise ``SymmetryError`` if shapes differ; ``origin`` is "broadcast" or "received"."""
     different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:
         raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs from what was "
-            f"{origin}. Give the configuration, or the symmetry, of this model."
+            f"The symmetry was built for another model: '{different[0]}' differs from the model that "
+            f"was {origin}. Give the configuration, or the symmetry, of this model."
         )
 
 
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:
     """Check that the first model is a record of finite tensors by name.
 
-    Names that are numbers, as of a list, are refused if ``align`` needs names, unless the symmetry has
-    the same ones.
+    If ``align`` is set, numbers instead of names are refused, unless the symmetry has the same names.
     """
     if not isinstance(arrays, ArrayRecord):
         raise FedrotError(
@@ -167,20 +166,20 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
     known = isinstance(described, Symmetry) and described.shapes.keys() == arrays.keys()
     if align and arrays and not known and all(name.isdigit() for name in arrays):
         raise FedrotError(
-            "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as if they "
-            "were made from a list. Alignment needs the names: write ArrayRecord(model.state_dict())."
+            "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as in a "
+            "record made from a list. Alignment needs names: write ArrayRecord(model.state_dict())."
         )
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf: nothing can train from it.")
+            raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf. Give a finite model.")
 
 
 def check_numbers(strategy: object, num_rounds: object) -> None:
-    """Check what often comes from a run's configuration; Flower fails late, or waits for ever.
+    """Check numbers of a run's configuration; with wrong numbers Flower fails late, or waits for ever.
 
     Raises:
-        FedrotError: the rounds or a minimum of nodes are no whole number, or a fraction is not from 0
-            to 1.
+        FedrotError: the rounds or a minimum of nodes are not a whole number, or a fraction is not from
+            0 to 1.
     """
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
     found = {"num_rounds": num_rounds, **{name: getattr(strategy, name, 0) for name in wholes}}
@@ -196,19 +195,19 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
 def check_further(
     given: Iterable[str], start: Callable[..., object], run: Callable[..., object] | None
 ) -> None:
-    """Check arguments of ``start`` that not every Flower has.
+    """Check arguments of ``start`` that only some versions of Flower have.
 
     Args:
         given: their names.
-        start: of the strategy behind.
-        run: what runs the rounds in its place, if there are checkpoints.
+        start: of the base strategy.
+        run: the function that runs the rounds instead, if there are checkpoints.
     """
     for name in given:
         if not _takes(start, name):
             newer = " (Flower 1.43 and later have it)" if name == "should_stop" else ""
-            raise FedrotError(f"start of the installed Flower has no argument '{name}'{newer}.")
+            raise FedrotError(f"The installed Flower's start has no argument '{name}'{newer}.")
         if run is not None and not _takes(run, name):
-            raise FedrotError(f"A run with checkpoints has no argument '{name}': leave one of them out.")
+            raise FedrotError(f"A run with checkpoints has no argument '{name}'. Omit one of the two.")
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
@@ -217,31 +216,31 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
-    """Refuse alignment in front of a privacy wrapper if it would break the wrapper's guarantee.
+    """Refuse alignment with a privacy wrapper if it would break the wrapper's guarantee.
 
-    This is so if clients clip before the server aligns, or if one client's reply moves the updates of
-    others: by its ``anchor``, or with ``other_basis``, where a reply can become the anchor.
+    The guarantee breaks if clients clip before the server aligns, or if one client's reply changes how
+    the updates of others are moved: through the ``anchor`` or ``other_basis``.
     """
     if isinstance(strategy, _CLIENT_SIDE):
         raise FedrotError(
-            "Clients clip their updates before the server could align them. Align at the clients, "
+            "Clients clip their updates before the server can align them. Align at the clients, "
             "mods=[fixedclipping_mod, align_mod(...)], and give alignment=None here."
         )
     if isinstance(strategy, _SERVER_SIDE) and (anchor != "global" or other_basis):
         raise FedrotError(
-            "With differential privacy every update must be aligned to the broadcast model alone: "
-            "otherwise one client's reply moves the updates of others, and clipping it does not bound "
-            "its influence. Give alignment=AlignmentOptions(anchor='global'), and no other_basis."
+            "With differential privacy every update must be aligned to the broadcast model: otherwise "
+            "one client's reply moves the updates of others, and clipping the reply does not bound its "
+            "influence. Give alignment=AlignmentOptions(anchor='global'), and no other_basis."
         )
 
 
 def check_not_behind(strategy: Strategy) -> None:
-    """Refuse to run inside a privacy wrapper, which clips updates before this strategy aligns them."""
+    """Refuse to run inside a privacy wrapper, which clips updates before the strategy aligns them."""
     for caller in callers():
         if isinstance(caller, _SERVER_SIDE + _CLIENT_SIDE) and caller.strategy is strategy:
             name = type(caller).__name__
             raise FedrotError(
-                f"{name} clips updates before {type(strategy).__name__} aligns them. Put alignment in "
-                f"front of it: class Private(Aligned, {name}), Private(config, FedAvg(), "
-                "..., alignment=AlignmentOptions(anchor='global'))."
+                f"{name} clips updates before {type(strategy).__name__} aligns them. Write "
+                f"class Private(Aligned, {name}): pass and Private(config, FedAvg(), ..., "
+                "alignment=AlignmentOptions(anchor='global'))."
             )

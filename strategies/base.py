@@ -1,4 +1,4 @@
-"""The mixin ``ReplyStrategy``: Flower's hooks, which read every reply in front of any strategy."""
+"""The mixin ``ReplyStrategy``: Flower's hooks, which check every reply for any base strategy."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ from fedrot.tensors import Tensors, checked_device
 
 
 class ReplyStrategy(Strategy):
-    """Mixin that reads and checks every reply before the Flower strategy behind it aggregates.
+    """Mixin that reads and checks every reply before the base strategy aggregates.
 
-    It aligns nothing: ``Aligned`` and ``AlignedLoRA`` stand on it, and say by the methods below how a
-    round's updates are moved and merged. A reply is dropped with a warning if it is not a finite update
-    of the broadcast model, has no positive weight (``num-examples``), comes twice, or was not asked for.
+    This class does not align. ``Aligned`` and ``AlignedLoRA`` inherit from it, and override the methods
+    below that move and merge a round's updates. A reply is dropped with a warning if it is not a finite
+    update of the broadcast model, has no positive weight (``num-examples``), is sent twice, or matches
+    no request of the round.
 
     Args:
-        *args: of the strategy behind, like ``**kwargs``.
-        server: when a round fails, device, precision on the wire, spill folder, determinism.
-        checkpoints: where to write checkpoints, and to go on from them.
-        reporting: files that receive what happened.
+        *args: of the base strategy, like ``**kwargs``.
+        server: see ``Server``.
+        checkpoints: where to write checkpoints, and to resume from them.
+        reporting: files and functions that receive reports of the rounds.
 
     Raises:
         FedrotError: the spill folder cannot be written to. In the first round: every reply is dropped
@@ -63,10 +64,10 @@ class ReplyStrategy(Strategy):
     #: True if statistics of replies are used.
     uses_statistics = False
 
-    #: True in simulations, where no client lies: deterministic rounds follow the clients' own ids.
+    #: True in simulations: deterministic rounds sort replies by the ids that clients send.
     trusts_ids = False
 
-    #: Attributes that a checkpoint leaves out: they are given anew, or belong to one round.
+    #: Attributes that are not in checkpoints: arguments of the constructor, or data of one round.
     not_in_checkpoints: tuple[str, ...] = (
         *("server", "checkpoints", "reporting", "_device"),
         *("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
@@ -84,7 +85,7 @@ class ReplyStrategy(Strategy):
         self.server = server or Server()
         self.reporting = reporting or Reporting()
         with Store(self.server.spill):
-            pass  # A folder that cannot be written to is an error before clients train.
+            pass  # Raises, before clients train, if the folder cannot be written to.
         self._device = checked_device(self.server.device)
         self.checkpoints = Checkpoints(checkpoints.folder, checkpoints.keep) if checkpoints else None
         self._broadcast = ArrayRecord()
@@ -98,10 +99,10 @@ class ReplyStrategy(Strategy):
         self._verdicts: dict[int, str] = {}
 
     def summary(self) -> None:
-        """Log how replies are taken, then the summary of the strategy behind."""
+        """Log how replies are processed, then the summary of the base strategy."""
         streams = self.aggregator(1) is not None and not self.waits
-        how = "averaged as they arrive" if streams else "kept until all have come"
-        order = ", in an order that their contents give" if self.server.deterministic else ""
+        how = "averaged as they arrive" if streams else "held until all have arrived"
+        order = ", sorted by their contents" if self.server.deterministic else ""
         where = f", in {spill}" if (spill := self.server.spill) and self.waits else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
         super().summary()  # type: ignore[safe-super]
@@ -121,12 +122,12 @@ class ReplyStrategy(Strategy):
         """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time.
 
         Args:
-            should_stop: as in Flower 1.43 and later. A resumed run asks it first about the checkpoint's
-                round, so that a run that it has stopped stays so.
-            **further: arguments of a later Flower, which are passed on.
+            should_stop: as in Flower 1.43 and later. A resumed run calls it first with the checkpoint's
+                round, so that a stopped run stays stopped.
+            **further: arguments of later versions of Flower, which are passed on.
 
         Raises:
-            FedrotError: ``initial_arrays`` is no model; rounds, nodes or fractions are impossible; a
+            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions are impossible; a
                 checkpoint is wrong, see ``run``; or the installed Flower, or a run with
                 checkpoints, has no such argument.
         """
@@ -156,11 +157,11 @@ class ReplyStrategy(Strategy):
         return result
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
-        """Refuse Flower's legacy server, which calls this first."""
+        """Refuse Flower's legacy server, which calls this method first."""
         raise FedrotError(arguments.LEGACY.format(name=type(self).__name__))
 
     def begin(self, after_round: int | None) -> None:
-        """Prepare for a run: the file of rows, see ``begin_rows``, and clients' own ids."""
+        """Prepare for a run: the file of rows, see ``begin_rows``, and the ids that clients send."""
         begin_rows(self.reporting.rows_path, after_round)
         self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
         self._clients = self._clients if after_round else {}
@@ -168,7 +169,7 @@ class ReplyStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Keep the broadcast model and who was asked: ``aggregate_train`` is not given them."""
+        """Store the broadcast model and the requests, which ``aggregate_train`` does not receive."""
         self._config, self._grid = config, grid
         self._begin_round(server_round, arrays)
         readable = plain(arrays)
@@ -182,7 +183,7 @@ class ReplyStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the model in the precision of the wire, and keep who was asked."""
+        """Send the model in the precision of the wire, and store the requests."""
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
@@ -191,7 +192,7 @@ class ReplyStrategy(Strategy):
         return sent
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Read and move the replies, let the strategy behind aggregate them, and report."""
+        """Read and move the replies, let the base strategy aggregate them, and report."""
         sent = sent_by(self._grid, self._sent)
         if not sent and not replies:
             self._verdicts[server_round] = NOBODY
@@ -199,7 +200,7 @@ class ReplyStrategy(Strategy):
         if not self._knows_model(server_round):
             return self._passed_on(server_round, replies)
         record = RoundRecord(server_round)
-        # A subclass that was given the replies first may read them before and afterwards.
+        # A subclass that overrides this method may read the replies before and afterwards.
         one_pass = replies if self._in_front else streamed(replies)
         with Store(self.server.spill) as store:
             merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record, store)
@@ -214,7 +215,7 @@ class ReplyStrategy(Strategy):
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Let the strategy behind aggregate the evaluations that it can read."""
+        """Let the base strategy aggregate the readable evaluations."""
         asked = Asked(sent_by(self._grid, self._sent_to_evaluate))
         readable = readable_evaluations(replies, asked, self._weighted_by)
         if not readable:
@@ -226,36 +227,36 @@ class ReplyStrategy(Strategy):
     # What a subclass may override
 
     def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply may hold: those of the broadcast model."""
+        """Return the tensors that a reply must hold: those of the broadcast model."""
         return Schema(broadcast)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator: ``Mean``, or what a strategy says.
+        """Return the function that builds a round's aggregator, for ``merge``.
 
-        None gives all updates to the strategy behind. ``merge`` reads it.
+        None gives all updates to the base strategy.
         """
         return None
 
     def needs(self, server_round: int) -> tuple[str, ...]:
-        """Return the kinds of statistics that every reply of a round must bring."""
+        """Return the kinds of statistics that every reply of a round must have."""
         return ()
 
     @property
     def aligns(self) -> bool:
-        """True if a round's updates are aligned, which its metrics and its verdict tell."""
+        """True if a round's updates are aligned; metrics and the verdict then report the alignment."""
         return False
 
     @property
     def waits(self) -> bool:
-        """True if a round keeps all updates until every reply has arrived."""
+        """True if a round holds all updates until every reply has arrived."""
         return self.server.deterministic
 
     def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
-        """Return what moves a round's updates."""
+        """Return the aligner of a round's updates."""
         return Aligner()
 
     def merge(self, record: RoundRecord) -> Merge:
-        """Return what takes a round's updates."""
+        """Return the object that merges a round's updates."""
         build = self.aggregator(record.number)
         return Listed(record, ArrayRecord()) if build is None else Averaged(build, record)
 
@@ -264,7 +265,7 @@ class ReplyStrategy(Strategy):
         arguments.check_initial_arrays(arrays, None, align=False)
 
     def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
-        """Return the function that evaluates a round's model at the server, given that of ``start``."""
+        """Return the server's evaluation function, given ``evaluate_fn`` of ``start``."""
         return evaluate
 
     def begin_round(self, arrays: ArrayRecord) -> None:
@@ -281,10 +282,10 @@ class ReplyStrategy(Strategy):
         return next(cls for cls in after if "aggregate_train" in vars(cls))
 
     def check_own_messages(self, messages: Sequence[Message]) -> None:
-        """Called with a round's messages if a subclass made them without ``configure_train`` of ours.
+        """Called with a round's messages if a subclass did not call ``super().configure_train``.
 
         Raises:
-            FedrotError: the clients were not told what they need to know.
+            FedrotError: the messages lack something that clients need.
         """
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
@@ -292,7 +293,7 @@ class ReplyStrategy(Strategy):
         self.begin_round(arrays)
 
     def _knows_model(self, server_round: int) -> bool:
-        """Return whether the round's broadcast model is known, if need be from the messages."""
+        """Return whether the round's broadcast model is known, or can be read from the messages."""
         if self._begun == server_round:
             return True
         messages = [*self._grid.replies.asked.values()] if isinstance(self._grid, LazyGrid) else []
@@ -305,7 +306,7 @@ class ReplyStrategy(Strategy):
         return arrays is not None
 
     def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Let the strategy behind aggregate replies to a model that is not known."""
+        """Let the base strategy aggregate replies to an unknown model."""
         if self.aligns or self.aggregator(server_round) is not None:
             raise FedrotError(arguments.UNKNOWN_MODEL.format(name=type(self).__name__, n=server_round))
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
@@ -315,7 +316,7 @@ class ReplyStrategy(Strategy):
 
     @property
     def _in_front(self) -> str:
-        """The method ``aggregate_train`` of a subclass or of the instance, empty if it is ours."""
+        """The name of an overriding ``aggregate_train``; empty without an override."""
         if getattr(self.aggregate_train, "__func__", None) is ReplyStrategy.aggregate_train:
             return ""
         first = next(cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls))
@@ -324,9 +325,9 @@ class ReplyStrategy(Strategy):
     def _played(
         self, replies: Iterable[Message], asked: Asked, record: RoundRecord, store: Store
     ) -> tuple[Merge, Callable[[], Tensors] | None]:
-        """Return what has taken the updates of a round, and ``Aligner.moved_broadcast``.
+        """Process a round's replies; return the filled merge, and ``Aligner.moved_broadcast``.
 
-        Everything else of the round is released.
+        All other objects of the round are released.
         """
         broadcast = from_arrays(self._broadcast, writable=self.server.deterministic)
         merge = self.merge(record)
@@ -366,7 +367,7 @@ class ReplyStrategy(Strategy):
 
     @property
     def _weighting(self) -> object:
-        return getattr(self, "strategy", self)  # a privacy wrapper has the strategy that weights updates
+        return getattr(self, "strategy", self)  # a privacy wrapper contains the strategy with weights
 
     @property
     def _weighted_by(self) -> str:

@@ -1,8 +1,8 @@
 """Matching at a client: the request, the client's answer, and how the server reads it.
 
 The server sends a client its own update and the anchor. The client matches them on its own data, and
-answers with group elements; no activation leaves it. The server checks that these are elements of the
-model's symmetry before it applies them, so that every answer preserves the update's function.
+answers with group elements; no activation leaves the client. The server checks that these are elements
+of the model's symmetry before it applies them, so that every answer preserves the update's function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESSAGE_TYPE = f"train.{ACTION}"
 ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
 
 #: Keys of the request's configuration: whether the server brings the models to canonical form, and
-#: whether the client learns rotations; it matches if not.
+#: whether the client learns rotations instead of matching.
 CANONICAL, LEARN = "fedrot-canonical", "fedrot-learn"
 
 #: Updates from another basis differ in every part.
@@ -48,13 +48,13 @@ class Matching:
     """The model, data and options for matching at a client.
 
     Attributes:
-        build: returns a ``transformers`` model, or another one with a ``config``.
+        build: returns a ``transformers`` model, or another model with a ``config``.
         batches: returns the client's inputs: keyword arguments of forward, with ``labels`` for
             ``learning``.
-        options: what to align. If ``canonical`` is None, the server decides about that.
-        learning: how to learn rotations where the server asks for it
-            (``OtherBasis.learning_passes``): by gradient descent on the loss between this client's model
-            and the mean of the others, which costs ``learning.steps`` training steps per pass.
+        options: what to align. If ``canonical`` is None, the server decides.
+        learning: how to learn rotations if the server asks for it (``OtherBasis.learning_passes``): by
+            gradient descent on the loss between this client's model and the mean of the others. A pass
+            costs ``learning.steps`` training steps.
     """
 
     build: Callable[[], nn.Module]
@@ -68,7 +68,7 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
 
     Args:
         app: the client's app.
-        setup: returns what to match with; called for every request.
+        setup: returns model, data and options; called for every request.
     """
 
     @app.train(ACTION)
@@ -104,7 +104,7 @@ def _match(message: Message, matching: Matching) -> Alignment:
 def _learned(
     model: nn.Module, update: Tensors, anchor: Tensors, symmetry: Symmetry, matching: Matching
 ) -> Alignment:
-    """Learn rotations; a residual stream that is permuted stays in its order."""
+    """Learn rotations; a residual stream that can only be permuted is not moved."""
     parts = matching.learning.parts
     if not symmetry.rotates:
         parts = tuple(part for part in parts if part != "residual")
@@ -134,12 +134,12 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """Return the moves of a client's answer.
 
     Raises:
-        UpdateError: the client failed, or its answer holds other tensors than elements of the symmetry.
+        UpdateError: the client failed, or a tensor of its answer is not an element of the symmetry.
     """
     if message.has_error():
         raise UpdateError(
-            f"the client could not match ({message.error.reason}); it needs "
-            "fedrot.strategies.match_at_client on its ClientApp."
+            f"the client could not match ({message.error.reason}). Call "
+            "fedrot.strategies.match_at_client with its ClientApp."
         )
     record = message.content.array_records.get(ELEMENTS)
     if record is None:
@@ -154,7 +154,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
 def alignment_by(
     moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry
 ) -> Alignment:
-    """Return moves as an alignment, of canonical models where the residual stream is rotated."""
+    """Return moves as an alignment, of canonical models if the residual stream is rotated."""
     if symmetry.rotates:
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
     found = alignment_of(moves, update, anchor, symmetry)
@@ -167,8 +167,8 @@ def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ..
     for name, element in elements.items():
         found = groups.get(name)
         if found is None or not found.kind.contains(element):
-            raise UpdateError(f"the element '{name}' is not one of the model's symmetry.")
-        # The server's own elements are in float64, and compose with those of one dtype only.
+            raise UpdateError(f"the tensor '{name}' is not an element of the model's symmetry.")
+        # The server's elements are in float64, and elements compose only in one dtype.
         moves[found.name] = Move(found, element.double() if element.is_floating_point() else element)
-    # Head permutations come before elements inside heads, in whatever order they arrive.
+    # Head permutations must come before elements inside heads.
     return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

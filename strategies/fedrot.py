@@ -1,4 +1,4 @@
-"""The strategy ``FedRot``: FedAvg with alignment in front, and other aggregations of aligned updates."""
+"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of aligned updates."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from fedrot.tensors import Tensors
 class FedRot(Aligned, FedAvg):
     """Aligned FedAvg.
 
-    ``FedRot(config, fraction_train=0.5)`` in the place of ``FedAvg(fraction_train=0.5)``: every argument
-    of FedAvg works as before. ``FedRot(alignment=None)`` is FedAvg, but for rows that clients mark as
-    not trained (``fedrot.collect.completed``), which the average leaves out.
+    Write ``FedRot(config, fraction_train=0.5)`` instead of ``FedAvg(fraction_train=0.5)``; every
+    argument of FedAvg works as before. ``FedRot(alignment=None)`` is FedAvg, except that the average
+    leaves out rows that clients mark as not trained (``fedrot.collect.completed``).
 
-    ``train_metrics_aggr_fn`` receives the metrics and small configurations of the replies; it does not
-    receive arrays of updates that are added one at a time.
+    ``train_metrics_aggr_fn`` receives the metrics and small configurations of the replies, but not the
+    arrays of updates that are added one at a time.
 
     Args:
         model_config: the model's transformers configuration, see ``Aligned``.
         fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
-        aggregation: merges a round's aligned updates: a name such as ``"regmean"``, a class such as
-            ``fedrot.aggregation.RegMean``, or a function without arguments that builds an aggregator;
-            None is FedAvg's weighted mean. The training configuration asks clients for the statistics
-            that it needs; they send them with ``add_statistics``. Replies without them are dropped.
+        aggregation: a name such as ``"regmean"``, a class such as ``fedrot.aggregation.RegMean``, or a
+            function without arguments that builds an aggregator; None is FedAvg's weighted mean. If the
+            aggregation needs statistics, the training configuration asks clients for them, and clients
+            send them with ``add_statistics``. Replies without statistics are dropped.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
-        FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, which cannot
-            follow the rotations that would be aligned.
+        FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, but heads are
+            rotated.
     """
 
     uses_statistics = True
@@ -99,7 +99,7 @@ class FedRot(Aligned, FedAvg):
         )
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
         if self._kinds and self.alignment is not None:
-            # Statistics of the update that a client sends are not those of its canonical form.
+            # Clients' statistics are those of the sent update, not of its canonical form.
             self.alignment = self.alignment.as_it_is()
             if self.other_bases is not None:
                 self.other_bases.as_it_is()
@@ -112,9 +112,9 @@ class FedRot(Aligned, FedAvg):
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
         if fixed and rotates:
             raise FedrotError(
-                f"The statistics '{fixed[0]}' cannot follow rotations of the heads. Let the clients "
-                "align before they compute them (fedrot.strategies.align_mod) and give "
-                "alignment=None here, or align permutations only, "
+                f"Rotations of heads cannot be applied to the statistics '{fixed[0]}'. Let the clients "
+                "align before they compute statistics (fedrot.strategies.align_mod) and give "
+                "alignment=None here, or align by permutations only, "
                 "alignment=AlignmentOptions(parts=('heads', 'ffn'))."
             )
 
@@ -147,20 +147,20 @@ class FedRot(Aligned, FedAvg):
         return self.aggregation or super().aggregator(server_round)
 
     def merge(self, record: RoundRecord) -> Merge:
-        """Return what takes a round's updates; without alignment or aggregation that is FedAvg."""
+        """Return the object that merges a round's updates; FedAvg without alignment and aggregation."""
         if self.aggregator(record.number) is None:
             return _FedAvgMerge(record)
         return super().merge(record)
 
 
 def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[], Aggregator] | None:
-    """Return the function that builds an aggregation given by name or as such a function."""
+    """Return the function that builds an aggregation, given the function itself or a name."""
     found = aggregation_named(aggregation) if isinstance(aggregation, str) else aggregation
     if found is not None and not callable(found):
         raise FedrotError(
             f"aggregation is a {type(found).__name__}; give a name, or a class, aggregation="
-            "fedrot.aggregation.RegMean, or a function without arguments that builds an aggregator "
-            "anew for every round."
+            "fedrot.aggregation.RegMean, or a function without arguments that builds a new aggregator "
+            "for every round."
         )
     return found
 

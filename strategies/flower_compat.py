@@ -1,34 +1,34 @@
-"""Flower's internals that fedrot uses: the reason, and the versions of Flower they are tested with.
+"""Flower's internals that fedrot uses, with the reason and the tested versions of Flower.
 
 =========================  =======================================================  =============
 function or constant       internal, and why it is used                             tested with
 =========================  =======================================================  =============
 ``metrics_function``,      ``FedAvg.train_metrics_aggr_fn``: the function that      1.41 to 1.43
 ``without_metrics``        aggregates training metrics has no public accessor.
-``transient_attributes``   ``current_arrays``: strategies that remember the         1.41 to 1.43
-                           broadcast model, which a checkpoint need not repeat.
-``callers``                The call stack: nothing else tells a strategy which      1.41 to 1.43
-                           strategy wraps it and calls it.
-``inner_mods``             Closure cells of ``make_ffn``: nothing else tells a mod  1.41 to 1.43
-                           which mods run between it and the client.
-``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in such    1.41 to 1.43
+``transient_attributes``   ``current_arrays``: some strategies store the broadcast  1.41 to 1.43
+                           model, which a checkpoint need not repeat.
+``callers``                The call stack: no public API tells a strategy which     1.41 to 1.43
+                           strategy wraps and calls it.
+``inner_mods``             Closure cells of ``make_ffn``: no public API tells a     1.41 to 1.43
+                           mod which mods run between it and the client.
+``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in these   1.41 to 1.43
 ``SECURE_AGGREGATION``     messages have no names, or will be masked.
 ``largest_unclipped``      State of ``secaggplus_mod``: nothing else tells a mod    1.41 to 1.43
                            at which values secure aggregation clips.
 ``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   1.41 to 1.43
                            public name.
-``UNREADABLE``,            What ``Grid.pull_messages`` raises for a malformed       1.41 to 1.43,
-``unavailable``            reply, and the error reply that stands in for it.        protobuf 6
+``UNREADABLE``,            Errors of ``Grid.pull_messages`` for a malformed         1.41 to 1.43,
+``unavailable``            reply, and the error reply that replaces the reply.      protobuf 6
 ``clips_zero``             ``get_norm`` of the privacy wrappers, which divide by    1.41 to 1.43
-                           the norm of an update: that of no change is 0.
-``equal_weights``          ``accountant``: a wrapper that keeps accounts raises     1.41 to 1.43
-                           on clients of different weights.
+                           the norm of the change; without a change it is 0.
+``equal_weights``          ``accountant``: a privacy wrapper with an accountant     1.41 to 1.43
+                           raises if clients have different weights.
 ``set_broadcast``          ``current_arrays``: strategies subtract the broadcast    1.41 to 1.43
                            model, which must be in the mean's coordinates.
-``figures_of``             ``train_loss_key``, ``KEY_NORM_BIT``: a strategy ends     1.41 to 1.43
+``figures_of``             ``train_loss_key``, ``KEY_NORM_BIT``: a strategy ends    1.41 to 1.43
                            the run if a reply lacks such a metric.
 ``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   1.41 to 1.43
-                           that the engine has not given a run.
+                           without a run of Flower's engine.
 =========================  =======================================================  =============
 """
 
@@ -63,7 +63,7 @@ from fedrot.tensors import LARGEST_WEIGHT
 
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
-#: The record that the legacy workflows send the model in, without names, shapes and dtypes.
+#: The legacy workflows' record of the model, without names, shapes and dtypes.
 UNNAMED_MODEL = "fitins.parameters"
 
 #: The record that marks a message of secure aggregation (``secaggplus_constants``).
@@ -75,7 +75,7 @@ _SECURE_STATE = "secaggplus_state"
 #: The ``stype`` of Flower's own arrays.
 NUMPY = SType.NUMPY
 
-#: Errors for a malformed reply; errors of transport are of other classes.
+#: Errors for a malformed reply; transport errors have other classes.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)
 
 _METRICS_FUNCTION = "train_metrics_aggr_fn"
@@ -91,13 +91,13 @@ _REMEMBER_THE_BROADCAST = (
 
 
 def metrics_function(strategy: Strategy) -> MetricsFunction:
-    """Return the function with which a strategy aggregates the clients' metrics of training."""
+    """Return the function by which a strategy aggregates the clients' training metrics."""
     return vars(strategy)[_METRICS_FUNCTION]
 
 
 @contextmanager
 def without_metrics(strategy: Strategy) -> Iterator[None]:
-    """Let a strategy aggregate no metrics of training inside the ``with`` block."""
+    """Turn off a strategy's aggregation of training metrics inside the ``with`` block."""
     before = metrics_function(strategy)
     vars(strategy)[_METRICS_FUNCTION] = lambda *_: MetricRecord()
     try:
@@ -107,12 +107,12 @@ def without_metrics(strategy: Strategy) -> Iterator[None]:
 
 
 def transient_attributes(strategy: Strategy) -> frozenset[str]:
-    """Return the attributes of Flower's own strategy that are set anew in every round."""
+    """Return the attributes that Flower's strategy sets in every round."""
     return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
 
 
 def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
-    """Replace the model that a strategy, and the one that it wraps, compare updates with, if they do."""
+    """Replace the stored broadcast model in a strategy and its wrapped strategy, if they store one."""
     both = (strategy, getattr(strategy, "strategy", None))
     comparing = [one for one in both if getattr(one, "current_arrays", None) is not None]
     if not comparing:
@@ -129,7 +129,7 @@ def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
 def clips_zero() -> Iterator[None]:
     """Let privacy wrappers clip an update that equals the broadcast model inside the ``with`` block."""
     before = differential_privacy.get_norm
-    # A float that no norm of float32 entries reaches, and with it clips nothing.
+    # Positive, but below every norm of float32 entries: such an update is not clipped.
     differential_privacy.get_norm = lambda input_arrays: before(input_arrays) or sys.float_info.min
     try:
         yield
@@ -138,12 +138,12 @@ def clips_zero() -> Iterator[None]:
 
 
 def equal_weights(strategy: Strategy) -> bool:
-    """Return whether a strategy takes only clients of equal weight."""
+    """Return whether a strategy accepts only clients of equal weight."""
     return getattr(strategy, "accountant", None) is not None
 
 
 def figures_of(strategy: object) -> dict[str, float]:
-    """Return the metrics of replies that a strategy computes with, each with its largest value."""
+    """Return the metrics of replies that a strategy uses, each with its largest accepted value."""
     loss = getattr(strategy, "train_loss_key", None)
     clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
     return ({loss: LARGEST_WEIGHT} if loss else {}) | ({KEY_NORM_BIT: 1.0} if clipped else {})
@@ -158,7 +158,7 @@ def largest_unclipped(context: Context, content: RecordDict) -> float:
 
 
 def callers() -> Iterator[object]:
-    """Yield the objects whose methods are on the call stack, from the innermost one outwards."""
+    """Yield the objects whose methods are on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         if "self" in frame.f_locals:
@@ -169,7 +169,7 @@ def callers() -> Iterator[object]:
 def inner_mods(call_next: Any) -> Iterator[Any]:
     """Yield the mods between a mod and the client, without ``partial`` and ``functools.wraps``.
 
-    The iterator ends early at a callable that ``make_ffn`` has not built.
+    The iterator ends at the first callable that ``make_ffn`` has not built.
 
     Args:
         call_next: the callable that the mod was given.
@@ -188,7 +188,7 @@ def inner_mods(call_next: Any) -> Iterator[Any]:
 
 @contextmanager
 def outside_of_the_engine() -> Iterator[None]:
-    """Let messages be made inside the ``with`` block, in a process without Flower's engine."""
+    """Allow messages to be made inside the ``with`` block, in a process without Flower's engine."""
     names = ("_task_id", "_run_id", "_node_id")
     before = {name: getattr(TaskIdentity, name) for name in names}
     try:
@@ -201,5 +201,5 @@ def outside_of_the_engine() -> Iterator[None]:
 
 
 def unavailable(asked: Message, reason: str) -> Message:
-    """Return the error reply that Flower gives where the reply to a message cannot be fetched."""
+    """Return Flower's error reply for a reply that cannot be fetched."""
     return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, reason), reply_to=asked)

@@ -1,7 +1,7 @@
-"""Questions about a model to clients with labelled rows: they answer with sums, no row leaves them.
+"""Requests to clients with labelled rows: clients evaluate a model and answer with sums over rows.
 
-A client sums losses over the rows that it holds out (``fedrot.temperature``), and features over the rows
-that it trains on (``fedrot.head``).
+A client sums losses over its held-out rows (``fedrot.temperature``), and features over its training rows
+(``fedrot.head``).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ACTION = "fedrot_sums"
 MESSAGE_TYPE = f"query.{ACTION}"
 MODEL, SUMS, LOSSES = "fedrot-model", "fedrot-class-sums", "fedrot-losses"
 
-#: Key of a request's configuration: the layer whose inputs are summed; none asks for losses alone.
+#: Key of a request's configuration: the layer whose inputs are summed; empty asks only for losses.
 HEAD = "fedrot-head"
 
 #: The tensors of ``ClassSums``.
 _SUMS = ("counts", "sums", "gram")
 
-#: The largest number in an answer, and the largest loss of one row: sums over clients stay finite.
+#: The largest number in an answer, and the largest mean loss: sums over clients stay finite.
 _LARGEST, _WORST = 1e100, 1e6
 
 Batches = Iterable[Mapping[str, Tensor]]
@@ -49,9 +49,9 @@ _Sums = TypeVar("_Sums", ClassSums, LossSums)
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """The model and the rows with which a client answers.
+    """The model and the rows that a client answers with.
 
-    A client without training rows, or without held-out ones, returns an empty list of them.
+    A client without training rows, or without held-out rows, returns an empty list.
 
     Attributes:
         build: returns a ``transformers`` classifier.
@@ -65,18 +65,18 @@ class LabelledRows:
 
 
 class Answer(NamedTuple):
-    """What a client answers: losses on its held-out rows and class sums, None where it has no rows."""
+    """A client's answer: losses on its held-out rows, and class sums; None without such rows."""
 
     losses: LossSums | None
     sums: ClassSums | None
 
 
 def answer_with_sums(app: ClientApp, setup: Callable[[Message, Context], LabelledRows]) -> None:
-    """Add an action to a ``ClientApp``: it answers ``evaluate_at_clients`` and ``fit_task_head``.
+    """Add an action to a ``ClientApp`` that answers ``evaluate_at_clients`` and ``fit_task_head``.
 
     Args:
         app: the client's app.
-        setup: returns the model and the rows to answer with; called for every request.
+        setup: returns the model and the rows; called for every request.
 
     Example: ``answer_with_sums(app, lambda message, context: LabelledRows(build, training, held_out))``
     """
@@ -92,19 +92,20 @@ def answer_with_sums(app: ClientApp, setup: Callable[[Message, Context], Labelle
 def evaluate_at_clients(
     grid: Grid, config: ConfigRecord | None = None, timeout: float = 3600
 ) -> Callable[[int, ArrayRecord], MetricRecord]:
-    """Return a function that evaluates models on the rows that all connected clients hold out.
+    """Return a function that evaluates models on the held-out rows of all connected clients.
 
-    It serves as ``Guard(metric, evaluate=...)``, which then needs no data at the server, and as
-    ``evaluate_fn`` of ``start``. It returns the number of ``rows`` and, in the mean over all of them,
-    ``loss`` and ``accuracy``, and ``calibrated_loss``, that at the best ``temperature`` of the logits.
+    Use it as ``Guard(metric, evaluate=...)``, which then needs no data at the server, and as
+    ``evaluate_fn`` of ``start``. Its metrics are the number of ``rows``, the mean ``loss`` and
+    ``accuracy``, the best ``temperature`` of the logits, and ``calibrated_loss``, the mean loss at this
+    temperature.
 
-    The models of one round are compared on the same rows: a client that did not answer about the first
-    one is not asked about the others. If one that did does not answer again, or if no client has
-    held-out rows, a warning says so, and the metrics are NaN, which a guard takes for the worst.
+    The models of one round are compared on the same rows: only clients that answered about the first
+    model are asked about the others. If one of them does not answer again, or if no client has held-out
+    rows, a warning is logged, and the metrics are NaN, which is the worst value for a guard.
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.
-        config: is sent along with every request, as ``train_config`` is with a round's.
+        config: sent with every request, like ``train_config`` in a round.
         timeout: seconds to wait for answers.
 
     Example: ``FedRot(config, guard=Guard("loss", evaluate=evaluate_at_clients(grid)))``
@@ -118,12 +119,12 @@ def evaluate_at_clients(
         try:
             answers = ask(grid, nodes, arrays, "", None, config or ConfigRecord(), timeout)
         except FedrotError as error:
-            log(WARNING, "Round %d: no evaluation at the clients. %s", server_round, error)
+            log(WARNING, "Round %d: clients did not evaluate. %s", server_round, error)
             answers = {}
         if not again:
             asked = server_round, [*answers]
         elif len(answers) < len(nodes):
-            log(WARNING, "Round %d: not all clients evaluated both models.", server_round)
+            log(WARNING, "Round %d: some clients did not evaluate all models.", server_round)
             answers = {}
         if not answers:
             return MetricRecord(dict.fromkeys(("loss", "accuracy", "calibrated_loss"), math.nan))
@@ -153,7 +154,7 @@ def ask(
     """Return the usable answers about a model, by node; warnings name the other nodes.
 
     Args:
-        head: the layer whose inputs are summed by class; empty asks for losses alone.
+        head: the layer whose inputs are summed by class; empty asks only for losses.
         shape: of the layer's weight; None with no layer.
 
     Raises:
@@ -176,8 +177,8 @@ def ask(
         try:
             if answer.has_error():
                 raise UpdateError(
-                    f"it failed ({answer.error.reason!r:.200}); it needs "
-                    "fedrot.strategies.answer_with_sums on its ClientApp."
+                    f"it failed ({answer.error.reason!r:.200}). Call "
+                    "fedrot.strategies.answer_with_sums with its ClientApp."
                 )
             read = _read_answer(answer.content, shape)
         except (FedrotError, KeyError, ValueError) as error:
@@ -186,7 +187,7 @@ def ask(
         else:
             found[node] = read
     for node in silent:
-        why = f"Client {node}: no answer came in time."
+        why = f"Client {node}: no answer before the timeout."
         log(WARNING, "A client's sums are left out. %s", why)
     if not found:
         raise FedrotError(f"No client gave a usable answer about the model. {why}")
@@ -197,11 +198,11 @@ def total(given: Iterable[_Sums | None]) -> _Sums:
     """Return the sum over the clients that have rows.
 
     Raises:
-        FedrotError: there is none.
+        FedrotError: no client has rows.
     """
     known = [sums for sums in given if sums is not None]
     if not known:
-        raise FedrotError("No client has rows for it.")
+        raise FedrotError("No client has such rows.")
     return reduce(lambda before, sums: before + sums, known)
 
 
@@ -227,14 +228,14 @@ def _answer(message: Message, data: LabelledRows) -> RecordDict:
 
 
 def _some(batches: Batches) -> Batches | None:
-    """Return the batches, None if there is none."""
+    """Return the batches, None if there are none."""
     left = iter(batches)
     first = next(left, None)
     return None if first is None else chain([first], left)
 
 
 def _read_answer(content: RecordDict, shape: tuple[int, ...] | None) -> Answer:
-    """Return a client's answer; ``shape`` is that of the head, None if no class sums are asked for."""
+    """Return a client's answer; ``shape`` is the task head's, None if class sums were not requested."""
     if shape is None:
         return Answer(_loss_sums(content), None)
     losses = _loss_sums(content) if LOSSES in content else None
@@ -255,14 +256,14 @@ def _loss_sums(content: RecordDict) -> LossSums:
     rows, correct = found["counts"].tolist()
     sums = LossSums(TEMPERATURES, found["losses"], rows, correct)
     if float(sums.losses.max()) > _WORST * rows:
-        raise UpdateError(f"The losses are larger than {_WORST:g} a row.")
+        raise UpdateError(f"The mean loss of a row is above {_WORST:g}.")
     return sums
 
 
 def _read(content: RecordDict, record: str, names: tuple[str, ...]) -> Tensors:
     given = content.array_records.get(record)
     if given is None or set(given) != set(names):
-        raise UpdateError(f"The answer has no ArrayRecord '{record}' of {', '.join(names)}.")
+        raise UpdateError(f"The answer has no ArrayRecord '{record}' with {', '.join(names)}.")
     found = from_arrays(given)
     for name, value in found.items():
         if value.is_floating_point() and bool((value.abs() > _LARGEST).any()):

@@ -1,4 +1,4 @@
-"""``LazyGrid``: a Flower grid that fetches ``Replies`` when they are read."""
+"""``LazyGrid``: a Flower grid that fetches replies when they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from fedrot.errors import FedrotError
 from fedrot.strategies.flower_compat import UNREADABLE, unavailable
 
-#: Seconds between two looks for replies: the pause doubles up to the pause of Flower's own grids.
+#: Seconds between two polls for replies: the pause doubles up to the pause of Flower's own grids.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
 
 
@@ -29,11 +29,11 @@ def _forwarded(name: str) -> Callable[..., Any]:
 class Replies(Sequence[Message]):
     """The replies to some messages, in the order of arrival.
 
-    As a sequence they can be read any number of times: the first access waits for all of them, and they
-    are kept from then on. ``stream`` reads them once, and keeps none.
+    As a sequence, replies can be read any number of times: the first access waits for all replies and
+    stores them. ``stream`` reads them once, and stores none.
 
     Attributes:
-        asked: the messages, by message id; empty once ``stream`` has been called.
+        asked: the messages, by message id; empty after ``stream`` was called.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Replies(Sequence[Message]):
         self._streamed = False
 
     def stream(self) -> Iterator[Message]:
-        """Return each reply as it arrives; unless they are kept already, none can be read afterwards."""
+        """Return each reply as it arrives; unless already stored, replies cannot be read again."""
         if self._kept is not None:
             return iter(self._kept)
         self._check_not_streamed()
@@ -77,14 +77,14 @@ class Replies(Sequence[Message]):
     def _check_not_streamed(self) -> None:
         if self._streamed:
             raise FedrotError(
-                "The replies were averaged as they arrived, and are not kept. Read them in a method "
+                "The replies were averaged as they arrived and were not stored. Read them in a method "
                 "aggregate_train of your strategy, before or after it calls super().aggregate_train: "
-                "with such a method they are kept until the next messages are sent."
+                "with such a method, replies are stored until the next messages are sent."
             )
 
 
 def streamed(replies: Iterable[Message]) -> Iterable[Message]:
-    """Return replies to be read once: those of a ``LazyGrid`` are not kept."""
+    """Return replies to be read once: replies of a ``LazyGrid`` are not stored."""
     return replies.stream() if isinstance(replies, Replies) else replies
 
 
@@ -92,13 +92,13 @@ class LazyGrid(Grid):
     """Wraps a grid: ``send_and_receive`` sends at once, and fetches replies when they are read.
 
     Flower's own grids fetch all replies before they return. Here replies come in the order of arrival,
-    and one is in memory at a time if they are streamed, see ``Replies``. Replies that have not arrived
-    at the timeout are left out, as in Flower. Of the wrapped ``grid``, ``push_messages`` and
-    ``pull_messages`` are used, and not its own ``send_and_receive``.
+    and only one is in memory at a time if they are streamed, see ``Replies``. Replies that have not
+    arrived at the timeout are left out, as in Flower. ``push_messages`` and ``pull_messages`` of the
+    wrapped ``grid`` are called, but not its ``send_and_receive``.
 
     Attributes:
-        sent: the metadata of the messages that were sent last.
-        replies: the replies to them.
+        sent: the metadata of the most recently sent messages.
+        replies: the replies to these messages.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -120,16 +120,16 @@ class LazyGrid(Grid):
         pause, arrived = FIRST_PAUSE, set[str]()
 
         def noted(message: Message) -> Message:
-            # The reply may be to another request than to the one that was asked for.
+            # A grid may return the reply to another request.
             arrived.add(message.metadata.reply_to_message_id)
             return message
 
         while waiting:
-            # After the timeout there is one last look for replies that arrived before it.
+            # After the timeout, one last poll finds replies that arrived before it.
             last = end is not None and time.monotonic() >= end
             arrived.clear()
             for message_id, asked in waiting.items():
-                # A loop variable would keep the reply until the next one has come.
+                # A loop variable would hold the reply until the next one arrives.
                 yield from map(noted, self._pulled(message_id, asked))
             waiting = {one: asked for one, asked in waiting.items() if one not in arrived}
             if last or not waiting:
@@ -145,7 +145,7 @@ class LazyGrid(Grid):
             return [unavailable(asked, f"The reply cannot be read, {type(error).__name__}: {error}")]
 
     def pause(self, seconds: float) -> None:
-        """Wait between two looks for replies."""
+        """Wait between two polls for replies."""
         time.sleep(seconds)
 
     get_node_ids = _forwarded("get_node_ids")

@@ -26,33 +26,32 @@ from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
 
-#: Metrics of a round: how far the new adapter, and the mean of the factors, are from the mean product.
+#: Metrics of a round: relative distances of the new adapter, and of the mean of the factors, to the mean
+#: of the products (``AdapterReport``).
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
-#: And how much the sum of products has lost, because its rank is bounded.
+#: Metric of a round: relative error of the sum of products, because its rank is bounded.
 LOST = "fedrot-adapter-lost"
 
 
 class AlignedLoRA(ReplyStrategy):
-    """Mixin that averages LoRA adapters, and passes the average to a strategy of Flower.
+    """Mixin that averages LoRA adapters, and passes the average to a base strategy.
 
-    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. The base
-    strategy receives the average alone; it can be FedAvg, FedAvgM, FedAdagrad, FedAdam or FedYogi.
+    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. Supported
+    base strategies: FedAvg, FedAvgM, FedAdagrad, FedAdam and FedYogi. They receive only the average.
 
-    All clients need these settings; their ranks may differ, see below. Each round logs how far the
-    average is from the mean of the clients' products, and how far the mean of the factors is. With the
-    method ``exact`` a client may have a smaller rank than the adapter that it receives
-    (``fedrot.lora.load_adapter`` reduces it).
+    All clients need the same settings. With the method ``exact``, a client may have a smaller rank than
+    the received adapter (``fedrot.lora.load_adapter`` reduces it). Each round logs the distances of the
+    average, and of the mean of the factors, to the mean of the clients' products.
 
     Args:
-        settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``: alpha is not
-            in the tensors.
+        settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``, for alpha.
         adapters: how adapters are averaged; None averages the factors.
         *args: of the base strategy.
         **kwargs: of the base strategy, and of ``ReplyStrategy``.
 
     Raises:
-        FedrotError: the settings are not those of a LoRA adapter; the base strategy is none of these.
-            In the first round: the clients send no adapter.
+        FedrotError: the settings are not those of a LoRA adapter; the base strategy is not supported.
+            In the first round: ``initial_arrays`` is not an adapter.
     """
 
     uses_statistics = True
@@ -73,12 +72,12 @@ class AlignedLoRA(ReplyStrategy):
         if behind not in OF_THE_MEAN:
             able = ", ".join(strategy.__name__ for strategy in OF_THE_MEAN)
             raise FedrotError(
-                f"{type(self).__name__} averages adapters itself, and {behind.__name__} looks at every "
-                f"update. Behind it can stand {able}."
+                f"{type(self).__name__} passes only the average on, but {behind.__name__} needs every "
+                f"update. Supported base strategies: {able}."
             )
 
     def summary(self) -> None:
-        """Log how adapters are averaged, then the summary of the strategy behind."""
+        """Log how adapters are averaged, then the summary of the base strategy."""
         log(INFO, "\t├──> Adapters: %s", self.adapters)
         super().summary()
 
@@ -92,7 +91,7 @@ class AlignedLoRA(ReplyStrategy):
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply may hold: an adapter of at most the broadcast ranks."""
+        """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
         return AdapterSchema(broadcast, self.adapters.any_rank)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
@@ -103,17 +102,17 @@ class AlignedLoRA(ReplyStrategy):
 
 
 def _check_initial(arrays: ArrayRecord) -> None:
-    """Refuse a first model that is no adapter, before any client trains; warn of base weights in it."""
+    """Refuse a first model that is not an adapter; warn of base weights in it."""
     try:
         pairs_of(arrays)
     except UpdateError as error:
-        raise FedrotError(f"initial_arrays is no LoRA adapter: {error}") from error
+        raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
     base = [name for name in arrays if ".base_layer." in name]
     if base:
         log(
             WARNING,
-            "initial_arrays holds base weights ('%s'), which would travel and be averaged in every "
-            "round. Send the adapter alone: fedrot.lora.adapter_tensors(model).",
+            "initial_arrays holds base weights ('%s'), which would be sent and averaged in every "
+            "round. Send only the adapter: fedrot.lora.adapter_tensors(model).",
             base[0],
         )
 
@@ -121,7 +120,7 @@ def _check_initial(arrays: ArrayRecord) -> None:
 class FedRotLoRA(AlignedLoRA, FedAvg):
     """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
-    Every argument of ``FedAvg`` works as before, by its name; see ``AlignedLoRA`` for the others.
+    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` for the other arguments.
 
     Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
     """
@@ -129,7 +128,7 @@ class FedRotLoRA(AlignedLoRA, FedAvg):
 
 @dataclass(frozen=True)
 class AdapterSchema(Schema):
-    """Adapters of the broadcast modules, whose ranks are at most those of the broadcast factors.
+    """Adapters of the broadcast modules, with ranks up to those of the broadcast factors.
 
     Attributes:
         smaller: whether smaller ranks are allowed.
@@ -138,14 +137,14 @@ class AdapterSchema(Schema):
     smaller: bool = True
 
     def check(self, given: Mapping[str, Shaped]) -> None:
-        """Raise ``UpdateError`` unless names and shapes, but for ranks, are those of the broadcast."""
+        """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the broadcast."""
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
                 wanted, own = shapes[name], tuple(given[name].shape) if name in given else ()
                 if len(own) == len(wanted) and own[axis] != wanted[axis]:
                     self._check_rank(name, own[axis], wanted[axis])
-                    # No adapter has rank 0: its shape is refused below.
+                    # Rank 0 is refused below, by its shape.
                     shapes[name] = (*wanted[:axis], own[axis] or wanted[axis], *wanted[axis + 1 :])
         check_update(given, shapes)
 
@@ -154,13 +153,13 @@ class AdapterSchema(Schema):
             needed = [] if self.smaller else ["AdapterOptions('exact')"]
             needed += ["an initial adapter of the largest rank"] if own > most else []
             raise UpdateError(
-                f"The factor '{name}' has rank {own}, the broadcast one {most}. Clients of different "
+                f"The factor '{name}' has rank {own}, the broadcast factor {most}. Clients of different "
                 f"ranks need {' and '.join(needed)}."
             )
 
 
 class AdapterMean:
-    """An ``Aggregator`` of adapters, which says and measures what it found."""
+    """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its result."""
 
     needs: tuple[str, ...] = ()
     notes: Mapping[str, str] = {}
@@ -175,7 +174,7 @@ class AdapterMean:
         self._average.add(AdapterUpdate(update, weight, self._average.settings), trained)
 
     def result(self) -> dict[str, Tensor]:
-        """Return the average, and keep its errors."""
+        """Return the average, and store its report."""
         tensors, report = self._average.result()
         self.said = str(report)
         errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}

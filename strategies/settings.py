@@ -1,4 +1,4 @@
-"""Groups of arguments of ``FedRot`` and ``Aligned``; each checks itself when it is made."""
+"""Groups of arguments of ``FedRot`` and ``Aligned``; their constructors check them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from fedrot.strategies.wire.arrays import PRECISIONS
 class OtherBasis:
     """How to align replies from another basis than the broadcast model's.
 
-    Such replies come from clients that trained from an initialisation of their own, or that join late
-    with a model of their own. If most replies of a round do and the residual stream is aligned, the one
-    with the largest weight is the round's anchor.
+    Such replies come from clients that trained from a different initialisation, or that join late with
+    their own model. If most replies of a round come from another basis and the residual stream is
+    aligned, the reply with the largest weight is the round's anchor.
 
     Example: ``FedRot(config, other_basis=OtherBasis(lambda: MyModel(config)))``.
 
     Attributes:
         model: returns a model of the broadcast architecture. fedrot checks once that alignment preserves
-            its function, and then matches replies by weights, and where the residual stream is permuted
-            by activations on random tokens, too.
+            its function, and then matches replies by weights; if the residual stream is permuted, also
+            by activations on random tokens.
         options: what to align; the whole model if None. Without ``model`` nothing is checked: you assert
-            that the model is a standard one of its family.
+            that the model is a standard model of its family.
         at_clients: ask the senders to match their updates on their own data, which needs
-            ``match_at_client`` on their ``ClientApp``. Each of them receives two more models per round:
+            ``match_at_client`` on their ``ClientApp``. Each sender receives two more models per round:
             its update and the anchor, which is another client's update if most are in another basis.
-        learning_passes: after matching, the round's clients learn a common basis in so many passes: each
-            receives its own model and the mean of the others, takes a few gradient steps on rotations of
-            its model (``Matching.learning``), and answers with these. Every pass sends two models to
-            each client, which needs ``match_at_client`` on its ``ClientApp``.
+        learning_passes: number of passes in which the round's clients learn a common basis after
+            matching. In a pass, each client receives its model and the mean of the others, takes a few
+            gradient steps on rotations of its model (``Matching.learning``), and answers with the
+            rotations. This needs ``match_at_client`` on the ``ClientApp``.
         token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``, see
-            ``fedrot.align``. If None, the sum of what the round's clients report
+            ``fedrot.align``. If None, the sum of the counts that clients report
             (``token_counts_record``).
 
     Raises:
         FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, the passes
-            are negative, or the counts are none.
+            are negative, or the counts are invalid.
     """
 
     model: Callable[[], nn.Module] | None = None
@@ -58,11 +58,11 @@ class OtherBasis:
         if isinstance(self.model, nn.Module) or not (self.model is None or callable(self.model)):
             example = kind if isinstance(self.model, nn.Module) else "MyModel"
             raise FedrotError(
-                f"OtherBasis was given a {kind} as model, which must be a function that builds one: "
-                f"write model=lambda: {example}(config)."
+                f"OtherBasis has a {kind} as model, but needs a function that builds the model: write "
+                f"model=lambda: {example}(config)."
             )
         if self.model is None and self.options is None:
-            raise FedrotError("OtherBasis needs 'model', or 'options', or both.")
+            raise FedrotError("OtherBasis needs 'model' or 'options', or both.")
         if self.learning_passes < 0:
             raise FedrotError(f"learning_passes is {self.learning_passes}; it must not be negative.")
         if self.token_counts is not None:
@@ -76,20 +76,20 @@ class Server:
     Example: ``FedRot(config, server=Server(device="cuda", min_replies=5))``.
 
     Attributes:
-        min_replies: with fewer accepted replies the round fails, and the model stays as it was.
+        min_replies: with fewer accepted replies the round fails, and the model does not change.
         device: where updates are aligned and averaged. With the anchors ``global`` and ``running`` a
             GPU holds one model, the mean, and two layers; other anchors and aggregations, and replies in
-            another basis, take whole updates there.
-        wire: precision in which the model is sent to the clients, float16 or bfloat16; None sends it as
-            it is. The server keeps its own precision. Clients read the model with ``from_arrays``, and
-            may answer in any precision.
-        spill: a folder for updates that wait for others; None keeps them in memory.
-        deterministic: take replies in an order that depends on their contents, not on who answers first,
-            so that two runs agree to the last bit. No client can choose its place. This keeps all of a
-            round's updates until every reply has arrived.
+            another basis, need whole updates there.
+        wire: precision of the model that is sent to the clients, float16 or bfloat16; None sends it
+            unchanged. The server's model keeps its precision. Clients read the model with
+            ``from_arrays``, and may answer in any precision.
+        spill: a folder for updates that wait for others; None holds them in memory.
+        deterministic: sort replies by their contents, not by arrival, so that two runs are identical in
+            every bit. No client can choose its place. All updates of a round are then held until every
+            reply has arrived.
 
     Raises:
-        FedrotError: ``min_replies`` is below 1, ``wire`` is no precision, or ``spill`` no folder.
+        FedrotError: ``min_replies`` is below 1, ``wire`` is not a precision, or ``spill`` not a folder.
     """
 
     min_replies: int = 1
@@ -100,24 +100,24 @@ class Server:
 
     def __post_init__(self) -> None:
         if self.min_replies < 1:
-            raise FedrotError(f"min_replies is {self.min_replies}; a round needs 1 reply at least.")
+            raise FedrotError(f"min_replies is {self.min_replies}; it must be at least 1.")
         if self.wire is not None and self.wire not in PRECISIONS:
             raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
         if isinstance(self.spill, bool):
-            raise FedrotError(f"spill is {self.spill}; give the folder for updates that wait.")
+            raise FedrotError(f"spill is {self.spill}; give a folder for waiting updates.")
 
 
 @dataclass(frozen=True)
 class Checkpointing:
     """Where the run writes checkpoints, see docs/how-to/checkpoints.md.
 
-    A run whose folder has checkpoints goes on after the newest valid one.
+    If the folder has checkpoints, the run resumes after the newest valid one.
 
     Example: ``FedRot(config, checkpoints=Checkpointing("runs/tuesday"))``.
 
     Attributes:
-        folder: receives a checkpoint after every round. It may be empty or missing.
-        keep: the number of newest checkpoints that stay.
+        folder: the folder for a checkpoint after every round; may be empty or missing.
+        keep: number of newest checkpoints to keep.
     """
 
     folder: str | Path
@@ -126,21 +126,20 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Reporting:
-    """Where a run reports what happened.
+    """Where a run reports its rounds.
 
     Example: ``FedRot(config, reporting=Reporting(rows="alignment.jsonl"))``.
 
     Attributes:
-        rows: a JSON-lines file: one row per round, client and group, one per reply that was dropped or
-            failed, and one per round and stage with its metrics.
+        rows: a JSON-lines file: one row per round, client and group, one row per dropped or failed
+            reply, and one row per round and stage with its metrics.
         on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
             (``train``, ``evaluate``, ``server``) with its metrics, for trackers
             (docs/how-to/deploy.md).
-        all_metrics: add every metric of docs/reference/metrics.md to a round's metrics, not only the
-            default ones.
+        all_metrics: report all metrics of docs/reference/metrics.md, not only the default ones.
 
     Raises:
-        FedrotError: ``rows`` is a folder, or ``on_round`` no function.
+        FedrotError: ``rows`` is a folder, or ``on_round`` is not a function.
     """
 
     rows: str | Path | None = None
@@ -154,7 +153,7 @@ class Reporting:
 
     def __post_init__(self) -> None:
         if self.rows_path is not None and self.rows_path.is_dir():
-            raise FedrotError(f"rows is the folder '{self.rows}'; give a file in it, rows.jsonl, say.")
+            raise FedrotError(f"rows is the folder '{self.rows}'; give a file in this folder.")
         given: object = self.on_round
         if not (given is None or callable(given)):
             kind = type(given).__name__

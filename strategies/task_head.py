@@ -1,8 +1,8 @@
 """The task head of a finished model, fitted to the rows of all clients.
 
-The server sends the model and asks for sums (``held_out``). It fits the head, sends the model with it,
-and asks for the losses of both on rows that the clients have held out. It keeps the better one, at its
-best temperature.
+The server sends the model and asks for sums (``held_out``). It fits the task head, sends the model with
+the fitted head, and asks for the losses on the clients' held-out rows. The head with the smaller loss is
+kept, at its best temperature.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import replace_changed
 from fedrot.temperature import LossSums, best_temperature, with_temperature
 
-#: So many held-out rows of all clients together choose reliably enough.
+#: With fewer held-out rows of all clients together, a warning is logged.
 FEW = 100
 
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A model with its task head, and what is known about it.
+    """A model with its task head, and the losses on held-out rows.
 
     Attributes:
-        arrays: the model, with the better of the two heads at its best temperature.
-        fitted: whether that is the fitted head.
-        temperature: what the logits were divided by.
-        losses: mean cross entropy on the held-out rows of all clients: of the model as it was, of the
-            model as it was at its best temperature, and of the fitted head at its best temperature.
-        rows: held-out rows.
-        clients: clients that answered both requests.
+        arrays: the model, with the better of the two task heads at its best temperature.
+        fitted: whether the fitted head is the better one.
+        temperature: the divisor of the logits.
+        losses: mean cross entropy on the held-out rows of all clients: of the given model, of the given
+            model at its best temperature, and of the fitted head at its best temperature.
+        rows: number of held-out rows.
+        clients: number of clients that answered both requests.
     """
 
     arrays: ArrayRecord
@@ -61,18 +61,18 @@ def fit_task_head(
     """Fit the task head of a finished model to the rows of all connected clients.
 
     Every client receives the model, and answers with sums over its rows. Clients with held-out rows
-    receive it once more, with the fitted head. The server sees each client's sums. Of a class with one
-    row these are the row's features. A client that lies moves the sums as it moves a mean. The head is
-    fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only if its loss over
-    all held-out rows is smaller than that of the head as it was, each at its best temperature.
+    receive the model again, with the fitted head. The server sees each client's sums; for a class with
+    one row these are the row's features. Wrong sums of a client change the total as they change a mean.
+    The task head is fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only
+    if its loss over all held-out rows is smaller than the given head's, each at its best temperature.
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.
         arrays: the model, such as ``strategy.start(...).arrays``.
         model_config: the model's transformers configuration, or its dictionary.
-        head: the name of the model's last linear layer; None finds it.
+        head: the name of the model's last linear layer; ``fedrot.head.head_of`` if None.
         shrinkage: see ``fedrot.head.fit_head``.
-        config: is sent along with both requests, as ``train_config`` is with a round's.
+        config: sent with both requests, like ``train_config`` in a round.
         timeout: seconds to wait for the answers to each of the two requests.
 
     Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
@@ -91,13 +91,13 @@ def fit_task_head(
     first = asked([*grid.get_node_ids()], arrays, head, shape)
     judges = [node for node, answer in first.items() if answer.losses is not None]
     if not judges:
-        raise FedrotError("Task head: no client has held-out rows, so that no head can be chosen.")
+        raise FedrotError("Task head: no client has held-out rows to choose the head by.")
     fitted, second = tensors, first
     try:
         sums = total(answer.sums for answer in first.values())
         fitted = with_head(tensors, head, *fit_head(sums, shrinkage, bias=f"{head}.bias" in tensors))
     except FedrotError as error:
-        log(WARNING, "Task head: it cannot be fitted, and stays as it is. %s", error)
+        log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
     else:
         second = asked(judges, replace_changed(arrays, tensors, fitted), "", None)
     before = total(first[node].losses for node in second)
@@ -111,14 +111,14 @@ def fit_task_head(
     if before.rows < FEW:
         log(
             WARNING,
-            "Task head: %g held-out rows are few; the choice of head and temperature may be noise. Let "
-            "clients hold out more.",
+            "Task head: with %g held-out rows, the choice of head and temperature may be noise. Let "
+            "clients hold out more rows.",
             before.rows,
         )
     log(
         INFO,
-        "Task head: %d clients, %g held-out rows; loss %.4g as it was, %.4g at its best temperature, "
-        "%.4g fitted: the %s head is kept, temperature %.3g.",
+        "Task head: %d clients, %g held-out rows; loss of the old head %.4g, at its best temperature "
+        "%.4g, of the fitted head %.4g: the %s head is kept, temperature %.3g.",
         *(found.clients, found.rows, *found.losses, "fitted" if better else "old", temperature),
     )
     return found

@@ -29,13 +29,13 @@ class Fisher:
     entries whose Fisher is zero at every client, get the weighted mean. Sums are float64. Rows that a
     client has not trained (statistics ``trained``) have weight zero.
 
-    A diagonal Fisher cannot follow a rotation. Either the clients align first and compute it afterwards
-    (``align_mod``), or only permutations are aligned.
+    A rotation cannot be applied to a diagonal Fisher. Either the clients align first and compute it
+    afterwards (``align_mod``), or only permutations are aligned.
 
     Args:
         floor: added to every ``F_i``, as a share of the mean over all entries of all updates. Entries
-            that the loss does not depend on (a key's bias, say) are then averaged; without a floor,
-            rounding errors would weight them.
+            that do not affect the loss (such as a key's bias) are then averaged; without a floor, their
+            weights would be rounding errors.
     """
 
     needs: tuple[str, ...] = (FISHER,)
@@ -57,7 +57,7 @@ class Fisher:
 
         Raises:
             UpdateError: as ``Mean.add``; or the Fisher information is missing, or belongs to other
-                tensors than the first update's. Nothing has been added then.
+                tensors than the first update's. After an error, nothing has been added.
         """
         self._mean.check(update, weight, statistics)
         statistics, lacking = statistics or {}, untrained(statistics)
@@ -65,7 +65,7 @@ class Fisher:
         fisher = {n: value for n, value in statistics.get(FISHER, {}).items() if n not in lacking}
         if not fisher:
             raise UpdateError(
-                "The update comes without Fisher information, which this average needs; see "
+                "The update has no Fisher information, which this average needs; see "
                 "fedrot.collect_fisher."
             )
         known = self._reference.keys()

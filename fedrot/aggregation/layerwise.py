@@ -1,7 +1,7 @@
-"""Alignment of an update on a GPU layer by layer, with the copies from the host in the background.
+"""Alignment of an update on a GPU layer by layer, with copies from the host in the background.
 
-Groups that share no tensor are independent of each other. So a model is split into parts, and the GPU
-aligns one part while the next one is copied: it holds two layers at a time, whatever the model's depth.
+Groups that share no tensor are independent of each other. A model is split into pieces of such groups,
+and the GPU aligns one piece while the next one is copied. It holds two layers at a time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _ALIGNED = 256
 
 @dataclass(frozen=True)
 class AlignedPart:
-    """The moved tensors of one part of an update, on the device, and their alignment."""
+    """The moved tensors of one piece of an update, on the device, and their alignment."""
 
     tensors: dict[str, Tensor]
     alignment: Alignment
 
 
 def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tuple[Symmetry, ...]:
-    """Split a model into parts that share no tensor, each a symmetry of its own.
+    """Split a model into pieces that share no tensor, each with its own symmetry.
 
-    A part holds the tensors that the chosen groups of a layer act on, and all parts connected to it by a
-    tensor: the whole model if the residual stream is matched. Tensors without a chosen group come in
-    packets without groups, no larger than the largest layer, unless one tensor is.
+    A piece holds the tensors that the chosen groups of a layer act on, joined with all pieces that share
+    a tensor with it: the whole model if the residual stream is matched. Tensors without a chosen group
+    are in pieces without groups, at most as large as the largest layer or one tensor.
     """
     options = (options or AlignmentOptions()).for_model(symmetry)
     symmetry = symmetry.rotated if options.rotates else symmetry
@@ -80,16 +80,14 @@ def align_by_layer(
     options: AlignmentOptions | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[AlignedPart]:
-    """Align an update on a device, and yield its parts there one after the other.
+    """Align an update on a device, and yield its pieces there one after the other.
 
-    The parts together are ``align(...).apply(update)``, and their reports ``merged_report``. Update and
-    anchor may be on any device. The device holds the part that was yielded last, its anchor, and the
-    next part.
-
-    A part that cannot be matched is yielded as it is.
+    Together the pieces are ``align(...).apply(update)``; ``merged_report`` joins their reports. Update
+    and anchor may be on any device. The device holds the last piece, its anchor, and the next piece. A
+    piece that cannot be matched is yielded without a move.
 
     Raises:
-        UpdateError: names or shapes differ, or the canonical form overflows; before the first part.
+        UpdateError: before the first piece, if names or shapes differ, or the canonical form overflows.
     """
     options = (options or AlignmentOptions()).for_model(symmetry)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
@@ -98,7 +96,7 @@ def align_by_layer(
     if options.canonical:
         check_finite(canonical(update, symmetry.rotated if options.rotates else symmetry))
     parts = parts_of(symmetry, options)
-    # Packets without groups stay as they are and need no anchor.
+    # Pieces without groups stay as they are and need no anchor.
     wanted = [
         [(update, name) for name in part.shapes]
         + [(anchor.tensors, name) for name in part.shapes if part.groups or part.redundant_biases]
@@ -106,7 +104,7 @@ def align_by_layer(
     ]
     copies = copied(wanted, torch.device(device))
     for part in parts:
-        # No variable here holds a part: it would live until the next one is aligned.
+        # No variable here holds a piece: its memory would stay in use until the next one is aligned.
         yield _aligned_part(part, copies, anchor, options)
 
 
@@ -120,19 +118,19 @@ def _aligned_part(
 def _matched_part(
     part: Symmetry, copies: Iterator[list[Tensor]], anchor: Anchor, options: AlignmentOptions
 ) -> tuple[dict[str, Tensor], Alignment]:
-    """Return the update's tensors and their alignment; the anchor's tensors are released."""
+    """Return the update's tensors and their alignment; releases the anchor's tensors."""
     found = next(copies)
     ours = dict(zip(part.shapes, found, strict=False))
     theirs = dict(zip(part.shapes, found[len(ours) :] or found, strict=True))
     try:
         return ours, align(ours, replace(anchor, tensors=theirs), part, options)
     except UpdateError:
-        # Other parts may be in a mean already. This one stays as it is: the same function.
+        # Other pieces may already be in a mean. Without a move this piece computes the same function.
         return ours, Alignment(part, (), AlignmentReport((), 0.0, 0.0, 0.0), bool(options.canonical))
 
 
 def merged_report(parts: Iterable[AlignmentReport], symmetry: Symmetry) -> AlignmentReport:
-    """Return the report of a whole model from those of its parts, groups in the model's order."""
+    """Return the report of a whole model from those of its pieces, groups in the model's order."""
     given = list(parts)
     rows = {row.group: row for report in given for row in report.groups}
     return AlignmentReport(
@@ -151,19 +149,19 @@ def moved_by_layer(
     device: torch.device | str = "cpu",
     statistics: Statistics | None = None,
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
-    """Return an update in parts, which are aligned on a device when they are read.
+    """Return an update in pieces, which are aligned on a device when they are read.
 
-    ``Mean.fold_parts`` adds the parts. Check before that the update is finite (``check_finite``): layers
-    that were added cannot be taken back. ``anchor`` may be the mean's own tensors. An update with
-    statistics of tensors that move is aligned at once, as one part: only its whole alignment shows
-    whether the statistics can follow.
+    ``Mean.fold_parts`` adds the pieces. Call ``check_finite`` before, because pieces cannot be removed
+    from a mean. ``anchor`` may be the mean's own tensors. An update with
+    statistics of tensors that move is aligned at once, as one piece: only the whole alignment shows
+    whether the statistics can be moved with the weights.
 
     Returns:
-        The parts, which can be read once; the statistics of the aligned update; and a function that
-        returns the alignment's report once all parts have been read.
+        The pieces, which can be read once; the statistics of the aligned update; and a function that
+        returns the alignment's report after all pieces have been read.
 
     Raises:
-        UpdateError: see ``align``; it may be raised when the first part is read.
+        UpdateError: see ``align``; it may be raised when the first piece is read.
         FedrotError: see ``Alignment.transport``.
     """
     options, statistics = options or AlignmentOptions(), statistics or {}
@@ -180,17 +178,17 @@ def moved_by_layer(
         reports.append(part.alignment.report)
         return part.tensors
 
-    # ``map`` keeps no part.
+    # ``map`` holds no piece, a generator would.
     parts = map(reported, align_by_layer(update, anchor, symmetry, options, device))
     return parts, statistics, lambda: merged_report(reports, symmetry)
 
 
-#: The tensors of a part, each as a mapping and a name in it, which are looked up when they are copied.
+#: The tensors of a piece, each as a mapping and a name in it; looked up when they are copied.
 _Wanted = Sequence[tuple[Tensors, str]]
 
 
 def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield each part's tensors on the device, and copy the next two parts meanwhile if it is a GPU."""
+    """Yield each piece's tensors on the device; for a GPU the next two are copied in the background."""
     if device.type != "cuda":
         for part in parts:
             yield [held[name].detach().to(device) for held, name in part]
@@ -206,7 +204,7 @@ def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tens
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """A part on its way into pinned memory: its tensors, and where each of the host's begins there."""
+    """A piece that is copied to pinned memory: its tensors and their byte offsets there."""
 
     tensors: list[Tensor]
     places: list[int]
@@ -216,10 +214,10 @@ class _Gathered:
 
 
 class _Pipeline:
-    """Copies parts from the host's memory to a GPU in two steps, both in the background.
+    """Copies pieces from the host's memory to a GPU in two steps, both in the background.
 
-    A thread gathers the part in pinned memory; then a CUDA stream sends it in one packet. Of two pinned
-    buffers, which grow to the largest part, one is filled while the other one is sent.
+    A thread gathers the piece in pinned memory; then a CUDA stream sends it in one packet. There are two
+    pinned buffers, which grow to the largest piece: one is filled while the other is sent.
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
@@ -232,7 +230,7 @@ class _Pipeline:
         self._sent: tuple[_Gathered, Tensor] | None = None
 
     def advance(self, part: _Wanted) -> list[Tensor]:
-        """Gather a part, send the one before it, and return the one before that; empty at first."""
+        """Gather a piece, send the last one, and return the one before the last; empty at first."""
         now, gathered = self._sent, self._gathered
         self._sent = (gathered, self._send(gathered)) if gathered is not None else None
         tensors = [held[name].detach() for held, name in part]
@@ -240,7 +238,7 @@ class _Pipeline:
         return self._received(*now) if now is not None else []
 
     def _gather(self, tensors: list[Tensor]) -> _Gathered:
-        """Begin to gather tensors; those that are on the device stay where they are."""
+        """Begin to gather tensors; tensors on the device are not copied."""
         turn, self._turn = self._turn, 1 - self._turn
         places, size = [], 0
         for tensor in tensors:
@@ -269,7 +267,7 @@ class _Pipeline:
         """Return the tensors on the device; computations with them wait for the copy."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._free[gathered.turn])
-        # The packet's memory is used again only after the computations on this stream.
+        # The allocator reuses the packet's memory only after the computations on this stream.
         packet.record_stream(stream)
         return [
             tensor.to(self._device)
@@ -280,13 +278,13 @@ class _Pipeline:
 
 
 def _within(packet: Tensor, place: int, like: Tensor) -> Tensor:
-    """Return the bytes of a packet that hold a tensor, as that tensor."""
+    """Return a view of a packet's bytes with the dtype and shape of ``like``."""
     stop = place + like.numel() * like.element_size()
     return packet[place:stop].view(like.dtype).view(like.shape)
 
 
 def _fill(free: torch.cuda.Event, held: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors to their places, once the buffer's last packet has been sent."""
+    """Copy tensors to their places after the buffer's last packet has been sent."""
     free.synchronize()
     with torch.no_grad():
         for tensor, place in held:

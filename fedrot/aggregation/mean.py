@@ -18,12 +18,12 @@ from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, r
 class Mean:
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 
-    The mean is held in float32, or float64 for float64 updates, and updated in place: it takes the
-    memory of one model, however many updates are added. The result has the dtypes of the first update.
+    The mean is held in float32, or float64 for float64 updates, and updated in place: it needs the
+    memory of one model for any number of updates. The result has the dtypes of the first update.
     Integers and booleans are averaged in float64, and rounded to the nearest in the result.
 
-    Statistics ``trained`` are masks of the rows that a client trained (the labels it has seen, say).
-    These rows are averaged over the clients that trained them, and over all clients if none did.
+    Statistics ``trained`` are masks of the rows that a client trained (for example the labels it saw).
+    A row is averaged over the clients that trained it, or over all clients if none did.
 
     >>> mean = Mean()
     >>> mean.add({"w": torch.tensor([0.0, 4.0])}, weight=1)
@@ -40,19 +40,19 @@ class Mean:
         self.weight = 0.0
         self._mean: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        #: Per tensor with masks: the mean of each row over its clients, and the sum of their weights.
+        #: For tensors with masks: the mean of each row over its clients, and the sum of their weights.
         self._trained: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
     def current(self) -> Tensors:
-        """The mean over all clients, empty before the first update; not a copy: do not write to it.
+        """The mean over all clients, empty before the first update. It is no copy: do not write to it.
 
         Means of integers are not rounded.
         """
         return self._mean
 
     def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Check the arguments of ``add``, and raise the errors of ``add``."""
+        """Raise the errors of ``add``, without adding."""
         check_weight(weight)
         like = self._mean or update
         check_update(update, {name: tuple(tensor.shape) for name, tensor in like.items()})
@@ -63,7 +63,8 @@ class Mean:
 
         Raises:
             UpdateError: the weight is not a positive number of a reasonable size, names or shapes differ
-                from the first update's, or a mask does not fit its tensor. Nothing has been added then.
+                from the first update's, or a mask does not fit its tensor. After an error, nothing has
+                been added.
         """
         self.check(update, weight, statistics)
         self.fold(update, weight, statistics)
@@ -82,7 +83,7 @@ class Mean:
         masks = (statistics or {}).get(TRAINED, {})
         share = weight / (self.weight + weight)
         fold = partial(self._fold_part, weight=weight, share=share, masks=masks)
-        # A loop variable would hold a part while the next one is made; ``map`` does not.
+        # A loop variable would hold a part while the next part is made; ``map`` does not.
         for _ in map(fold, parts):
             pass
         self.weight += weight
@@ -117,7 +118,7 @@ class Mean:
 
         Args:
             device: of the result; None: the device of the updates.
-            last: return the tensors that are held in place of copies, and hold nothing any more.
+            last: return the held tensors, not copies; the mean is empty afterwards.
 
         Raises:
             UpdateError: nothing was added.

@@ -18,13 +18,13 @@ from fedrot.symmetry.describe.mixture import ExpertPermutation
 from fedrot.symmetry.groups import Group, Symmetry
 from fedrot.tensors import Tensors, compute_dtype
 
-#: Parts whose units are alike and can be mixed.
+#: Parts whose units have the same shape and can be mixed.
 MIXED = ("heads", "ffn")
 
-#: When Sinkhorn's iterations stop: by their number, or by the error of the plan's sums.
+#: Sinkhorn's iterations stop at this number, or at this error of the plan's sums.
 _ITERATIONS, _TOLERANCE = 2000, 1e-7
-#: With less regularisation they compute in logarithms, ten times slower: exp(-1 / regularisation) and
-#: its inverse have to be numbers of float64.
+#: With less regularisation, Sinkhorn computes in logarithms, ten times slower: exp(-1 / regularisation)
+#: and its inverse must be in the range of float64.
 _SAFE = 1 / 300
 
 
@@ -34,15 +34,14 @@ class OptimalTransport(Mean):
 
     Units are FFN neurons and heads. A transport plan ``T`` ``[n, n]``, whose rows and columns sum to 1,
     replaces the update's units by mixtures ``u_i = sum_j T_ij u_j``, in the tensors that write the units
-    and in those that read them; the mean follows. The plan minimises the squared distance to the
-    anchor's units, divided by the largest, plus ``regularisation`` times the plan's negative entropy.
-    Without regularisation it is a permutation, which preserves the update's function; a soft plan does
-    not. A unit that may change its sign gets the sign that is nearer to the anchor. Align rotations
-    first.
+    and in the tensors that read them; then updates are averaged. The plan minimises the squared distance
+    to the anchor's units, divided by the largest, plus ``regularisation`` times its negative entropy.
+    Without regularisation the plan is a permutation, which preserves the update's function; other plans
+    do not. A unit that may change its sign gets the sign nearer to the anchor. Align rotations first.
 
     Args:
         symmetry: from ``symmetry_of``.
-        regularisation: not negative.
+        regularisation: weight of the entropy, not negative.
         parts: any of ``heads``, ``ffn``.
         anchor: tensors that updates are transported to; the first update if None.
 
@@ -65,12 +64,12 @@ class OptimalTransport(Mean):
         _pot()
         super().__init__()
         self.regularisation = regularisation
-        # Query heads are mixed with their key heads, not among themselves.
+        # Query heads that share a key head are mixed together with it, not with each other.
         found = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
         experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
         self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
-        in_place = "experts are averaged in place: the neurons of two experts have no common order"
+        in_place = "experts are not transported: the neurons of two experts have no common order"
         #: The groups that are not mixed, and those whose plan had not converged in any update.
         self.notes: dict[str, str] = dict.fromkeys((group.name for group in experts), in_place)
 
@@ -78,16 +77,16 @@ class OptimalTransport(Mean):
         """Transport one update and add it.
 
         Raises:
-            UpdateError: as ``Mean.add``, or some rows of units that are mixed are marked as trained.
-                Nothing has been added then.
+            UpdateError: as ``Mean.add``, or a mask of trained rows covers only some rows of a tensor
+                whose units are mixed. After an error, nothing has been added.
         """
         self.check(update, weight, statistics)
         moved = {slot.tensor for group in self._groups for slot in group.slots if slot.axis == 0}
         for name, mask in (statistics or {}).get(TRAINED, {}).items():
             if name in moved and bool(mask.any()) and not bool(mask.all()):
                 raise UpdateError(
-                    f"Some rows of '{name}' are marked as trained, but units are mixed there. Mark all "
-                    "of its rows or none."
+                    f"Only some rows of '{name}' are marked as trained, but its units are mixed. Mark "
+                    "all of its rows or none."
                 )
         if self._anchor is None:
             self._anchor = dict(update)
@@ -95,7 +94,7 @@ class OptimalTransport(Mean):
 
     @full_float32()
     def transported(self, update: Tensors) -> dict[str, Tensor]:
-        """Return a copy of the update whose units were transported to the anchor's."""
+        """Return a copy of the update with units transported to the anchor's."""
         moved = dict(update)
         for group in self._groups:
             plan, signs = self._plan(group, moved)
@@ -107,7 +106,7 @@ class OptimalTransport(Mean):
         return moved
 
     def _plan(self, group: Group, update: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the plan ``[n (anchor), n (update)]``, its rows sum to 1, and its signs; float64."""
+        """Return the plan ``[n (anchor), n (update)]``, whose rows sum to 1, and its signs; float64."""
         assert self._anchor is not None
         n = group.kind.units
         cost, negated = torch.zeros(2, n, n, dtype=torch.float64)
@@ -131,11 +130,11 @@ class OptimalTransport(Mean):
             plan, log = pot.sinkhorn(*given, log=True, warn=False, **limits)
             if log["err"][-1] > _TOLERANCE:
                 self.notes[group.name] = (
-                    f"the transport plan missed its sums by {log['err'][-1]:.1g} after {_ITERATIONS} "
-                    "iterations; more regularisation converges faster"
+                    f"the sums of the transport plan are wrong by {log['err'][-1]:.1g} after "
+                    f"{_ITERATIONS} iterations; more regularisation converges faster"
                 )
         plan = torch.from_numpy(plan)
-        # The rows of a plan that has not converged miss their sum.
+        # The rows of a plan that has not converged do not sum to 1.
         return plan / plan.sum(1, keepdim=True), signs
 
 

@@ -1,4 +1,4 @@
-"""The registry of aggregations, which strategies, arms, ``fedrot merge`` and the documentation read."""
+"""The registry of aggregations, read by strategies, arms, ``fedrot merge`` and the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedrot.tensors import Tensors
 
 
 class Aggregator(Protocol):
-    """An object that averages updates in the same coordinates; ``needs`` names their statistic kinds."""
+    """Averages updates in common coordinates; ``needs`` names the kinds of statistics it requires."""
 
     needs: tuple[str, ...]
 
@@ -26,7 +26,7 @@ class Aggregator(Protocol):
         """Remarks about the last result, by tensor; empty if there are none."""
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Add one update; raises ``UpdateError``, and has added nothing then."""
+        """Add one update; raises ``UpdateError``, after which nothing has been added."""
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far."""
@@ -40,11 +40,11 @@ class AggregationEntry:
     """One registered aggregation, the class ``build``.
 
     Attributes:
-        name: in ``FedRot(aggregation=NAME)``, in arms, and, if it needs no score, in
-            ``fedrot merge --method NAME``.
-        needs: statistic kinds that every update must bring.
+        name: in ``FedRot(aggregation=NAME)``, in arms, and in ``fedrot merge --method NAME`` (there only
+            if the aggregation needs no score).
+        needs: kinds of statistics that every update must have.
         meaning: one line for the documentation.
-        by_tensor: whether every tensor can be merged without the others.
+        by_tensor: whether each tensor can be merged independently of the others.
     """
 
     name: str
@@ -55,7 +55,7 @@ class AggregationEntry:
 
     @property
     def path(self) -> str:
-        """The class as users import it, ``fedrot.aggregation.RegMean``."""
+        """The name to import the class by, such as ``fedrot.aggregation.RegMean``."""
         module, name = self.build.__module__, self.build.__name__
         package = module.rpartition(".")[0]
         exported = getattr(sys.modules.get(package), name, None) is self.build
@@ -69,7 +69,7 @@ class AggregationEntry:
 
     @property
     def follows_rotations(self) -> bool:
-        """Whether the statistics it needs can follow rotations of heads."""
+        """Whether rotations of heads can be applied to the statistics that this aggregation needs."""
         return all(kind_named(kind).follows_rotations for kind in self.needs)
 
 
@@ -77,7 +77,7 @@ _ENTRIES: dict[str, AggregationEntry] = {}
 
 
 def _entries() -> Mapping[str, AggregationEntry]:
-    import_module("fedrot.aggregation")  # registers its own
+    import_module("fedrot.aggregation")  # registers fedrot's aggregations
     return _ENTRIES
 
 
@@ -94,7 +94,7 @@ def register_aggregation(
 
 
 def aggregations(given: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
-    """Return the registered aggregations whose inputs are among the given; all of them if None."""
+    """Return the registered aggregations that need no other inputs than ``given``; all if None."""
     return tuple(e for e in _entries().values() if given is None or set(e.inputs) <= set(given))
 
 
@@ -114,7 +114,7 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
 
     Args:
         name: of a registered aggregation.
-        **given: by argument of its constructor, a function that returns the value; others are ignored.
+        **given: functions that return the constructor's arguments, by name; other names are ignored.
 
     Raises:
         FedrotError: the name is unknown, or an argument without a default is not given.

@@ -14,7 +14,7 @@ from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, ch
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import LARGEST_NORM, Tensors
 
-#: A solution that is so many times as far from the first update as any other update is a rounding error.
+#: A solution is a rounding error if it is this many times farther from the first update than all others.
 MOST_GROWTH = 1e3
 
 
@@ -23,18 +23,18 @@ class RegMean:
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 
     ``W = (sum_i w_i W_i G_i) (sum_i w_i G_i)^-1`` for every weight ``W`` ``[out, in]`` with Gram
-    matrices ``G_i`` ``[in, in]`` per token (``collect_gram``), the weighted mean for all other tensors.
+    matrices ``G_i`` ``[in, in]`` per token (``collect_gram``); other tensors get the weighted mean.
     Off-diagonal entries are first multiplied by ``alpha`` (section 3.3, Appendix A Eq. 8-9), and
     ``beta`` is added to the diagonal (Table 8).
 
-    Sums and solutions are float64. If no client has seen inputs in some direction, the equations are
-    singular: in this direction the result is the weighted mean, and ``notes`` names the layer. This is
-    common with ``alpha=1``, which also needs Gram matrices that were not rounded to bfloat16. A layer
-    whose solution is not finite, or much farther from the clients than they are from each other, is the
-    weighted mean, with such a note: beside a huge Gram matrix all others are rounding errors.
+    Sums and solutions are float64. If the inputs of all clients are 0 in some direction, the equations
+    are singular: in this direction the result is the weighted mean, and ``notes`` names the layer. This
+    is common with ``alpha=1``, which also needs Gram matrices that were not rounded to bfloat16. A layer
+    whose solution is not finite, or much farther from the clients than they are from each other, gets
+    the weighted mean and a note. (One huge Gram matrix reduces all others to rounding errors.)
 
     Rows that some client has not trained (statistics ``trained``) are the mean over the clients that
-    have. A client that has not trained a layer at all needs no Gram matrix of it.
+    trained them. A client needs no Gram matrix of a layer that it has not trained at all.
 
     Args:
         alpha: 0 to 1; 0.9 is the paper's choice for encoders, 0.1 for T5.
@@ -45,13 +45,13 @@ class RegMean:
 
     def __init__(self, alpha: float = 0.9, beta: float = 0.0) -> None:
         if not 0 <= alpha <= 1 or not 0 <= beta < float("inf"):
-            raise FedrotError(f"alpha is {alpha}, beta {beta}; alpha is 0 to 1, beta not negative.")
+            raise FedrotError(f"alpha is {alpha}, beta {beta}; alpha must be 0 to 1, beta not negative.")
         self.alpha, self.beta = alpha, beta
-        #: The layers that the last ``result`` could not solve, or not in all directions.
+        #: The layers that the last ``result`` did not solve, or not in all directions, with the reason.
         self.notes: Mapping[str, str] = {}
         self._mean = Mean()
         self._layers: dict[str, _Layer] = {}
-        #: Rows that every client has trained, of tensors of which some client has not trained all.
+        #: The rows that every client has trained, for tensors that some client trained in part.
         self._trained: dict[str, Tensor] = {}
         self._lacking: set[str] = set()
 
@@ -60,7 +60,7 @@ class RegMean:
 
         Raises:
             UpdateError: as ``Mean.add``; or there are no Gram matrices, or they belong to other layers
-                or have another form than the first update's. Nothing has been added then.
+                or have another form than the first update's. After an error, nothing has been added.
         """
         self._mean.check(update, weight, statistics)
         statistics, lacking = statistics or {}, untrained(statistics)
@@ -76,7 +76,7 @@ class RegMean:
         for name, mask in statistics.get(TRAINED, {}).items():
             if name not in lacking and not bool(mask.all()):
                 self._trained[name] = self._trained.get(name, torch.tensor(True)) & mask
-        # Layers that read one input bring the same matrix, and share its sum as long as they do.
+        # Layers with the same input have the same matrix, and share its sum while this is so.
         groups: dict[tuple[int, int], list[str]] = {}
         for name, (kind, gram) in grams.items():
             if name not in self._layers:
@@ -86,7 +86,7 @@ class RegMean:
             gram = grams[names[0]][1]
             shrunk = weight * self._shrunk(_as_blocks(gram).double())
             total = self._layers[names[0]].total + shrunk
-            # The rounding error of bfloat16 cannot be told from unseen directions: it counts as seen.
+            # Rounding errors of bfloat16 look like small inputs, and are treated as inputs.
             exact = torch.float64 if gram.dtype == torch.float64 else torch.float32
             for name in names:
                 layer = self._layers[name]
@@ -100,7 +100,7 @@ class RegMean:
     def _check(self, grams: Mapping[str, tuple[str, Tensor]], lacking: set[str]) -> None:
         if not grams:
             raise UpdateError(
-                "The update comes without Gram matrices, which RegMean needs; see fedrot.collect_gram."
+                "The update has no Gram matrices, which RegMean needs; see fedrot.collect_gram."
             )
         check_alike("Gram matrix", grams.keys(), lacking, self._layers.keys(), self._lacking)
         for name in grams.keys() & self._layers.keys():
@@ -128,8 +128,8 @@ class RegMean:
                 mean = _oriented(layer.kind, merged[name])
                 found = found + inverse.outside(mean - layer.reference)
                 notes[name] = (
-                    f"{inverse.unseen} of {inverse.size} directions of its input were seen by no "
-                    "client; there the weights are the mean"
+                    f"{inverse.unseen} of {inverse.size} directions of its input are zero at every "
+                    "client; in these directions the weights are the mean"
                 )
             weight = (found if INPUT_AXIS[layer.kind] == 1 else found.mT).to(merged[name].dtype)
             grown = torch.linalg.vector_norm(found - layer.reference) > MOST_GROWTH * layer.farthest
@@ -149,11 +149,10 @@ _ZERO = torch.zeros((), dtype=torch.float64)
 class _Layer:
     """The sums of one layer, whose Gram matrices have one ``kind``.
 
-    Weights are taken relative to the first update's, ``reference`` ``[out, in]``: sums of similar models
-    lose fewer digits. ``product`` is the sum of relative weights times Gram matrices ``[out, in]``,
-    ``total`` that of Gram matrices ``[blocks, n, n]``, one tensor for layers with the same inputs;
-    ``rounding`` is the relative error of its entries. ``farthest`` is the largest norm of relative
-    weights.
+    Relative weights are weights minus the first update's, ``reference`` ``[out, in]``: their sums lose
+    fewer digits. ``product`` ``[out, in]`` is the sum of relative weights times Gram matrices, ``total``
+    ``[blocks, n, n]`` the sum of Gram matrices, one tensor for layers with the same inputs. ``rounding``
+    is the relative error of the entries of ``total``, ``farthest`` the largest norm of relative weights.
     """
 
     kind: str
@@ -184,20 +183,20 @@ def _times(matrix: Tensor, blocks: Tensor) -> Tensor:
 class _Inverse:
     """The pseudo-inverse of a positive semi-definite matrix of float64 blocks ``[blocks, n, n]``.
 
-    ``rounding`` is the relative error of the entries; eigenvalues within it count as zero. ``unseen`` is
-    the number of directions that the matrix maps to zero.
+    ``rounding`` is the relative error of the entries; eigenvalues below this error are zero. ``unseen``
+    is the number of directions that the matrix maps to zero.
     """
 
     def __init__(self, blocks: Tensor, rounding: float) -> None:
         self.size = blocks.shape[0] * blocks.shape[1]
-        # Rounding errors are in proportion to the diagonal, so the diagonal is scaled to 1.
+        # Rounding errors are proportional to the diagonal, so the diagonal is scaled to 1.
         diagonal = blocks.diagonal(dim1=-2, dim2=-1)
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
         even = blocks * self._scale.unsqueeze(-1) * self._scale.unsqueeze(-2)
-        # A Gram matrix has no entry above 1 here; rounding next to a tiny diagonal can be any number.
+        # Entries of a scaled Gram matrix are at most 1; rounding errors beside a tiny diagonal are not.
         even = even.nan_to_num(0.0).clamp(-1, 1)
         smallest = (blocks.shape[-1] + 32) * rounding
-        # Units that were always zero are unseen directions; no decomposition is needed to find them.
+        # Units that were always zero are found without a decomposition.
         dead = diagonal <= 0
         even = even + torch.diag_embed(dead.to(even))
         self.unseen = int(dead.sum())

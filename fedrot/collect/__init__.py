@@ -1,6 +1,6 @@
 """Activations, Gram matrices and Fisher information that a client collects from its model."""
 
-# Collectors register themselves for their kind of statistics when they are imported.
+# The import registers the collectors for their kinds of statistics.
 from fedrot.collect import fisher, gram
 
 __all__ = ["fisher", "gram"]

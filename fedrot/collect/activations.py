@@ -1,8 +1,8 @@
 """Second moments of two models' activations on the same data (Verma & Elbayad 2024, section 3.1).
 
-A group's units are recorded at the inputs of the linear layers that read them (FFN units after their
-activation, heads before the output projection, the residual stream before each block), or, if no layer
-reads them, at the outputs of the layers that write them (queries and keys).
+A group's units are recorded at the inputs of the linear layers that read them: FFN units after their
+activation, heads before the output projection, the residual stream before each block. Units that no
+layer reads (queries and keys) are recorded at the outputs of the layers that write them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
 from fedrot.symmetry.moves import Move
 from fedrot.tensors import Tensors, check_update
 
-#: Choices of the layers that show the residual stream (Verma & Elbayad 2024, section 3.3).
+#: Choices of the layers at which the residual stream is recorded (Verma & Elbayad 2024, section 3.3).
 RESIDUAL_SITES = ("last", "all", "first", "identity")
 
 Moments = Literal["correlation", "covariance"]
@@ -35,10 +35,10 @@ MOMENTS = ("correlation", "covariance")
 
 @dataclass(frozen=True)
 class Activations:
-    """Cross moments of anchor and client units, scaled so that traces are at most 1.
+    """Cross moments of anchor and client units, scaled to traces of at most 1.
 
-    ``matrices``, by group name, are float64 ``[n (anchor), n (client)]``; ``within`` names the head
-    permutation that the group lies within, or is an empty string.
+    ``matrices``, by group name, are float64 ``[n (anchor), n (client)]``. ``within``, by group name, is
+    the head permutation that moves the group's heads, or an empty string.
     """
 
     matrices: Tensors
@@ -49,7 +49,7 @@ class Activations:
         return self.matrices.get(group.name)
 
     def moved(self, moves: Iterable[Move]) -> Activations:
-        """Return the moments after the client's units have been moved."""
+        """Return the moments with the client's units moved."""
         matrices = dict(self.matrices)
         for move in moves:
             for name in matrices:
@@ -67,7 +67,7 @@ class _Moments:
     sums: Sequence[Tensor] = ()
 
     def add(self, a: Tensor, c: Tensor) -> None:
-        # A shift does not change covariances; without it, large means would cost digits.
+        # A shift does not change covariances; without a shift, large means would cost digits.
         self.shifts = self.shifts or (a.mean(0), c.mean(0))
         a, c = a - self.shifts[0], c - self.shifts[1]
         self.count += len(a)
@@ -79,8 +79,8 @@ class _Moments:
         for model, squares in (("anchor", self.sums[2]), ("client", self.sums[3])):
             if not bool(torch.isfinite(squares.diagonal()).all()):
                 raise UpdateError(
-                    f"The {model}'s activations of '{group}' are not finite, or their squares overflow: "
-                    "models cannot be matched by them. Check the client's training."
+                    f"The {model}'s activations of '{group}' are not finite, or their squares overflow. "
+                    "Check the client's training."
                 )
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,13 +101,13 @@ def _scaled(how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
         return torch.where(deviation > floor, ac / deviation.clamp_min(floor or 1.0), 0.0) / len(ac)
     traces = torch.stack([a.trace(), c.trace()]).clamp_min(0)
     size = traces.prod().sqrt()
-    # Constant activations tell nothing: their moments are rounding.
+    # Moments of constant activations are rounding errors.
     return torch.where(size > 1e-12 * traces.max(), ac / size, 0.0)
 
 
 @dataclass(frozen=True)
 class _Site:
-    """One slice of a module's input or output that shows a group's units."""
+    """A slice of a module's input or output that holds a group's units."""
 
     group: Group
     module: str
@@ -123,7 +123,7 @@ def _sites(group: Group, model: nn.Module) -> list[_Site]:
     for slot in group.slots:
         name = slot.tensor.removesuffix(".weight")
         axis = input_axis(modules.get(name))
-        # Where query heads share a key head, only keys and values have one entry per unit.
+        # If query heads share a key head, only keys and values have one entry per unit.
         if axis is not None and slot.size == units:
             reads = slot.axis == axis
             (read if reads else written).append(_Site(group, name, slot.slice, output=not reads))
@@ -141,7 +141,7 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
     def seen(module: str, given: Tensor, output: Tensor) -> None:
         for site in by_module[module]:
             tensor = output if site.output else given
-            # Queries, keys and values read the same tensor: it counts once per group.
+            # Queries, keys and values read the same tensor, which counts once per group.
             key = (site.group.name, id(tensor))
             if site.output or key not in read:
                 read[key] = tensor
@@ -166,20 +166,20 @@ def collect_activations(
 
     Args:
         anchor, client: ``torch`` models with the symmetry's tensor names; they are run in evaluation
-            mode and without gradients, and left in their own mode.
+            mode and without gradients, and their mode is restored.
         batches: keyword arguments of the models' forward. ``attention_mask`` ``[rows, tokens]``, if
-            present, says which tokens count.
+            present, excludes padding.
         symmetry: from ``symmetry_of``.
-        residual: layers that show the residual stream: ``first`` (the first after the embeddings),
-            ``last`` (the task head), ``all``, or ``identity`` (none: the stream stays as it is).
-        heads: moments that rotations are fitted to, of heads and of the residual stream. Covariances
-            turn with a model's basis; correlations depend on it.
-        units: moments that permutations are fitted to; correlations are those of Eq. 1.
+        residual: layers at which the residual stream is recorded: ``first`` (the first after the
+            embeddings), ``last`` (the task head), ``all``, or ``identity`` (none: the stream stays).
+        heads: moments that rotations are fitted to, of heads and of the residual stream. A rotation of
+            the units rotates covariances, but not correlations.
+        units: moments that permutations are fitted to; Eq. 1 uses correlations.
 
     Raises:
         FedrotError: no batch, or an unknown choice.
-        UpdateError: a model's tensors are not the symmetry's, or not canonical although the symmetry
-            rotates the residual stream; or its activations overflow.
+        UpdateError: a model's tensors differ from the symmetry's, or are not canonical although the
+            symmetry rotates the residual stream; or activations overflow.
     """
     check_symmetry(symmetry)
     known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS}
@@ -189,8 +189,8 @@ def collect_activations(
     for model in (anchor, client):
         if not isinstance(model, nn.Module):
             raise FedrotError(
-                f"Activations come from running models, not from a {type(model).__name__}; pass the two "
-                "models themselves."
+                f"The model is a {type(model).__name__}, not a torch module; pass the two models, not "
+                "their tensors."
             )
         check_update(model.state_dict(), symmetry.shapes)
         check_folded(model.state_dict(), symmetry)
@@ -204,7 +204,7 @@ def collect_activations(
             moments[site.group.name][site].add(a.float(), theirs[site].float())
     if not moments:
         raise FedrotError(
-            "No activations were seen: pass at least one batch and a torch model of this family."
+            "No activations were recorded: pass at least one batch and a torch model of this family."
         )
     by_name = {group.name: group for group in groups}
     matrices = {}
@@ -234,8 +234,8 @@ def probing(
     """Return a function from the tensors of an anchor and of a client to their activations.
 
     Args:
-        build: returns a model whose ``state_dict`` has the symmetry's tensors. It is called twice; the
-            models that it returns are copied, and random numbers are as before.
+        build: returns a model whose ``state_dict`` has the symmetry's tensors. It is called twice. The
+            models are copied, and torch's random state is restored.
         config, rows, seed, batch_size: of ``random_inputs``.
         symmetry: from ``symmetry_of``.
         batches: inputs to use instead of random ones.

@@ -15,7 +15,7 @@ from fedrot.collect.statistics import FISHER, collects
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors, compute_dtype
 
-#: With more labels than this, the expectation over a model's own labels is sampled.
+#: With more labels than this, the expectation over the labels is sampled.
 EXACT_LABELS = 8
 
 
@@ -34,23 +34,23 @@ def collect_fisher(
     Matena & Raffel 2021), in the parameter's shape, float64 for float64 models, else float32. Tied
     parameters share one tensor.
 
-    The configuration's ``problem_type`` and ``num_labels`` say whether ``y`` is one label, several
-    labels, or a score with unit variance. The expectation over ``y`` is exact for up to ``EXACT_LABELS``
-    labels, else one label is sampled per row. For logits ``[rows, tokens, classes]``, a class is sampled
-    for every token that ``attention_mask`` shows (for a decoder: ``decoder_attention_mask``).
+    ``y`` is one label, several labels, or a score with unit variance, after the configuration's
+    ``problem_type`` and ``num_labels``. The expectation over ``y`` is exact for up to ``EXACT_LABELS``
+    labels; with more, one label is sampled per row. For logits ``[rows, tokens, classes]``, a class is
+    sampled for every token in ``attention_mask`` (encoder-decoders: ``decoder_attention_mask``).
 
     Args:
-        model: a ``transformers`` model whose output has ``logits``; it is run in evaluation mode and
-            left in its own mode.
+        model: a ``transformers`` model whose output has ``logits``; it is run in evaluation mode, and
+            its mode is restored.
         batches: keyword arguments of forward; with ``labels`` if ``labels="data"``.
         labels: ``model`` for the expectation over the model's own labels, ``data`` for the empirical
             Fisher.
-        max_rows: largest number of rows, None for all; each costs a backward pass per label.
+        max_rows: maximum number of rows, None for all; each row costs a backward pass per label.
         seed: of the sampled labels.
 
     Raises:
-        FedrotError: no batch, no ``labels`` in the batches with ``labels="data"``, an unknown choice of
-            labels, or the model's output has no logits.
+        FedrotError: no batch, an unknown choice of ``labels``, no ``labels`` in the batches although
+            ``labels="data"``, or no logits in the model's output.
     """
     if labels not in ("model", "data"):
         raise FedrotError(f"labels is '{labels}'; choose from model, data.")
@@ -157,7 +157,7 @@ def _of_tokens(
 ) -> Tensor:
     """Return the log likelihood of a class per token, given logits ``[tokens, classes]``.
 
-    The classes are the label's where these are not negative, or sampled if there is no label.
+    The classes are sampled if ``label`` is None; otherwise tokens with a negative label are left out.
     """
     likelihoods = z.log_softmax(-1)
     if label is None:

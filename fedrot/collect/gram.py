@@ -21,17 +21,17 @@ from fedrot.tensors import Tensors, diagonal_blocks
 GramForm = Literal["full", "heads", "diagonal"]
 GRAM_FORMS = ("full", "heads", "diagonal")
 
-#: Gains below this share of the largest are 0 as far as Gram matrices can tell.
+#: Gains below this share of the largest gain are as good as 0: the Gram matrix has lost their inputs.
 _NEAR_ZERO = 1e-6
-#: Rounding may change mean squares behind a norm, which are 1 in the mean over its units, by this much.
+#: Accepted rounding error of a unit's mean square after a norm; the mean over the norm's units is 1.
 _LOST = 1e-3
 
 
 def _readers(model: nn.Module) -> dict[str, int]:
-    """Return the input axis of the weight of every linear module that shares its weight with no other.
+    """Return the input axis of the weight, by name, of every linear module with a weight of its own.
 
-    A weight that is also an embedding's, or that layers with different inputs share, is no linear
-    regression on one input: it is averaged.
+    Weights shared with an embedding or another layer have no single input to regress on; these weights
+    are averaged.
     """
     parameters = (p for module in model.modules() for p in module._parameters.values())
     uses = Counter(id(parameter) for parameter in parameters)
@@ -57,17 +57,18 @@ def collect_gram(
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
     The result is ``{"gram": {weight: G}}``, with ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over
-    the ``n`` tokens that ``attention_mask`` shows, uncentred, float32 ``[in, in]``; sums over batches
-    are float64. Layers that read the same input (query, key and value) share one matrix. Weights that
-    are tied to another module (output embeddings) have none.
+    the ``n`` tokens in ``attention_mask``, uncentred, float32 ``[in, in]``; sums over batches are
+    float64. Layers with the same input (query, key and value) share one matrix. Weights that are tied
+    to another module (output embeddings) have no matrix.
 
     Args:
         model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
-            without gradients, and left in its own mode.
+            without gradients, and its mode is restored.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
         max_batches: None for all; Jin et al., Table 6, find no gain beyond 100.
         form, symmetry: see ``compressed``.
-        names: of the weights to collect for; None for all. There may be none among them.
+        names: of the weights to collect for, None for all. If no such weight is among them, the result
+            is empty.
 
     Raises:
         FedrotError: no batch, no such layer, or an unknown form.
@@ -88,12 +89,12 @@ def collect_gram(
 
     def seen(name: str, given: Tensor, output: Tensor) -> None:
         first = next((other for other, read in inputs.items() if read is given), name)
-        # An input counts as shared only if it has been so in every batch.
+        # Layers share a matrix only if they share their input in every batch.
         if same.setdefault(name, first) != first:
             other = same[name] if first == name else first
             raise FedrotError(
-                f"The layers '{name}.weight' and '{other}.weight' read one input in some batches only; "
-                "collect their statistics from batches that take the same path through the model."
+                f"The layers '{name}.weight' and '{other}.weight' share an input only in some batches. "
+                "Collect their statistics from batches that take the same path through the model."
             )
         inputs[name] = given
         if first != name:
@@ -110,8 +111,8 @@ def collect_gram(
             model(**forward_inputs(model, batch))
     if not sums:
         raise FedrotError(
-            "No inputs of linear layers were seen: pass at least one batch and a model with Linear or "
-            "Conv1D layers."
+            "No inputs of linear layers were recorded: pass at least one batch and a model with Linear "
+            "or Conv1D layers."
         )
     grams = {name: (total / max(count[name], 1)).float() for name, total in sums.items()}
     found: dict[str, dict[str, Tensor]] = {}
@@ -127,9 +128,10 @@ def compressed(
 
     Args:
         statistics: with full Gram matrices ``[n, n]``.
-        form: ``full`` keeps the matrices. ``heads`` keeps one block per head, ``[heads, d, d]``, where
-            the input is the heads' outputs, and diagonals ``[n]`` elsewhere; it can follow every
-            rotation and permutation. ``diagonal`` keeps diagonals, which cannot follow rotations.
+        form: ``full`` keeps the matrices. ``heads`` keeps one block per head, ``[heads, d, d]``, of
+            matrices whose inputs are heads, and the diagonals ``[n]`` of others; all rotations of heads
+            and permutations can be applied to it. ``diagonal`` keeps diagonals, which no rotation can
+            be applied to.
         symmetry: needed for ``heads``.
 
     Raises:
@@ -151,7 +153,7 @@ def compressed(
         memo: dict[tuple[int, object], Tensor] = {}
         for name, gram in by_name.items():
             if gram.ndim != 2:
-                raise FedrotError(f"The Gram matrix of '{name}' is compressed already.")
+                raise FedrotError(f"The Gram matrix of '{name}' is already compressed.")
             rotation = heads.get((name, axis))
             key = (id(gram), rotation)
             if key not in memo:
@@ -161,17 +163,17 @@ def compressed(
 
 
 def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the Gram matrix of what a layer reads once its norm's gain and bias are folded.
+    """Return the Gram matrix of a layer's inputs after its norm's gain and bias are folded.
 
     Inputs ``x = gain * z + bias`` become ``z`` in ``fedrot.canonical``: with ``D = diag(gain)``,
     ``G_z = D^-1 (G_x - bias mean^T - mean bias^T + bias bias^T) D^-1``, computed in float64.
 
     Args:
         gram: ``G_x = X^T X / n``, uncentred, floating-point ``[in, in]``, from ``collect_gram``.
-        mean: of the same inputs, ``[in]``; both are sums over tokens, divided by their number.
+        mean: mean of the same inputs over the same tokens, ``[in]``.
         gain: of the norm, ``[in]``.
-        bias: of the norm, ``[in]``. None for a norm without one, and where canonical tensors keep it in
-            the norm (``Fold.holds_bias`` is false): the layer then reads ``x / gain``.
+        bias: of the norm, ``[in]``. None if the norm has no bias, or if canonical tensors keep the bias
+            in the norm (``Fold.holds_bias`` is false): the layer's inputs are then ``x / gain``.
 
     Returns ``G_z`` in the dtype of ``gram``.
 
@@ -179,7 +181,7 @@ def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None
 
     Raises:
         UpdateError: shapes differ; a value is not finite; a gain is so near 0 that ``z`` is lost in the
-            rounding of ``gram``; or no inputs have this mean and this Gram matrix.
+            rounding of ``gram``; or the mean and the Gram matrix contradict each other.
     """
     size = len(gram) if gram.ndim else 0
     given = {"gram": gram, "mean": mean, "gain": gain, "bias": mean if bias is None else bias}
@@ -187,8 +189,8 @@ def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None
         shape = [size, size] if name == "gram" else [size]
         if list(value.shape) != shape or not bool(torch.isfinite(value).all()):
             raise UpdateError(
-                f"The {name} of shape {list(value.shape)} has to be finite, of shape {shape}: the Gram "
-                "matrix, the mean and the norm are those of one layer's inputs."
+                f"The {name} of shape {list(value.shape)} must be finite and of shape {shape}. The Gram "
+                "matrix, the mean and the norm must be those of one layer's inputs."
             )
     wide, center, scale = gram.detach().double(), mean.detach().double(), gain.detach().double()
     lost = scale.abs() <= _NEAR_ZERO * scale.abs().max()
@@ -201,14 +203,14 @@ def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None
         unit = int(lost.nonzero()[0])
         raise UpdateError(
             f"The norm's gain of unit {unit} is {float(scale[unit]):g}, too near 0 for a Gram matrix in "
-            f"{gram.dtype}: what the norm computes there is lost in it. Collect the matrix from the "
+            f"{gram.dtype}: the unit's values are lost by rounding. Collect the matrix from the "
             "canonical model."
         )
     found = wide / torch.outer(scale, scale)
     if bool((found.diagonal() < -_LOST).any()):
         raise UpdateError(
-            "No inputs have this mean and this Gram matrix: collect both from the same rows, with the "
-            "norm's gain and bias at that time."
+            "The mean and the Gram matrix contradict each other. Collect both from the same rows, with "
+            "the same gain and bias of the norm."
         )
     return found.to(gram.dtype)
 

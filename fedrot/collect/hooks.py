@@ -1,4 +1,4 @@
-"""Forward hooks for all collectors: inputs and outputs of named modules, and padding left out."""
+"""Forward hooks for all collectors: inputs and outputs of named modules, without padding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def watched(
 ) -> Iterator[None]:
     """Call ``seen(name, input, output)`` whenever a named module runs.
 
-    If it returns a tensor, that takes the place of the module's output. Inside the context the model is
-    in evaluation mode and no gradients are recorded.
+    If ``seen`` returns a tensor, this tensor replaces the module's output. Inside the context the model
+    is in evaluation mode and no gradients are recorded.
     """
     with ExitStack() as stack, torch.no_grad(), evaluating(model):
         for name in names:
@@ -34,7 +34,7 @@ def watched(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and every module back into its own mode afterwards."""
+    """Put a model into evaluation mode; restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -45,14 +45,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``[..., units]`` as rows ``[tokens, units]``: the tokens that the attention mask shows."""
+    """Return ``[..., units]`` as rows ``[tokens, units]``, without tokens that the mask excludes."""
     if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
         return units[mask.reshape(units.shape[:2]).bool()]
     return units.flatten(0, -2)
 
 
 def input_axis(module: nn.Module | None) -> int | None:
-    """Return the axis of a module's weight that its input is multiplied with; None if there is none."""
+    """Return the input axis of a module's weight; None if the module is no linear layer."""
     if isinstance(module, nn.Linear):
         return 1
     # Conv1D of transformers, recognised by name: this package does not import transformers.

@@ -1,4 +1,4 @@
-"""Random inputs of a model from its configuration, and inputs of a forward pass from a batch."""
+"""Random inputs of a model from its configuration, and forward inputs from a labelled batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedrot.errors import SymmetryError
 
-#: Number of random texts; enough to tell units apart.
+#: Number of random texts; enough to distinguish units.
 _ROWS = 2048
 
 
@@ -21,25 +21,24 @@ def random_inputs(
     batch_size: int = 128,
     seed: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of random tokens, random images or both, as the model takes.
+    """Yield batches of random tokens, random images or both, as the model needs.
 
-    A model takes text if the configuration or its ``text_config`` has a ``vocab_size``; images if its
+    A model needs text if the configuration or its ``text_config`` has a ``vocab_size``; images if its
     ``vision_config``, or a configuration without ``vocab_size``, has an ``image_size``.
 
     Args:
         config: dictionary of a transformers configuration.
-        rows: number of texts or images; None for 2048 texts, or for images with as many patches in all
-            as 2048 texts have tokens.
+        rows: number of texts or images; None for 2048 texts, or for so many images that their patches
+            are as many as the tokens of 2048 texts.
         length: tokens per text; at most the model's number of positions.
-        batch_size: texts per batch; for images, reduced so that a batch has no more patches than tokens.
+        batch_size: texts per batch; for images fewer, so that a batch has no more patches than tokens.
         seed: the same seed gives the same inputs.
 
     Yields:
         ``input_ids`` and ``attention_mask`` (ones), int64 ``[batch, length]``, ids uniform;
-        ``decoder_input_ids`` of the same shape; ``pixel_values``, float32
-            ``[batch, channels, height, width]``,
-        standard normal. If the configuration names an end-of-text token, every text ends in it and has
-        neither it nor padding elsewhere.
+        ``decoder_input_ids`` of the same shape; ``pixel_values``, standard normal, float32 ``[batch,
+        channels, height, width]``. If the configuration has an end-of-text token, every text ends with
+        it, and no other position has this token or padding.
 
     Raises:
         SymmetryError: the configuration has neither a ``vocab_size`` nor an ``image_size``.
@@ -63,7 +62,7 @@ def random_inputs(
             batch["input_ids"] = ids = _random_ids(text, count, length, generator)
             batch["attention_mask"] = torch.ones_like(ids)
         if config.get("is_encoder_decoder"):
-            # As long as the encoder's, so that one mask fits both.
+            # The same length as the encoder's inputs, so that one mask fits both.
             batch["decoder_input_ids"] = _random_ids(text, count, length, generator)
         if image:
             shape = (count, int(image.get("num_channels") or 3), *_pair(image["image_size"]))
@@ -72,7 +71,7 @@ def random_inputs(
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch without ``labels``; they become a decoder's inputs if it has no others."""
+    """Return a batch without ``labels``, which become ``decoder_input_ids`` if a decoder has none."""
     found = {name: value for name, value in batch.items() if name != "labels"}
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if callable(shifted) and "labels" in batch and "decoder_input_ids" not in batch:
@@ -82,7 +81,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def reads_text(config: Mapping[str, Any]) -> bool:
-    """Whether a model reads tokens; activations of image models on noise say little about images."""
+    """Return whether a model reads tokens; random images are no evidence about an image model."""
     return bool(_described(config, "text_config", "vocab_size"))
 
 
@@ -113,7 +112,7 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
     shape = (count, max(1, min(length, room)))
     ends = _tokens(_end(text), size)
     # Classifiers and CLIP read the last token before the end or the padding: neither may occur earlier.
-    # Without an end-of-text token no model looks for it, and padding is a token like any other.
+    # Without an end-of-text token, padding may occur anywhere.
     special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)}) if ends else []
     ids = torch.randint(size - len(special), shape, generator=generator)
     for token in special:
@@ -126,7 +125,7 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
 def _end(text: Mapping[str, Any]) -> Any:
     """Return the token or tokens that end a text, or None."""
     named = text.get("eos_token_id")
-    # CLIP's first configurations name 2, but the model reads the position of the largest id.
+    # The first CLIP configurations say 2, but the model reads the position of the largest id.
     first_clip = named == 2 and text.get("model_type") == "clip_text_model"
     return text["vocab_size"] - 1 if first_clip else named
 

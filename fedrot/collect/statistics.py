@@ -1,7 +1,7 @@
 """Statistics of updates by kind: Gram matrices, Fisher information, trained rows.
 
-They belong to an update: by kind, then by tensor name, as in ``{"gram": {"fc.weight": G}}``. The
-registry says how each kind is checked, moved with the weights, and collected.
+The statistics of an update are mappings by kind, then by tensor name: ``{"gram": {"fc.weight": G}}``.
+``STATISTIC_KINDS`` holds, for each kind, how it is checked, moved with the weights, and collected.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fedrot.tensors import Tensors, compute_dtype, diagonal_blocks
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]
 
-#: Kind of the Gram matrices of a linear layer's inputs, by the axis of the weight that reads them:
-#: ``nn.Linear`` holds ``[out, in]``, the ``Conv1D`` of GPT-2 ``[in, out]``.
+#: Kinds of Gram matrices, by the axis of the weight that the inputs are multiplied with: ``nn.Linear``
+#: has weights ``[out, in]``, the ``Conv1D`` of GPT-2 ``[in, out]``.
 GRAMS = {1: "gram", 0: "gram_conv1d"}
-#: Axis by kind.
+#: The input axis of the weight by kind.
 INPUT_AXIS = {kind: axis for axis, kind in GRAMS.items()}
 #: Diagonal Fisher information in the shape of the tensor.
 FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
 TRAINED = "trained"
 
-#: Values above this could overflow when they are added up.
+#: Sums of larger values could overflow.
 _LARGEST = 1e30
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8
@@ -49,17 +49,17 @@ class StatisticKind:
     """One kind of statistics, under its name in ``Statistics``.
 
     Attributes:
-        check: from a value and the shape of its tensor to a problem ("are negative"), None if it fits.
-        move: from a value, a slot of its tensor and the move that acts on the slot to the moved value;
-            raises ``FedrotError`` where the value cannot follow the move.
+        check: takes a value and the shape of its tensor; returns a problem ("are negative") or None.
+        move: takes a value, a slot of its tensor and the move that acts on the slot; returns the moved
+            value, or raises ``FedrotError`` if the move cannot be applied to the value.
         meaning: one line for the documentation.
-        collect: from a model and batches to statistics; None if they are not computed from
-            batches: then whoever trains sends them.
-        limit: the argument of ``collect`` that limits the data; None has to mean no limit.
-        rows: rows of data that ``fedrot merge`` collects from by default.
+        collect: takes a model and batches, returns statistics. None if statistics are not computed from
+            batches; the training code then sends them.
+        limit: the argument of ``collect`` that limits the data, for which None means no limit.
+        rows: default number of rows that ``fedrot merge`` collects from.
         follows_rotations: whether ``move`` accepts rotations of heads.
         dtypes: accepted dtypes; every floating-point dtype if empty.
-        numbers: whether values are floating-point and finite; masks are not.
+        numbers: whether values must be floating-point and finite (False for masks).
     """
 
     name: str
@@ -79,13 +79,13 @@ class StatisticKind:
         """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
         if self.collect is None:
             raise FedrotError(
-                f"Statistics '{self.name}' are not computed from batches of data: they come from "
-                "training, and the client sends them itself."
+                f"Statistics '{self.name}' cannot be computed from batches: they come from training. "
+                "The client's training code must send them."
             )
         return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
 
 
-#: All registered kinds by name. Add one of your own with ``STATISTIC_KINDS[kind.name] = kind``.
+#: All registered kinds by name. Add your own kind with ``STATISTIC_KINDS[kind.name] = kind``.
 STATISTIC_KINDS: dict[str, StatisticKind] = {}
 
 
@@ -116,7 +116,7 @@ def kinds_table() -> str:
 
 
 def brings(statistics: Statistics, kind: str) -> bool:
-    """Return whether there are statistics of a kind; all Gram matrices count as ``gram``."""
+    """Return whether there are statistics of a kind; ``gram`` and ``gram_conv1d`` count as one kind."""
     kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)
     return any(statistics.get(one) for one in kinds)
 
@@ -127,7 +127,7 @@ def untrained(statistics: Statistics | None) -> set[str]:
 
 
 def along_rows(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask ``[rows]`` or ``[]`` in a shape that multiplies a tensor row by row."""
+    """Return a mask ``[rows]`` or ``[]`` reshaped to broadcast along the rows of a tensor."""
     return mask.to(like.device).reshape((-1, *[1] * (like.ndim - 1)) if like.ndim else ())
 
 
@@ -159,7 +159,7 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
         return f"are {value.dtype}; send {', '.join(others)} or {last}"
     if kind.numbers and not value.is_floating_point():
         return f"are {value.dtype}, not floating-point"
-    # In float16 the limit itself is Inf.
+    # The limit exceeds the range of float16.
     if kind.numbers and not bool((value.to(compute_dtype(value)).abs() <= _LARGEST).all()):
         return f"hold NaN, Inf or values above {_LARGEST:g}. Check the client's model and data"
     return None
@@ -168,16 +168,16 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
 def check_alike(
     what: str, given: Set[str], lacking: Set[str], known: Set[str], lacked: Set[str]
 ) -> None:
-    """Raise ``UpdateError`` if an update brings statistics of other tensors than those before it.
+    """Raise ``UpdateError`` if an update has statistics of other tensors than the updates before.
 
-    ``given`` are its tensors with statistics; ``lacking`` those that the client has not trained, which
-    need none. ``known`` and ``lacked`` are the same for all earlier updates.
+    ``given`` are its tensors with statistics. ``lacking`` are tensors that the client has not trained;
+    they need no statistics. ``known`` and ``lacked`` are the same sets of all earlier updates.
     """
     odd = sorted((known - given - lacking) | (given - known - lacked))
     if known and odd:
         raise UpdateError(
             f"The {what} of '{odd[0]}' is missing or extra, compared with the first update. Collect "
-            "statistics alike at every client."
+            "statistics of the same tensors at every client."
         )
 
 
@@ -189,7 +189,7 @@ def transport_statistics(
 
     Raises:
         UpdateError: an unknown kind or tensor.
-        FedrotError: a value cannot follow a move.
+        FedrotError: a move cannot be applied to a value.
     """
     out: dict[str, dict[str, Tensor]] = {}
     for kind, by_name in statistics.items():
@@ -199,9 +199,9 @@ def transport_statistics(
                 raise UpdateError(f"The {kind} statistics of '{name}' belong to no tensor of the model.")
     for move in moves:
         for kind, moved in out.items():
-            # Layers that read one input share its Gram matrix, and go on sharing it.
+            # Layers with the same input share one Gram matrix, also after the move.
             shared: dict[tuple[int, Slot], Tensor] = {}
-            before = dict(moved)  # keeps them alive, so that ids are not used twice
+            before = dict(moved)  # holds references, so that ids stay unique
             for slot in move.group.slots:
                 if slot.tensor not in moved:
                     continue
@@ -215,7 +215,7 @@ def transport_statistics(
 
 def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
     if len(shape) != 2:
-        return "belong to no matrix, so that no layer reads an input with it"
+        return "belong to a tensor that is no matrix, and so to no linear layer"
     inputs = shape[axis]
     blocks = max(value.shape[0], 1) if value.ndim == 3 else 1
     sizes = {1: (inputs,), 2: (inputs, inputs), 3: (blocks, inputs // blocks, inputs // blocks)}
@@ -231,25 +231,24 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
         return "are negative" if value.ndim == 1 else negative
     if value.ndim == 1 or not bool(matrices.any()):
         return None
-    # As in RegMean the diagonal is scaled to 1: else one large entry would hide all others. What is
-    # lost to the smallest numbers of the dtype is no entry.
+    # The diagonal is scaled to 1 as in RegMean: otherwise one large entry would hide all others.
     largest = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny)
     scale = (diagonal / largest[..., 0] + _MOVING).rsqrt()
     even = matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     slack = _ROUNDING * torch.linalg.vector_norm(even, dim=(-2, -1), keepdim=True) + _ROUNDING**2
     if bool(((even - even.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
-    # Rounding may have made a small eigenvalue negative: the largest rounding error is allowed for.
+    # Rounding may have made a small eigenvalue negative, so the largest rounding error is added.
     eye = torch.eye(even.shape[-1], dtype=even.dtype, device=even.device)
     _, failed = torch.linalg.cholesky_ex(even + slack * eye)
     return negative if bool(failed.any()) else None
 
 
 def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
-    """Move the Gram matrix of the inputs that the weight's ``axis`` reads, in the form it has.
+    """Move a Gram matrix of inputs that multiply the weight's ``axis``; its form stays the same.
 
-    Inputs move contravariantly to the weight: ``G -> T G T^T``. Blocks ``[heads, d, d]`` are a
-    block-diagonal matrix, ``[n]`` a diagonal one.
+    Inputs move contravariantly to the weight: ``G -> T G T^T``. Blocks ``[heads, d, d]`` stand for a
+    block-diagonal matrix, ``[n]`` for a diagonal matrix.
     """
     if slot.axis != axis:
         return value
@@ -275,8 +274,8 @@ def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:
     whole = not isinstance(kind, HeadRotation) and blocks % kind.units == 0
     if not (inside or whole):
         raise FedrotError(
-            f"The {blocks} blocks of the Gram matrix of '{slot.tensor}' cannot follow "
-            f"'{move.group.name}', which mixes them. Send the form 'full'."
+            f"'{move.group.name}' cannot be applied to the {blocks} blocks of the Gram matrix of "
+            f"'{slot.tensor}', because it mixes them. Send the form 'full'."
         )
 
 
@@ -287,12 +286,12 @@ def _check_fisher(value: Tensor, shape: Shape) -> str | None:
 
 
 def _move_squares(value: Tensor, slot: Slot, move: Move, what: str, instead: str) -> Tensor:
-    """Move squares of a gradient's coordinates: they follow permutations, signs and scales."""
+    """Move squares of a gradient's coordinates by a permutation, signs or scales."""
     element = move.group.kind.on_fisher(move.element)
     if element is None:
         raise FedrotError(
-            f"The {what} of '{slot.tensor}' cannot follow the rotation '{move.group.name}': a diagonal "
-            f"alone does not determine the rotated one. {instead}"
+            f"The rotation '{move.group.name}' cannot be applied to the {what} of '{slot.tensor}': a "
+            f"diagonal does not determine the rotated diagonal. {instead}"
         )
     return replace(move, element=element).on(value, slot)
 
@@ -318,7 +317,7 @@ for _axis, _name in GRAMS.items():
         _name,
         check=partial(_check_gram, axis=_axis),
         move=partial(_move_gram, axis=_axis),
-        meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which axis {_axis} of the weight reads",
+        meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} of the weight",
         limit="max_batches",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )

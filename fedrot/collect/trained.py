@@ -1,4 +1,4 @@
-"""Masks of the rows that a client has trained: other rows are left out of the average."""
+"""Masks of the rows that a client has trained; only these rows are averaged."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def completed(
     received: Tensors,
     rows: Mapping[str, Iterable[int]] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Complete a partly trained update with the received tensors, which the average leaves out.
+    """Complete a partly trained update with the received tensors, and mark those as not trained.
 
     Args:
-        update: the client's tensors; tensors that it does not have (a task head) may be absent.
+        update: the client's tensors; tensors that it has not trained (a task head) may be absent.
         received: the model that the client received, with every tensor.
-        rows: by tensor, the rows that the client trained, such as the labels it has seen for the weight
-            and bias of a classifier. The other rows become the received ones.
+        rows: by tensor, the rows that the client trained, such as the labels in its data for the weight
+            and bias of a classifier. The other rows are replaced by the received rows.
 
     Returns the complete update, and its statistics ``{"trained": masks}`` for ``fedrot.aggregation``.
 
     Raises:
         UpdateError: a tensor was not received or has another shape, or ``rows`` names a tensor or row
-            that the update does not have.
+            that is not in the update.
     """
     for name in (*update, *(rows or {})):
         if name not in received:
@@ -42,9 +42,9 @@ def completed(
         mask = torch.zeros(len(received[name]), dtype=torch.bool)
         places = list(chosen)
         if places and name not in update:
-            raise UpdateError(f"Rows of the tensor '{name}' are named, but the update does not have it.")
+            raise UpdateError(f"rows names the tensor '{name}', which is not in the update.")
         if any(not 0 <= place < len(mask) for place in places):
-            raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows {places} are named.")
+            raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows names {places}.")
         mask[places] = True
         masks[name] = mask
         full[name] = torch.where(along_rows(mask, full[name]), full[name], received[name])

@@ -1,4 +1,4 @@
-"""``AdapterOptions`` and ``AdapterReport``: how adapters are averaged, and what that did."""
+"""``AdapterOptions`` and ``AdapterReport``: how adapters are averaged, and the errors of the result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fedrot.lora.adapters import LoraSettings
     from fedrot.lora.averaging import AdapterAverage
 
-#: Sums that lost a smaller share are exact enough.
+#: A report mentions the share that a sum lost if it is larger than this.
 SHOWN = 0.001
-#: The methods by name: what averages adapters. Plug-ins add theirs.
+#: The methods of averaging adapters, by name. Plug-ins add theirs.
 METHODS: dict[str, type[AdapterAverage]] = {}
 
 
@@ -27,11 +27,11 @@ class AdapterOptions:
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``exact`` averages the products, and keeps the
             best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
-        gauge: of ``exact``, which pair of factors the product is given: ``keep-a``, ``none`` or
-            ``previous``, see ``fedrot.lora.gauges``.
+        gauge: for ``exact``, the choice among the pairs of factors with the same product: ``keep-a``,
+            ``none`` or ``previous``, see ``fedrot.lora.gauges``.
 
     Raises:
-        FedrotError: a value is unknown, or two of them do not go together.
+        FedrotError: a value is unknown, or a gauge is given with another method.
     """
 
     method: str = "mean"
@@ -46,7 +46,7 @@ class AdapterOptions:
                 )
         if self.method != "exact" and self.gauge != type(self).gauge:
             raise FedrotError(
-                f"gauge is an option of method 'exact', and does nothing with '{self.method}'."
+                f"gauge is an option of method 'exact' and has no effect with '{self.method}'; omit it."
             )
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
     """Return options, the defaults if None; raise ``FedrotError`` if they are something else."""
     if not isinstance(options, AdapterOptions | None):
         raise FedrotError(
-            f"{options!r} is given in place of fedrot.lora.AdapterOptions, for example "
+            f"options is {options!r}; pass fedrot.lora.AdapterOptions, for example "
             "AdapterOptions('exact')."
         )
     return options or AdapterOptions()
@@ -85,18 +85,18 @@ def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What an average of adapters did; ``print(report)`` shows it in one sentence.
+    """The errors of an average of adapters; ``print(report)`` shows them in one sentence.
 
     Attributes:
         updates: number of adapters.
-        error_of_factors: by module, ``|D - s B A| / |D|`` for the weighted mean ``D`` of the clients'
-            products and the means of their factors; None where factors of different ranks have no mean.
+        error_of_factors: by module, ``|D - s B A| / |D|``, where ``D`` is the weighted mean of the
+            clients' products, and ``A`` and ``B`` are the means of their factors. None if ranks differ.
         error: by module, the same for the factors of the result.
-        lost: by module, upper bound of the relative error in ``D`` itself, whose sum has a bounded rank
-            (``averaging.KEPT_RANKS``). Both errors contain an estimate of it, in which the parts that
-            were left out are orthogonal to everything else.
-        magnitudes: whether the adapters have DoRA's. Their weights are ``m (W + s B A) / |W + s B A|``
-            with the base's ``W``, which no average of adapters knows: the errors are of products alone.
+        lost: by module, upper bound of the relative error in ``D`` itself, a sum of bounded rank
+            (``averaging.KEPT_RANKS``). Both errors include an estimate of it, in which the terms that
+            were left out are orthogonal to all others.
+        magnitudes: whether the adapters have DoRA's magnitudes ``m``. The weights are then
+            ``m (W + s B A) / |W + s B A|`` with the base's ``W``, but the errors are of products only.
     """
 
     updates: int
@@ -117,7 +117,7 @@ class AdapterReport:
 
     @property
     def mean_error_of_factors(self) -> float | None:
-        """The mean of ``error_of_factors`` over the modules in which it is known, None if in none."""
+        """The mean of ``error_of_factors`` over the modules in which it is not None, None if all are."""
         known = [error for error in self.error_of_factors.values() if error is not None]
         return sum(known) / len(known) if known else None
 
@@ -128,13 +128,13 @@ class AdapterReport:
         error = f"{100 * self.mean_error:.1f} %"
         said = f"{self.updates} {given}: this average is {error} from the mean of their products"
         said += f", the mean of the factors {100 * naive:.1f} %" if naive is not None else ""
-        said += f"; factors of {differ} modules have no mean, as ranks differ" if differ else ""
+        said += f"; factors of {differ} modules have no mean: their ranks differ" if differ else ""
         if self.mean_lost > SHOWN:
             at_most = f"{100 * self.mean_lost:.1f} %"
-            said += f"; estimates, as the sum of bounded rank leaves out {at_most} at most"
+            said += f"; these are estimates: the sum of bounded rank leaves out at most {at_most}"
         if self.magnitudes:
             said += (
-                "; this is about the products alone: DoRA's weights have magnitudes, too, whose mean "
-                "was taken, and may be far from the mean of the adapters' weights"
+                "; these are errors of products only: DoRA's magnitudes were averaged separately, so "
+                "the weights may be far from the mean of the adapters' weights"
             )
         return said

@@ -1,4 +1,4 @@
-"""LoRA adapters as they travel: pairs of factors, their scale, and everything else."""
+"""LoRA adapters as clients send them: pairs of factors, their scale, and other tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedrot.tensors import Tensors, compute_dtype
 
 #: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``, ``lora_embedding_A``.
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
-#: What PEFT puts in front of the names of a model's modules.
+#: PEFT's prefix of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
-#: Fields of ``LoraConfig`` with which an update is no single product ``B A``.
+#: Fields of ``LoraConfig`` with which an update is not a single product ``B A``.
 _NO_PRODUCT = {
     "target_parameters": "its factors hold several products each (experts of a mixture)",
     "kasa_config": "KaSA has a diagonal matrix between the factors",
     "use_bdlora": "the factors of BD-LoRA are block-diagonal",
     "monteclora_config": "MonteCLoRA learns noise in the coordinates of A",
 }
-#: Values of ``LoraConfig.init_lora_weights`` that leave the base weights as they are. The others (PiSSA,
-#: OLoRA, CorDA, LoftQ, LoRA-GA) subtract something from them that depends on the rank.
+#: Values of ``LoraConfig.init_lora_weights`` that do not change the base weights. The others (PiSSA,
+#: OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weights a matrix that depends on the rank.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -37,11 +37,10 @@ class Pair:
 
     Attributes:
         module: the module's name, with PEFT's prefix.
-        a: of the factor ``[rank, in]``, which reads the module's inputs; of an embedding
-            ``[rank, tokens]``.
-        b: of the factor ``[out, rank]``, which writes its outputs.
-        of_embedding: whether PEFT starts the pair with ``A = 0`` and a random ``B``, the other way round
-            than all others.
+        a: of the factor ``[rank, in]``; of an embedding ``[rank, tokens]``.
+        b: of the factor ``[out, rank]``.
+        of_embedding: whether the module is an embedding. PEFT starts these pairs with ``A = 0`` and a
+            random ``B``, all other pairs with ``B = 0`` and a random ``A``.
     """
 
     module: str
@@ -51,16 +50,16 @@ class Pair:
 
     @property
     def bias(self) -> str:
-        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled as ``B A`` is."""
+        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled like ``B A``."""
         return f"{self.b.removesuffix('.weight')}.bias"
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The fields of PEFT's ``LoraConfig`` that scale an adapter; they are not in its tensors.
+    """The fields of PEFT's ``LoraConfig`` that determine an adapter's scale.
 
-    The update of a module is ``scale * B A``, with ``scale = alpha / rank``, and ``alpha / sqrt(rank)``
-    of ``use_rslora``. The rank is that of the tensors.
+    The update of a module is ``scale * B A``, with ``scale = alpha / rank``, or ``alpha / sqrt(rank)``
+    with ``use_rslora``. The rank is that of the tensors.
 
     Example: ``LoraSettings.of(peft_model.peft_config["default"])``.
 
@@ -68,7 +67,7 @@ class LoraSettings:
         alpha: of all modules that no pattern names.
         alpha_pattern: alpha by name of a module, or by a regular expression for the end of its name.
         use_rslora: see above.
-        changed_base: the start that changed the base weights, such as ``pissa``; empty if none did.
+        changed_base: the initialisation if it changed the base weights, such as ``pissa``; else empty.
     """
 
     alpha: float = 8.0
@@ -79,14 +78,15 @@ class LoraSettings:
     def __post_init__(self) -> None:
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             if not 0 < alpha < math.inf:
-                raise FedrotError(f"alpha is {alpha}; an adapter has a positive one.")
+                raise FedrotError(f"alpha is {alpha}; it must be positive and finite.")
 
     @classmethod
     def of(cls, config: Any) -> LoraSettings:
         """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``.
 
         Raises:
-            FedrotError: it is none, is an adapter of another kind, or its alpha is not positive.
+            FedrotError: ``config`` is neither of them, is of another kind of adapter, or its alpha is
+                not positive.
         """
         if isinstance(config, cls):
             return config
@@ -94,7 +94,7 @@ class LoraSettings:
         given = found.get("peft_type") if isinstance(found, Mapping) else None
         kind = str(getattr(given, "value", given or "LORA"))
         if kind != "LORA":
-            raise FedrotError(f"The adapter is of kind {kind}; only LORA has factors to average.")
+            raise FedrotError(f"The adapter is of kind {kind}; only LORA adapters can be averaged.")
         if not isinstance(found, Mapping) or "lora_alpha" not in found:
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
@@ -111,7 +111,7 @@ class LoraSettings:
         if start == "mica":
             raise FedrotError(
                 "The adapter has init_lora_weights='mica': clients train A from 0 while B is frozen. "
-                "fedrot has no method for it. Take another start, or Flower's FedAvg."
+                "fedrot has no method for this. Take another initialisation, or Flower's FedAvg."
             )
         changed = "" if start in _STARTS else str(start)
         return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")), changed)
@@ -127,7 +127,7 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
     """Return the pairs of factors among the tensors of an adapter, in their order.
 
     Raises:
-        UpdateError: a factor lacks its other half, or there are none.
+        UpdateError: a factor has no partner, or there are no factors.
     """
     pairs: list[Pair] = []
     for name in tensors:
@@ -136,8 +136,8 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
             continue
         if found["module"].endswith(".base_layer"):
             raise UpdateError(
-                f"The factor '{name}' is of several parameters of one module (target_parameters), which "
-                "fedrot does not average. Adapt modules, target_modules=[...]."
+                f"The factor '{name}' belongs to parameters inside a module (target_parameters), which "
+                "fedrot does not average. Adapt whole modules, target_modules=[...]."
             )
         if any(pair.module == found["module"] for pair in pairs):
             raise UpdateError(
@@ -166,9 +166,9 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
 
 
 def check_rank(rank: int) -> None:
-    """Raise ``FedrotError`` if no adapter has this rank."""
+    """Raise ``FedrotError`` unless the rank is a positive integer."""
     if not isinstance(rank, int) or rank < 1:
-        raise FedrotError(f"rank is {rank!r}; it is a whole number, 1 at least.")
+        raise FedrotError(f"rank is {rank!r}; it must be an integer of at least 1.")
 
 
 def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
@@ -177,15 +177,15 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     Kernels of convolutions are flattened.
 
     Raises:
-        UpdateError: their ranks differ, as those of grouped convolutions do, or the rank is 0.
+        UpdateError: the ranks of the two differ (grouped convolutions), or the rank is 0.
     """
     a, b = (tensors[name] for name in (pair.a, pair.b))
     for name, factor in ((pair.a, a), (pair.b, b)):
         if factor.ndim < 2 or not factor.numel():
             raise UpdateError(
-                f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' is no matrix but "
-                f"{list(factor.shape)}, as sharded training (ZeRO-3, FSDP) leaves weights that are not "
-                "gathered. Gather them, and take the adapter then."
+                f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' has shape "
+                f"{list(factor.shape)}, like weights of sharded training (ZeRO-3, FSDP) that are not "
+                "gathered. Gather the weights before you read the adapter."
             )
     if len(a) != b.shape[1]:
         raise UpdateError(
@@ -196,14 +196,14 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
 
 
 def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Return ``factors`` in the dtype to compute in; raises as they do."""
+    """Return ``factors`` in the dtype for computations; raises the errors of ``factors``."""
     a, b = factors(tensors, pair)
     wide = torch.promote_types(compute_dtype(a), compute_dtype(b))
     return a.to(wide), b.to(wide)
 
 
 def shaped(matrix: Tensor, like: torch.Size) -> Tensor:
-    """Return a factor of any rank in the shape of a tensor; the inverse of ``factors``."""
+    """Return a factor matrix in the shape of a tensor of any rank; the inverse of ``factors``."""
     if len(like) == 2:
         return matrix
     inner = like[1:] if matrix.shape[1] == like[1:].numel() else (matrix.shape[1], *like[2:])

@@ -1,4 +1,4 @@
-"""``average_adapters``: LoRA adapters of several clients become one."""
+"""``average_adapters``: the average of several clients' LoRA adapters."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ from fedrot.lora.gauges import GAUGES, Factors, Wanted, transposed
 from fedrot.lora.module_sums import ModuleSums, in_threads, share
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
-#: A sum of products with more than twice so many terms is cut to this many times the largest rank so
-#: far, or to the result's rank if that is larger.
+#: A sum of products keeps this many times the largest rank so far, or the result's rank if it is larger.
+#: The sum is cut to this rank when it has more than twice as many terms.
 KEPT_RANKS = 4
-#: In the names of DoRA's magnitudes.
+#: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
-#: Norm of a factor, times its scale, above which products of factors and their sums over clients could
-#: overflow.
+#: Maximum norm of a factor, times its scale: products of larger factors could overflow.
 LARGEST_FACTOR = 1e7
 
 
@@ -49,7 +48,7 @@ class AdapterUpdate:
     Attributes:
         tensors: as ``get_peft_model_state_dict`` returns them.
         weight: positive, such as the number of examples.
-        settings: of this client's adapter.
+        settings: of the client's adapter.
     """
 
     tensors: Tensors
@@ -70,21 +69,21 @@ class AveragedModule:
 
 @dataclass
 class AdapterAverage(ABC):
-    """A sum of adapters, one at a time; ``average_adapters`` in steps.
+    """An average to which adapters are added one at a time; made by ``AdapterOptions.average``.
 
-    ``AdapterOptions.average`` makes one. A method is a subclass in ``METHODS``.
+    Each method is a subclass in ``METHODS``.
 
     Attributes:
         settings: of the result.
         options: see ``AdapterOptions``.
-        previous: the adapter that the clients received, with the result's settings, None if unknown.
+        previous: the adapter that the clients received, with the result's settings; None if unknown.
         server_round: for methods that differ by round.
-        rank: of the result; None: in each module that of ``previous``, else the largest of the clients'.
-            A mean of factors has the clients' rank.
+        rank: of the result. None means the rank of ``previous`` in each module, or the largest rank of
+            the clients without ``previous``. A mean of factors has the clients' rank.
         any_rank: whether clients may have different ranks.
 
     Raises:
-        FedrotError: settings or options are something else, or the rank is below 1.
+        FedrotError: settings or options have another type, or the rank is below 1.
     """
 
     settings: LoraSettings
@@ -103,7 +102,7 @@ class AdapterAverage(ABC):
             check_rank(self.rank)
         self._pairs: tuple[Pair, ...] = ()
         self._modules: dict[str, ModuleSums] = {}
-        #: Scales of the first adapter, in which biases of ``B`` are averaged.
+        #: Scales of the first adapter; biases of ``B`` are averaged in these scales.
         self._scales: dict[str, float] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._like: dict[str, Tensor] = {}
@@ -118,13 +117,13 @@ class AdapterAverage(ABC):
             statistics: ``trained``, the rows of task heads that the client trained, see ``Mean``.
 
         Raises:
-            FedrotError: it is no ``AdapterUpdate``.
-            UpdateError: it is no adapter, holds NaN, Inf or huge factors, has other modules or sizes
-                than the first, or another rank though its start changed the base weights. Nothing has
-                been added then.
+            FedrotError: ``update`` is not an ``AdapterUpdate``.
+            UpdateError: the tensors are no adapter, or have NaN, Inf or huge factors, other modules or
+                sizes than the first, or another rank although the initialisation changed the base
+                weights. After an error, nothing has been added.
         """
         if not isinstance(update, AdapterUpdate):
-            raise FedrotError(f"A {type(update).__name__} is given in place of an AdapterUpdate.")
+            raise FedrotError(f"The update is a {type(update).__name__}; pass an AdapterUpdate.")
         tensors, pairs = update.tensors, pairs_of(update.tensors)
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
@@ -132,7 +131,7 @@ class AdapterAverage(ABC):
         others = self._other_tensors(tensors, pairs)
         read = {pair.module: factors(tensors, pair) for pair in pairs}
         self._check(pairs, read)
-        for pair in pairs:  # Their errors have to come before anything is added.
+        for pair in pairs:  # Errors must come before anything is added.
             self._check_pair(pair, settings, *read[pair.module])
         scales = {pair.module: settings.scale(pair.module, len(read[pair.module][0])) for pair in pairs}
         for pair in pairs:
@@ -144,8 +143,8 @@ class AdapterAverage(ABC):
         if self._updates and others.keys() != self._beside:
             odd = min(others.keys() ^ self._beside)
             raise UpdateError(
-                f"The tensor '{odd}' is in some adapters, and missing in others. All need the same "
-                "modules_to_save and bias in their LoraConfig."
+                f"The tensor '{odd}' is in some adapters and missing in others. All clients need the "
+                "same modules_to_save and bias in their LoraConfig."
             )
         self._others.check(others, update.weight, statistics)
         if self._updates == 0:
@@ -167,7 +166,7 @@ class AdapterAverage(ABC):
         self._updates += 1
 
     def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
-        """Return the average in the dtypes of the first adapter, and what it did.
+        """Return the average, in the dtypes of the first adapter, and its report.
 
         Raises:
             FedrotError: there are no adapters.
@@ -214,7 +213,7 @@ class AdapterAverage(ABC):
         """Return the new factors of a module, None if factors of different ranks have no mean."""
 
     def _new_sums(self) -> ModuleSums:
-        """Return what a module's factors are added to."""
+        """Return the empty sums of a module."""
         return ModuleSums()
 
     def _add_to(self, module: ModuleSums, pair: Pair, sent: Factors, weight: float) -> None:
@@ -227,14 +226,14 @@ class AdapterAverage(ABC):
         if found is None:
             ranks = sorted(self._modules[pair.module].ranks)
             of = "factors of different ranks have no mean"
-            what = of if len(ranks) > 1 else f"a mean of factors has no other rank ({len(wanted.s)})"
+            what = of if len(ranks) > 1 else f"their mean cannot have rank {len(wanted.s)}"
             raise UpdateError(
                 f"The clients' ranks of '{pair.module}' are {ranks}: {what}. Take method='exact'."
             )
         return transposed(found) if pair.of_embedding else found
 
     def _other_tensors(self, tensors: Tensors, pairs: tuple[Pair, ...]) -> dict[str, Tensor]:
-        """Return what is no factor: task heads, biases, magnitudes."""
+        """Return the tensors that are no factors: task heads, biases, magnitudes."""
         paired = {name for pair in pairs for name in (pair.a, pair.b)}
         return {name: tensor for name, tensor in tensors.items() if name not in paired}
 
@@ -244,7 +243,7 @@ class AdapterAverage(ABC):
         if {pair.module for pair in pairs} != self._modules.keys():
             odd = sorted({pair.module for pair in pairs} ^ self._modules.keys())[0]
             raise UpdateError(
-                f"The module '{odd}' is adapted in some adapters and not in others. Clients need the "
+                f"The module '{odd}' is in some adapters and missing in others. All clients need the "
                 "same target_modules."
             )
         for pair in self._pairs:
@@ -253,11 +252,11 @@ class AdapterAverage(ABC):
             if (a.shape[1], len(b)) != wanted:
                 raise UpdateError(
                     f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
-                    f"of the first adapter {wanted[0]} to {wanted[1]}. Clients need the same base model."
+                    f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
                 )
 
     def _check_pair(self, pair: Pair, settings: LoraSettings, a: Tensor, b: Tensor) -> None:
-        """Raise ``UpdateError`` if ranks differ where a start takes from the base by its rank."""
+        """Raise ``UpdateError`` if ranks differ and the initialisation changed the base weights."""
         if not settings.changed_base:
             return
         received, added = self._received(pair, a), self._modules.get(pair.module)
@@ -265,8 +264,8 @@ class AdapterAverage(ABC):
         if len(a) != rank:
             raise UpdateError(
                 f"'{pair.module}' has rank {len(a)}, others {rank}. With init_lora_weights="
-                f"'{settings.changed_base}' base weights depend on the rank, so that adapters of "
-                "different ranks belong to different models. Take one rank, or another start."
+                f"'{settings.changed_base}' base weights depend on the rank: adapters of different "
+                "ranks belong to different models. Use one rank, or another initialisation."
             )
 
     def _limit(self, pair: Pair, a: Tensor, b: Tensor) -> int:
@@ -276,11 +275,11 @@ class AdapterAverage(ABC):
         return max(KEPT_RANKS * largest, before, self.rank or 0)
 
     def _received(self, pair: Pair, like: Tensor) -> Factors | None:
-        """Return the factors that clients received, where and as what a tensor is computed with."""
+        """Return the factors that clients received, on the device and in the dtype for computations."""
         if self.previous is None:
             return None
         if pair.a not in self.previous:
-            raise UpdateError(f"The adapter that the clients received does not have '{pair.module}'.")
+            raise UpdateError(f"The adapter that the clients received does not contain '{pair.module}'.")
         a, b = factors(self.previous, pair)
         return a.to(like.device, compute_dtype(like)), b.to(like.device, compute_dtype(like))
 
@@ -294,12 +293,12 @@ class MeanOfFactors(AdapterAverage):
 
 
 class MeanOfProducts(AdapterAverage):
-    """The mean of the products, in a gauge."""
+    """The mean of the products, as factors that a gauge chooses."""
 
     any_rank = True
 
     def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
-        """Return the factors that the gauge gives the product."""
+        """Return the factors of the product that the gauge chooses."""
         return GAUGES[self.options.gauge](wanted)
 
 
@@ -332,21 +331,20 @@ def average_adapters(
 ) -> tuple[dict[str, Tensor], AdapterReport]:
     """Average LoRA adapters, which are read one at a time.
 
-    Tensors that are no factors (task heads, biases, DoRA's magnitudes) become their weighted mean.
+    Other tensors than factors (task heads, biases, DoRA's magnitudes) become their weighted mean.
 
     Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...], settings)``.
 
     Args:
-        updates: the clients' adapters. Alphas may differ, and with ``exact`` ranks.
+        updates: the clients' adapters. Alphas may differ; with ``exact``, ranks too.
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
-        rank: of the result; None: in each module that of ``previous``, else the largest of the clients'.
+        rank: of the result; see ``AdapterAverage``.
         server_round: for options that differ by round.
 
     Raises:
-        FedrotError: there are no updates, settings or options are something else, or the rank is
-            below 1.
+        FedrotError: there are no updates, settings or options have another type, or the rank is below 1.
         UpdateError: an update is no adapter, or does not fit the others.
     """
     average = checked_adapter_options(options).average(settings, previous, server_round, rank)

@@ -17,17 +17,17 @@ from fedrot.tensors import Tensors
 def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
     """Return an adapter of a smaller rank: the best approximation of the products.
 
-    A client of rank 4 takes what it can hold of an adapter of rank 16. Its factors are rotated to the
-    first ``rank`` directions of the adapter's own. A product of 0, as at the start, stays 0.
+    A client of rank 4 can start from an adapter of rank 16. The new factors are rotated as near as
+    possible to the first ``rank`` rows and columns of the given factors. A product of 0 stays 0.
 
     Args:
-        settings: the ``LoraConfig`` of either: they have one alpha, and the ranks are those of tensors.
-        rank: of the result, or an adapter with the same names that has its ranks. Modules of smaller
-            ranks stay as they are.
+        settings: the ``LoraConfig`` of either adapter; only alpha is used, ranks are read from tensors.
+        rank: rank of the result, or an adapter with the same names whose ranks are used. Modules of
+            smaller ranks stay as they are.
 
     Raises:
         FedrotError: the rank is below 1.
-        UpdateError: these are no factors, or the adapter with the ranks lacks a module.
+        UpdateError: the tensors are no adapter, or the adapter ``rank`` lacks a module.
     """
     if not isinstance(rank, Mapping):
         check_rank(rank)
@@ -42,7 +42,7 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
         cut = (a[:wanted], b[:, :wanted])
         first = decomposed(b, a, most=wanted).first(wanted)
         product = Wanted(first.u, first.s, first.vt, None, cut)
-        # A product of 0 needs no direction of A, and keep_a changes none.
+        # A product of 0 determines no direction of A; keep_a leaves A as it is.
         near = near_previous if first.s.any() else keep_a
         cut = transposed(near(product.transposed)) if pair.of_embedding else near(product)
         for name, matrix in zip((pair.a, pair.b), cut, strict=True):
@@ -54,5 +54,5 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
 
 def _rank_in(adapter: Tensors, pair: Pair) -> int:
     if pair.a not in adapter:
-        raise UpdateError(f"'{pair.module}' is adapted at the server, and not here. Use one LoraConfig.")
+        raise UpdateError(f"'{pair.module}' is adapted at the server but not here. Use one LoraConfig.")
     return len(adapter[pair.a])

@@ -1,7 +1,7 @@
-"""Gauges: which of all factors with one product a model is given.
+"""Gauges: the choice among the pairs of factors that have the same product.
 
-Adam moves the factors, not their product. Two pairs of factors with one product therefore train
-differently, and the choice is a part of the aggregation.
+Adam updates the factors, not their product. Two pairs with the same product therefore train differently,
+so the choice is a part of the aggregation.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedrot.matching.procrustes import polar
 
-#: ``keep-a`` gives no factors whose squared norms sum to more than this many times those of the factors
-#: that it follows. With a large ``B`` one step of Adam in ``A`` changes the product too much.
+#: Largest ratio of the squared norms of ``keep-a``'s factors to those of the factors that it keeps close
+#: to. With a large ``B``, one step of Adam in ``A`` changes the product too much.
 LARGEST_GROWTH = 2.0
 
 Factors = tuple[Tensor, Tensor]
@@ -23,7 +23,7 @@ Factors = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A product of bounded rank, and the factors that a gauge may follow.
+    """A product of bounded rank, and the factors that a gauge may keep close to.
 
     Attributes:
         u, s, vt: the terms of the product, ``[out, rank]``, ``[rank]``, ``[rank, in]``.
@@ -43,8 +43,8 @@ class Wanted:
     def transposed(self) -> Wanted:
         """The same for the transposed product, whose factors are ``B^T`` and ``A^T``.
 
-        A gauge takes the directions that the product does not need from ``A``, and ``B`` is 0 there, as
-        at LoRA's start. Adapters of embeddings start the other way round: ``A`` is 0.
+        In directions that the product does not use, a gauge keeps ``A`` and sets ``B`` to 0, as at
+        LoRA's start. Adapters of embeddings are transposed, because they start with ``A = 0``.
         """
         mean, previous = (f and transposed(f) for f in (self.mean, self.previous))
         return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous, True)
@@ -56,12 +56,12 @@ def transposed(factors: Factors) -> Factors:
 
 
 def balanced(of: Wanted) -> Factors:
-    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, rotated to no client.
+    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, not rotated to a client.
 
-    If the rank of the product is smaller than that of the factors, ``B`` is 0 in the rest, and the
-    remaining rows of ``A`` come from the part of the old ``A`` outside of the product's row space: a
-    direction in which both are 0 would never be trained again. The largest entry of each row of ``A`` is
-    positive, so that the factors do not depend on signs that a decomposition chooses.
+    If the rank of the product is smaller than that of the factors, the remaining columns of ``B`` are 0.
+    The remaining rows of ``A`` come from the part of the old ``A`` outside of the product's row space,
+    because a direction in which both are 0 would never be trained again. The largest entry of each row
+    of ``A`` is positive, so that the factors do not depend on the signs of a decomposition.
     """
     u, s, vt = _terms(of)
     kept, root = of.mean or of.previous, s.sqrt()
@@ -78,7 +78,7 @@ def balanced(of: Wanted) -> Factors:
 
 
 def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the terms that are not 0."""
+    """Return the terms with nonzero singular values."""
     there = of.s > of.s[0] * torch.finfo(of.s.dtype).eps * len(of.s)
     return of.u[:, there], of.s[there], of.vt[there]
 
@@ -86,7 +86,7 @@ def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:
 def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``A V``, the part of ``A`` outside of the row space, and its left singular vectors.
 
-    These are ``[rank, rank]``, those of the smallest singular values first.
+    The vectors are ``[rank, rank]``, in ascending order of the singular values.
     """
     inside = a @ vt.mT
     outside = a - inside @ vt
@@ -95,11 +95,10 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(factors: Factors, to: Factors) -> Factors:
-    """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to others.
+    """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to the factors ``to``.
 
-    ``R = polar(A_to A^T + B_to^T B)`` is the closest rotation with both factors together. One factor
-    alone may find a rotation that is not there: after a short training ``B`` is nearly 0, and its
-    rotation is noise.
+    ``R = polar(A_to A^T + B_to^T B)`` is the best rotation for both factors together. The best rotation
+    for one factor may be noise: after a short training ``B`` is nearly 0.
     """
     a, b = factors
     r = polar((to[0] @ a.mT + to[1].mT @ b).double()).to(a)
@@ -107,13 +106,13 @@ def rotated(factors: Factors, to: Factors) -> Factors:
 
 
 def near_mean(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to the mean of the clients', else to those that they received."""
+    """Return balanced factors, rotated to the clients' mean, else to the factors they received."""
     to = of.mean or of.previous
     return balanced(of) if to is None else rotated(balanced(of), to)
 
 
 def near_previous(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to those that the clients received, else to their mean."""
+    """Return balanced factors, rotated to those the clients received, else to the clients' mean."""
     to = of.previous or of.mean
     return balanced(of) if to is None else rotated(balanced(of), to)
 
@@ -121,13 +120,12 @@ def near_previous(of: Wanted) -> Factors:
 def keep_a(of: Wanted) -> Factors:
     """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the product allows.
 
-    The row space of ``A`` has to contain that of the product, of rank ``k``. The nearest ``A`` is the
-    mean without the ``k`` smallest singular directions ``Z`` of its part outside of that row space:
-    ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S (Z^T A_mean V)^-1 Z^T``. Where ``k`` is the
-    rank of the factors that is ``A = A_mean V V^T``. Where the clients' ranks differ, ``A`` is kept near
-    to the one that they received. Where the clients' ``A`` have little in common with the product's row
-    space, the inverse makes ``B`` large (``LARGEST_GROWTH``); there the factors are those of
-    ``near_mean``.
+    The row space of ``A`` must contain that of the product, of rank ``k``. The nearest ``A`` is the mean
+    without the ``k`` smallest singular directions ``Z`` of its part outside of this row space:
+    ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S (Z^T A_mean V)^-1 Z^T``. If ``k`` is the
+    rank of the factors, this is ``A = A_mean V V^T``. If the clients' ranks differ, ``A_mean`` is the
+    ``A`` that they received. If the mean ``A`` is nearly orthogonal to the product's row space, the
+    inverse makes ``B`` large; beyond ``LARGEST_GROWTH`` the factors are those of ``near_mean``.
     """
     kept = of.mean or of.previous
     if kept is None:

@@ -17,13 +17,13 @@ from fedrot.lora.products import ProductSum, Terms
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
-#: So many modules are computed at a time, each of which needs memory for its intermediate results.
+#: Maximum number of modules computed at a time; each needs memory for intermediate results.
 MOST_AT_A_TIME = 8
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class ModuleSums:
-    """The sums of one module over the clients, of products and factors that contain the scale."""
+    """The sums over the clients of one module's products and factors; both include the scale."""
 
     def __init__(self) -> None:
         self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
@@ -39,13 +39,13 @@ class ModuleSums:
             self.mean.add({"a": a, "b": b}, weight)
 
     def factors(self, scale: float) -> Factors | None:
-        """Return the means of the factors in units of a scale, None if ranks differ."""
+        """Return the means of the factors, with ``B`` divided by a scale; None if ranks differ."""
         if len(self.ranks) > 1:
             return None
         return self.mean.current["a"], self.mean.current["b"] / scale
 
     def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
-        """Return the mean product in units of a scale, and the factors that a gauge may follow."""
+        """Return the mean product, divided by a scale, and the factors for the gauge."""
         first = terms.first(rank)
         mean, previous = (
             f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)
@@ -55,7 +55,8 @@ class ModuleSums:
     def errors(self, terms: Terms, scale: float, *found: Factors) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
-        What the bounded sum left out counts as orthogonal to the rest of ``D`` and to ``B A``.
+        The terms that the bounded sum left out are assumed orthogonal to the rest of ``D`` and to
+        ``B A``.
         """
         left_out = self.products.left_out
         whole = math.hypot(terms.norm, left_out)
@@ -64,21 +65,21 @@ class ModuleSums:
 
 
 def share(part: float, whole: float) -> float:
-    """Return ``part / whole``; 0 if both are 0."""
+    """Return ``part / whole``; 0 if both are 0, 1 if only ``whole`` is."""
     return part / whole if whole > 0 else float(part > 0)
 
 
 def in_threads(
     work: Callable[[_Item], _Found], items: Sequence[_Item], device: torch.device
 ) -> list[_Found]:
-    """Return ``work`` of every item; on a CPU, PyTorch's threads are divided among several items.
+    """Return ``work`` of every item; on a CPU, several items are computed at a time.
 
-    The matrices of one module are too small for several threads to be of use. PyTorch's number of
-    threads, which holds for the process, is lower meanwhile and restored afterwards.
+    The matrices of one module are too small to use several threads. PyTorch's number of threads, which
+    holds for the process, is divided among the items and restored afterwards.
 
     Args:
-        work: reads and writes what belongs to its item alone.
-        device: where ``work`` computes.
+        work: reads and writes only data of its item.
+        device: the device that ``work`` computes on.
     """
     with _ONE_AT_A_TIME:
         threads = torch.get_num_threads()

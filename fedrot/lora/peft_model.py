@@ -17,7 +17,7 @@ from fedrot.tensors import Tensors
 def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
     """Return copies of an adapter's tensors, to be sent to ``FedRotLoRA``.
 
-    They are those of ``peft.get_peft_model_state_dict``, without the base model's embeddings.
+    These are the tensors of ``peft.get_peft_model_state_dict``, without the base model's embeddings.
 
     Args:
         model: a ``peft.PeftModel``.
@@ -33,7 +33,7 @@ def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
 def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
-    An adapter of larger ranks is reduced to the model's own (``fitted``).
+    An adapter of larger ranks is reduced to the model's ranks (``fitted``).
 
     Args:
         model: a ``peft.PeftModel``.
@@ -42,7 +42,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
 
     Raises:
         UpdateError: the tensors are not those of this adapter.
-        FedrotError: the adapter is merged. Nothing has been loaded then.
+        FedrotError: the adapter is merged. After an error, nothing has been loaded.
     """
     from peft import set_peft_model_state_dict
 
@@ -51,8 +51,8 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     named = [name for name in tensors if name not in own and re.search(f"{inside}$", name)]
     if named:
         raise UpdateError(
-            f"The received tensor '{named[0]}' has the adapter's name in it, as model.state_dict() has. "
-            "Send adapter_tensors(model)."
+            f"The name of the received tensor '{named[0]}' contains the adapter's name, as in "
+            "model.state_dict(). Send adapter_tensors(model)."
         )
     merged = [n for n, m in model.named_modules() if adapter in getattr(m, "merged_adapters", ())]
     if merged:
@@ -63,20 +63,20 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
     if different:
         raise UpdateError(
-            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and that of the received "
-            "one differ, or one of them is missing. Client and server need the same LoraConfig; a "
-            "client's rank may be smaller, not larger."
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the received tensor "
+            "differ in shape, or one of the two is missing. Client and server need the same "
+            "LoraConfig; only the client's rank may be smaller."
         )
     set_peft_model_state_dict(model, cut, adapter_name=adapter)
 
 
 def train_only(model: Any, factors: str, adapter: str = "default") -> None:
-    """Set ``requires_grad`` of an adapter's factors; other parameters, such as task heads, keep theirs.
+    """Set ``requires_grad`` of an adapter's factors; task heads and other parameters are unchanged.
 
-    Call it before the optimiser is built.
+    Call this function before the optimiser is built.
 
-    Example: ``train_only(model, "B")``. The mean of the factors is exact where one factor is the same at
-    all clients.
+    Example: ``train_only(model, "B")``. The mean of the factors is exact if all clients have the same
+    ``A``.
 
     Args:
         model: a ``peft.PeftModel``.
@@ -87,7 +87,7 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
         FedrotError: the value is not ``A``, ``B`` or ``both``.
     """
     if factors not in ("A", "B", "both"):
-        raise FedrotError(f"Factors to train are '{factors}'; they are A, B or both.")
+        raise FedrotError(f"factors is '{factors}'; choose A, B or both.")
     _check_adapter(model, adapter)
     parameters = factor_parameters(model, adapter)
     for pair in pairs_of(parameters):
@@ -107,7 +107,7 @@ def _check_adapter(model: Any, adapter: str) -> None:
     if adapter not in configs:
         known = f"its adapters are {', '.join(configs)}" if configs else "it has no adapters"
         raise FedrotError(
-            f"A {type(model).__name__} has no adapter '{adapter}'; {known}. Give the model of "
-            "peft.get_peft_model."
+            f"The {type(model).__name__} has no adapter '{adapter}'; {known}. Give the model that "
+            "peft.get_peft_model returned."
         )
     LoraSettings.of(configs[adapter])

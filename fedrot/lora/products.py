@@ -1,4 +1,4 @@
-"""``ProductSum``: a weighted sum of products of factors, which is never formed."""
+"""``ProductSum``: a weighted sum of products of factors, stored as factors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 #: Terms below this share of the largest are rounding errors of float32.
 SMALLEST = 1e-7
-#: A sum of products below this many times ``eps`` of the sum of their sizes is a rounding error of
-#: factors whose product is 0, such as those of PEFT's start ``orthogonal``.
+#: A sum of products is a rounding error if it is below this many times ``eps`` times the sum of their
+#: norms. PEFT's initialisation ``orthogonal``, whose products are 0, gives such sums.
 ROUNDING = 10.0
-#: Cholesky factors whose smallest pivot is above this share of the largest are as good as eigenvectors,
-#: and take a tenth of their time.
+#: A Cholesky factor replaces eigenvectors if its smallest pivot is above this share of the largest. It
+#: takes a tenth of the time.
 WELL_CONDITIONED = 1e-4
-#: A stack begins with room for twice so many products of the first one's rank.
+#: A stack begins with room for twice this number of products of the first product's rank.
 ROOM = 4
-#: Columns that are copied to float64 at a time.
+#: Number of columns that are copied to float64 at a time.
 BLOCK = 1024
 
 
@@ -28,7 +28,7 @@ class Terms:
 
     Attributes:
         u: ``[out, k]``.
-        s: ``[n]``, descending; all of them, while the vectors may be those of the first ``k`` terms.
+        s: ``[n]``, descending; all singular values, also those without vectors (beyond ``k``).
         vt: ``[k, in]``.
     """
 
@@ -48,8 +48,8 @@ class Terms:
     def first(self, rank: int) -> Terms:
         """Return the first ``rank`` terms.
 
-        Beyond the rank of the sum, singular values are 0. Their vectors are orthogonal to the others as
-        long as there is room, and 0 then.
+        Beyond the rank of the sum, singular values are 0. Their vectors are orthogonal to the others, or
+        0 if no orthogonal direction is left.
         """
         u, s, vt = self.u, self.s[: self.u.shape[1]], self.vt
         missing = rank - len(s)
@@ -62,16 +62,15 @@ class Terms:
 class ProductSum:
     """The sum ``sum_i w_i B_i A_i`` as two stacked factors.
 
-    When a product does not fit into twice ``limit`` terms, the sum's best approximation of rank
-    ``limit`` takes the place of the sum (Eckart and Young). As long as all ranks together stay below
-    that, the sum is exact.
+    When a product does not fit into ``2 * limit`` terms, the sum is replaced by its best approximation
+    of rank ``limit`` (Eckart and Young). Sums of at most ``2 * limit`` terms are exact.
 
     Args:
         limit: the rank to keep; None keeps everything.
 
     Attributes:
-        lost: upper bound of the Frobenius norm of what compressions left out.
-        left_out: that norm, if the parts that they left out are orthogonal to each other.
+        lost: upper bound of the Frobenius norm of the terms that compressions left out.
+        left_out: this norm if the terms of different compressions are orthogonal to each other.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -79,7 +78,7 @@ class ProductSum:
         self.lost = self.left_out = 0.0
         self._left, self._right = torch.empty(0, 0), torch.empty(0, 0)  # [terms, out], [terms, in]
         self._used = 0
-        #: Singular values of the first terms, which are orthogonal: the squares of their norms.
+        #: Singular values of the first terms, which are orthogonal; these are their squared norms.
         self._known = torch.empty(0)
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
@@ -108,7 +107,7 @@ class ProductSum:
     def distances(self, *factors: tuple[Tensor, Tensor]) -> list[float]:
         """Return the Frobenius norm of the difference between the sum and each ``b @ a``.
 
-        It is right to 1e-8 of the norm of what was added.
+        The error is below 1e-8 of the norm of the added products.
         """
         left, right = self._left[: self._used], self._right[: self._used]
         own, found = (_inner(left, left) * _inner(right, right)).sum(), []
@@ -133,9 +132,9 @@ class ProductSum:
 
 
 def _balance(left: Tensor, right: Tensor) -> None:
-    """Give each row of both stacks about the same norm; powers of two change no digit of the product.
+    """Scale each row of both stacks to about the same norm, by powers of two, which are exact.
 
-    Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide those of all others.
+    Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide all other rows.
     """
     ours, theirs = _norms(left), _norms(right)
     ratio = torch.where((ours > 0) & (theirs > 0), theirs / ours, 1.0)
@@ -149,7 +148,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
-    """Return a stack with room for more rows like those of ``like``, which starts with the used ones."""
+    """Return a copy of a stack's used rows in a larger stack, in the dtype and width of ``like``."""
     found = like.new_empty(room, like.shape[1])
     if used:
         found[:used] = stack[:used]
@@ -159,17 +158,17 @@ def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
 def decomposed(
     left: Tensor, right: Tensor, known: Tensor | None = None, most: int | None = None
 ) -> Terms:
-    """Return the singular value decomposition of ``left @ right``, which is not formed.
+    """Return the singular value decomposition of ``left @ right``, without forming the product.
 
-    All singular values are 0 if the product is a rounding error of what it sums; there are none if what
-    it sums is too small for float32.
+    All singular values are 0 if the product is a rounding error of its terms. There are no singular
+    values if the terms are too small for float32.
 
     Args:
         left: ``[out, k]``.
         right: ``[k, in]``.
-        known: singular values of as many first terms, whose columns of ``left`` and rows of ``right``
-            are orthogonal; the values are the squares of their norms.
-        most: how many terms get vectors; None: all.
+        known: singular values of the first terms, as many as there are values. Their columns of ``left``
+            and rows of ``right`` are orthogonal, and the values are the squared norms.
+        most: maximum number of terms with vectors; None for all.
     """
     norms = _norms(left.mT) * _norms(right)
     if not float(norms.sum()) > torch.finfo(torch.float32).tiny:
@@ -195,8 +194,8 @@ def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
 def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Terms:
     """Decompose float32 stacks by their Gram matrices in float64, several times faster than by QR.
 
-    With ``left = Q R``, the singular values of ``R right`` are those of the product. They are right to
-    1e-7 of the largest, the precision of float32. Smaller terms are left out.
+    With ``left = Q R``, the singular values of ``R right`` are those of the product. Their error is
+    below 1e-7 of the largest, the precision of float32. Smaller terms are left out.
     """
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
@@ -211,7 +210,7 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
 
 
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``R`` with ``R^T R = gram`` and its inverse, both without directions that are rounding."""
+    """Return ``R`` with ``R^T R = gram`` and its inverse, without directions of rounding errors."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():
@@ -224,7 +223,7 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(rows: Tensor, known: Tensor) -> Tensor:
-    """Return ``X X^T`` in float64, of which the squares of the first, orthogonal rows are known."""
+    """Return ``X X^T`` in float64, given the squared norms of the first rows, which are orthogonal."""
     count = len(known)
     new = _inner(rows[count:], rows)
     gram = torch.block_diag(torch.diag(known), new[:, count:])
@@ -234,7 +233,7 @@ def _gram(rows: Tensor, known: Tensor) -> Tensor:
 
 
 def _inner(rows: Tensor, others: Tensor) -> Tensor:
-    """Return ``rows @ others^T`` in float64, of which only ``BLOCK`` columns at a time are wide."""
+    """Return ``rows @ others^T`` in float64, converting ``BLOCK`` columns at a time."""
     found = rows.new_zeros(len(rows), len(others), dtype=torch.float64)
     for one, other in zip(rows.split(BLOCK, 1), others.split(BLOCK, 1), strict=True):
         found.addmm_(one.double(), other.double().mT)
@@ -242,7 +241,7 @@ def _inner(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def _extended(basis: Tensor, count: int) -> Tensor:
-    """Return orthonormal columns with ``count`` more, always the same; zeros where there is no room."""
+    """Return orthonormal columns with ``count`` more, the same in every run; zeros if none are left."""
     room = min(count, len(basis) - basis.shape[1])
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(len(basis), room, generator=generator, dtype=torch.float64).to(basis)

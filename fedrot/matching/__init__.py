@@ -1,6 +1,6 @@
 """Coordinate descent over the groups, and the solvers of their actions."""
 
-# Solvers register themselves when they are imported.
+# The import registers the solvers.
 from fedrot.matching import experts, heads, inside_heads, streams, units
 
 __all__ = ["experts", "heads", "inside_heads", "streams", "units"]

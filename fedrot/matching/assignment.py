@@ -20,7 +20,7 @@ MINIMUM_GAIN = 1e-6
 #: Numbers of columns of the widest slot in the quick lower bounds on the anchor's separation.
 QUICK_COLUMNS = (32, 128)
 
-#: The full bound is tried only if distances exceed the quick bound by at most this factor.
+#: The full bound is computed only if distances exceed the quick bound by at most this factor.
 HOPELESS = 8.0
 
 _ROWS = 256
@@ -48,10 +48,10 @@ def separation(
         plain: the slots of the anchor, each ``[n, rest]``.
         signed: slots whose rows may change their sign together; the bound then holds for ``j`` with
             either sign, and for ``-a_i``.
-        columns: number of columns of the widest slot to use, and no other slot; without a coordinate,
-            distances are shorter, so the bound stays valid. None uses everything.
+        columns: number of columns to use, of the widest slot only. Fewer coordinates shorten distances,
+            so the bound stays valid. None uses all columns of all slots.
 
-    The rounding error of the Gram matrices is subtracted, so that the bound is never too large.
+    The rounding error of the Gram matrices is subtracted, so the bound is never too large.
     """
     sides = [list(plain), list(signed)]
     if columns is not None:
@@ -75,7 +75,7 @@ def separation(
     width = sum(f.shape[1] for f in features if f is not None)
     squares = norms - 2 * nearest - width * eps * (norms + norms.amax())
     if signed:
-        # |a_i - (-a_i)|^2 costs one pass over the slots: all columns are used.
+        # |a_i - (-a_i)|^2 costs only one pass over the slots, so all columns are used.
         flipped = 4 * sum((s.square().sum(1) for s in signed), start=torch.zeros(()))
         width = sum(s.shape[1] for s in signed)
         squares = torch.minimum(squares, flipped - width * eps * flipped)
@@ -103,8 +103,8 @@ def certified(distances: Tensor, bound: Tensor) -> bool:
 def identity_certified(distances: Tensor, separation: Callable[[int | None], Tensor]) -> bool:
     """Return whether a bound of ``separation(columns)`` certifies the identity, cheap bounds first.
 
-    The full bound is about ``sqrt(all columns / quick columns)`` times the quick one. It is computed
-    only where it can still succeed.
+    The full bound is about ``sqrt(all columns / quick columns)`` times the quick bound. It is computed
+    only if it may succeed.
     """
     if any(certified(distances, separation(columns)) for columns in QUICK_COLUMNS):
         return True
@@ -134,7 +134,7 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
 
     Args:
         score: similarities ``[n, n]`` of slots that keep their signs, or a scalar 0.
-        signed: similarities ``[n, n]`` of slots that may change their sign. Every unit then takes the
+        signed: similarities ``[n, n]`` of slots that may change their sign. Every unit then gets the
             better sign, and ``e`` is an element of a ``SignedPermutation``.
     """
     place = score.device if signed is None else signed.device
@@ -153,7 +153,7 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor
 
 def best_columns(score: Tensor) -> Tensor:
     """Return the column of each row that maximises ``sum_i score[i, column[i]]``, on the CPU."""
-    # Imported here: it takes a third of the time of importing torch, and is rarely needed.
+    # Imported here: the import takes a third of the time of importing torch, and is rarely needed.
     from scipy.optimize import linear_sum_assignment
 
     return torch.from_numpy(linear_sum_assignment(score.cpu().numpy(), maximize=True)[1])

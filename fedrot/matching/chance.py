@@ -1,10 +1,10 @@
 """Chance levels: formula and null models for the squared distance that alignment removes from noise.
 
-The best element is a maximum, so it removes some distance whatever a client has learned. Suppose that
+The best element is a maximum, so it removes some distance from any client, even from noise. Suppose that
 the client's difference from the anchor is isotropic and small beside the anchor. Then a group with ``k``
-free dimensions on ``n`` entries removes the share ``k / n`` of its squared norm: the part along the
-group's orbit. Elsewhere a null model is drawn and matched like a client: ``t a + s g`` with standard
-Gaussian ``g``, where ``t`` and ``s`` give it the client's projection on the anchor and its distance.
+free dimensions on ``n`` entries removes the share ``k / n`` of the squared distance: the part along the
+group's orbit. Otherwise a null model is drawn and matched like a client: ``t a + s g`` with standard
+Gaussian ``g``. Its projection on the anchor ``a`` and its distance are the client's, by ``t`` and ``s``.
 
 A group moves if it removes more than a quantile of what noise removes, see ``requirement``.
 """
@@ -30,26 +30,26 @@ from fedrot.tensors import SMALLEST_NORM, Tensors
 #: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.
 NEAR = 0.05
 
-#: Null models are drawn until their free dimensions or units are so many, but at most ``MOST_DRAWS``.
+#: Null models are drawn until they have this many free dimensions or units, at most ``MOST_DRAWS``.
 ENOUGH, MOST_DRAWS = 2000, 8
 
-#: From noise alone, a group exceeds ``requirement`` once in so many times at most. So at most 1 % of
-#: rounds move anything by noise, in rounds of up to 100,000 pairs of client and group.
+#: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a group in at most 1 %
+#: of the rounds, if a round has up to 100,000 pairs of client and group.
 ONCE_IN = 10_000_000
 
-#: The values on the grid of ``quantile``: so many, each larger than the one before by this factor.
+#: The grid of ``quantile``: the number of values, and the ratio of each to the one before.
 _LEVELS, _STEP = 100, 1.2
 
 
 def chance_known(problem: Problem) -> bool:
-    """Return whether chance can be told: not where groups depend on each other or activations count."""
+    """Return whether chance is known: groups are independent, and no activations are used."""
     return not problem.options.coupled and problem.activations is None
 
 
 def near_chance(problem: Problem, group: Group, before: float) -> float | None:
-    """Return the squared distance that chance removes from a group, None if no formula tells it.
+    """Return the squared distance that chance removes from a group, None without a formula.
 
-    Whether chance changes an order or a sign depends on the single units.
+    There is none for orders and signs, because their chance depends on the single units.
     """
     if not chance_known(problem) or not group.kind.free:
         return None
@@ -65,8 +65,8 @@ def near_share(
 
     Args:
         tensors: of the anchor.
-        size: the sum of the squared norms of the group's blocks there.
-        before: the group's squared distance to it.
+        size: the sum of the squared norms of the anchor's blocks of the group.
+        before: the group's squared distance to the anchor.
         spread: of the anchor.
 
     Returns:
@@ -88,16 +88,16 @@ def requirement(
 ) -> float:
     """Return the squared distance that a group has to remove to be beyond chance.
 
-    It is ``factor`` times chance. Noise removes more than that now and then: then it is a quantile of
-    what noise removes, see ``ONCE_IN``. Near the anchor, the share that a group with free dimensions
-    removes has a beta distribution. Of large shares the factor multiplies the odds
-    ``share / (1 - share)``: less than all is required.
+    This is the larger of ``factor`` times chance and a quantile of what noise removes, see ``ONCE_IN``.
+    Near the anchor, the share that a group with free dimensions removes from noise has a beta
+    distribution. The factor multiplies the odds ``share / (1 - share)``, so that never the whole
+    distance is required.
 
     Args:
         before: the group's squared distance to the anchor.
         chance: the squared distance that chance removes on average.
         factor: ``AlignmentOptions.chance``.
-        quantile: see the function ``quantile``, where null models were drawn.
+        quantile: of the function ``quantile``, if null models were drawn.
     """
     if factor == 0 or before <= 0 or (chance <= 0 and quantile == math.inf):
         return 0.0
@@ -112,8 +112,8 @@ def required(
 ) -> float:
     """Return the squared distance that a group of a problem has to remove to be beyond chance.
 
-    Inside a moved head it is nothing: the head's place was chosen for the best element. Without a
-    normal scale no element is beyond chance.
+    The result is 0 inside a moved head, because the head's place was chosen for the best element. It is
+    infinite if all blocks of the anchor or of the client are 0 or denormal.
     """
     if not _scaled(problem, group, before):
         return math.inf
@@ -131,9 +131,9 @@ def least(problem: Problem, group: Group, before: float) -> float:
 
 
 def _scaled(problem: Problem, group: Group, before: float) -> bool:
-    """Return whether anchor and client can be compared: their blocks are not 0 or denormal.
+    """Return whether anchor and client can be compared: their largest blocks are not 0 or denormal.
 
-    Products of smaller numbers vanish in float32, so that the best element would be rounding.
+    Products of smaller numbers vanish in float32; the best element would be a rounding error.
     """
     if before <= problem.anchor.size(group) / 4:
         return True  # neither can be 0
@@ -145,27 +145,28 @@ def _scaled(problem: Problem, group: Group, before: float) -> bool:
 def quantile(
     group: Group, anchor: Tensors, element: Tensor, line: NullLine, mean: float, inner: bool
 ) -> float:
-    """Return what the best element removes from noise at most, but once in ``ONCE_IN`` times.
+    """Return a distance that the best element exceeds on noise at most once in ``ONCE_IN`` times.
 
     On the null model ``t a + s g``, an element ``h`` removes ``2 s <h a, g> - t |h a - a|^2``.
 
-    *Orders of units*: across ``a``, ``g`` has no preferred direction. On ``n`` entries, the cosine of
-    one element with it exceeds ``x`` with a probability of at most ``(1 - x^2)^((n - 2) / 2)``. There
-    are at most ``(2 k)^m`` orders with signs that move ``m`` of ``k`` units: the bound is for all
-    together.
+    *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n`` entries, the
+    cosine of one element with ``g`` exceeds ``x`` with a probability of at most
+    ``(1 - x^2)^((n - 2) / 2)``. At most ``(2 k)^m`` orders with signs move ``m`` of ``k`` units: the
+    bound holds for all of them.
 
-    *Other elements* are infinitely many. What the best one removes is a Lipschitz function of ``g``. It
-    exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where ``D`` is the
-    largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013, Theorem 5.6).
-    Here ``h'`` is the identity, and ``D`` is that of the best element. As it is not known before, the
-    bound holds on a grid of ``_LEVELS`` values together. With elements inside the units, ``h`` and
-    ``h'`` have them, and ``D`` is at most four times the squared norm of the moved units.
+    *Other elements* are infinitely many. The distance that the best one removes is a Lipschitz function
+    of ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where
+    ``D`` is the largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013,
+    Theorem 5.6). Here ``h'`` is the identity, and ``D`` is that of the best element. The draw determines
+    this ``D``, so the bound holds for a grid of ``_LEVELS`` values at once. If heads also get elements
+    inside them, these are parts of ``h`` and ``h'``, and ``D`` is at most four times the squared norm of
+    the moved units.
 
     Args:
         anchor: the anchor's tensors.
-        element: the best one found.
+        element: the best element found.
         line: the null model.
-        mean: what the best element removes from noise on average.
+        mean: the distance that the best element removes from noise on average.
         inner: whether units that move also get the best elements inside them, as heads do.
     """
     move, way, norm = Move(group, element), 0.0, 0.0
@@ -186,8 +187,8 @@ def quantile(
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
     """Return which groups of one action remove enough: all of them if the median group does.
 
-    Clients turn in all layers or in none, as a rule: what more than half of the groups show is evidence
-    for the others. A single layer is evidence for itself alone.
+    Clients usually rotate in all layers or in none. So if more than half of the groups are beyond
+    chance, all are accepted. A single group is evidence only for itself.
     """
     both = list(zip(gains, required, strict=True))
     judged = [gain / needed for gain, needed in both if needed > 0]
@@ -226,8 +227,8 @@ def line_of(group: Group, anchor: Tensors, client: Tensors) -> NullLine:
 def null_models(lines: Mapping[Group, NullLine], anchor: Tensors, client: Tensors) -> Iterator[Tensors]:
     """Yield null models of a client: its tensors, with those of some groups replaced.
 
-    The groups share no tensor. The numbers are drawn on the CPU with a seed of each group's own, so that
-    every run draws the same.
+    The groups must share no tensor. Numbers are drawn on the CPU, with a seed for each group that is the
+    same in every run.
     """
     seeds = {group.name: zlib.crc32(group.name.encode()) for group in lines}
     generators = {name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()}
@@ -247,13 +248,13 @@ def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> NullLine:
         a, c = (t.double().flatten() for t in pair)
         products += torch.stack([a @ a, a @ c, c @ c]).cpu()
     aa, ac, cc = products.tolist()
-    # An anchor without a normal scale would need a slope that overflows float32.
+    # If the anchor is 0 or denormal, the slope would overflow float32.
     slope = ac / aa if aa > SMALLEST_NORM**2 else 0.0
     return NullLine(slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5)
 
 
 def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
-    """Return the groups in lists within which no two act on one tensor."""
+    """Return the groups in lists; no two groups of a list act on the same tensor."""
     batches: list[tuple[list[Group], set[str]]] = []
     for group in groups:
         tensors = {slot.tensor for slot in group.slots}
@@ -269,8 +270,8 @@ def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
 def null_model(anchor: Tensors, client: Tensors, groups: Iterable[Group]) -> dict[str, Tensor]:
     """Return one null model for groups that depend on each other.
 
-    Each tensor on which they act is replaced by a random one of its own ``t`` and ``s``; tied tensors
-    stay tied.
+    Each tensor that the groups act on is replaced by a random tensor, with a ``t`` and ``s`` for each.
+    Tied tensors stay tied.
     """
     drawn: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     null = dict(client)

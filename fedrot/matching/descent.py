@@ -1,4 +1,4 @@
-"""Coordinate descent: every stage is solved exactly given the others, in sweeps over all stages.
+"""Coordinate descent: sweeps over all stages, each solved exactly given the others.
 
 Source: Ainsworth et al. 2023 (Git Re-Basin), Algorithm 1, extended from permutations of neurons to
 heads, rotations, signs and the residual stream.
@@ -39,10 +39,10 @@ from fedrot.symmetry.groups import Group, Slot
 from fedrot.symmetry.moves import Move
 from fedrot.tensors import Tensors
 
-#: Largest number of passes over all stages, where groups depend on each other.
+#: Maximum number of passes over all stages if groups depend on each other.
 SWEEPS = 20
 
-#: Passes stop when one lowers the objective by less than this share.
+#: Passes stop when a pass lowers the objective by less than this share.
 TOLERANCE = 1e-4
 
 
@@ -50,7 +50,7 @@ TOLERANCE = 1e-4
 class Solution:
     """The best moves found, one per moved group in the order of application, and their report.
 
-    The report is without the time. ``certified`` are ``Match.certified`` by group; empty where groups
+    The report's ``seconds`` are 0. ``certified`` is ``Match.certified`` by group name; empty if groups
     depend on each other.
     """
 
@@ -77,23 +77,23 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
 
 @dataclass(frozen=True)
 class _Chance:
-    """What chance removes from a group: on average, None if not known; and at most, where drawn."""
+    """The distance that chance removes from a group: its mean, None if unknown, and its quantile."""
 
     mean: float | None
     quantile: float = math.inf
 
 
 def _coupled(groups: Sequence[Group]) -> bool:
-    """Whether groups depend on each other, so that one match of each is not the best yet.
+    """Return whether groups depend on each other, so that one sweep is not enough.
 
-    They do not where no tensor lies on two slots, even in the stages that share tensors as a rule.
+    Groups are independent if no tensor lies on two slots, even in parts that usually share tensors.
     """
     tensors = [slot.tensor for group in groups for slot in group.slots]
     return any(group.part in COUPLED for group in groups) and len(set(tensors)) < len(tensors)
 
 
 class _Descent:
-    """One run of coordinate descent: the problem as moved so far, the moves, and the report rows."""
+    """One run of coordinate descent: the problem after the moves so far, the moves, and the rows."""
 
     def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
         self.problem = problem
@@ -113,7 +113,7 @@ class _Descent:
         started = self._start()
         objective = self.problem.objective(self.groups)
         if started:
-            # Fit the layers to the new residual stream before it is matched again.
+            # Match the layers in the new order of the stream before the stream is matched again.
             self.sweep(skip="residual")
         for _ in range(SWEEPS):
             before = objective
@@ -125,8 +125,8 @@ class _Descent:
     def _start(self) -> bool:
         """Choose a first element of the residual stream; return whether anything was moved.
 
-        It matches activations and the tensors that no other stage moves (embeddings, norms, biases),
-        and is kept if the objective falls.
+        This element matches activations and the tensors that no other stage moves (embeddings, norms,
+        biases). It is kept if the objective falls.
         """
         elsewhere = _tensors(group for group in self.groups if stage_of(group) != "residual")
         for group in self.stages["residual"]:
@@ -145,7 +145,7 @@ class _Descent:
         return bool(self.moves)
 
     def sweep(self, skip: str = "") -> None:
-        """Run every stage but ``skip`` once, each given the stages before it."""
+        """Run every stage except ``skip`` once, each given the stages before it."""
         for place, (stage, groups) in enumerate(self.stages.items()):
             if stage == skip:
                 continue
@@ -159,14 +159,14 @@ class _Descent:
             ]
             self.moves += found
             later = (group for groups in [*self.stages.values()][place + 1 :] for group in groups)
-            # In a single sweep, tensors that no later stage compares need not be moved.
+            # In a single sweep, only tensors that a later stage compares need to be moved.
             if self.coupled or _tensors(m.group for m in found) & _tensors(later):
                 self.problem = self.problem.moved(found)
 
     def _chances(self, groups: Sequence[Group], matches: Sequence[Match]) -> list[_Chance]:
-        """Return what chance removes from each group.
+        """Return the distance that chance removes from each group.
 
-        Far from the anchor it is drawn, unless nothing depends on it.
+        Without a formula, null models are drawn for groups with an element, unless ``chance`` is 0.
         """
         problem = self.problem
         if not chance_known(problem):
@@ -181,7 +181,7 @@ class _Descent:
         return [drawn.get(group.name, chance) for group, chance in zip(groups, found, strict=True)]
 
     def _drawn(self, elements: Mapping[Group, Tensor]) -> dict[str, _Chance]:
-        """Return what chance removes from each group by null models; ``elements`` are the best found."""
+        """Return chance by null models for each group, given the best elements found."""
         anchor, client = self.problem.anchor, self.problem.client
         options = replace(self.problem.options, chance=0.0)
         drawn: dict[str, _Chance] = {}
@@ -202,7 +202,7 @@ class _Descent:
     def _beyond(
         self, groups: Sequence[Group], matches: Sequence[Match], chances: Sequence[_Chance]
     ) -> set[str]:
-        """Return the names of the groups that remove enough; those of one action are judged together."""
+        """Return the names of the groups that remove enough; one action is judged together."""
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
             needed = required(self.problem, group, match.before, chance.mean, chance.quantile)
@@ -214,7 +214,7 @@ class _Descent:
         return names
 
     def _accepted(self, group: Group, match: Match, chance: float | None, enough: bool) -> Move | None:
-        """Note a match; return its move if it removes enough beyond chance."""
+        """Record a match; return its move if the group removes enough."""
         element = match.element if enough else None
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after
@@ -237,7 +237,7 @@ class _Descent:
         )
 
     def _unseen(self, group: Group, before: float) -> float:
-        """Return the squared distance of the entries that no group before this one acts on."""
+        """Return the squared distance of the entries that no earlier group acts on."""
         new: list[Slot] = []
         for slot in group.slots:
             shape = self.problem.symmetry.shapes[slot.tensor]
@@ -252,7 +252,7 @@ class _Descent:
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
 
     def _covered(self, slot: Slot) -> bool:
-        """Whether all entries of a slot's tensor were seen on another axis."""
+        """Return whether all entries of a slot's tensor were seen, on any axis."""
         seen = (mask for (name, _), mask in self._seen.items() if name == slot.tensor)
         return any(bool(mask.all()) for mask in seen)
 
@@ -269,7 +269,7 @@ class _Descent:
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return equivalent moves, one per group, with the groups that lie within others last."""
+    """Return equivalent moves, one per group; groups that lie within others are last."""
     total: dict[str, Move] = {}
     for move in moves:
         name, action = move.group.name, move.group.kind

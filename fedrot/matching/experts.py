@@ -1,7 +1,7 @@
 """Matching of a mixture's experts: their order, and the order of the neurons inside each.
 
-The score of client expert ``j`` at anchor expert ``i`` is the similarity of their router rows plus that
-of their neurons in the best order, which is an assignment of its own.
+The score of client expert ``j`` at anchor expert ``i`` is the similarity of their router rows plus the
+similarity of their neurons in the best order, which is another assignment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from fedrot.symmetry.groups import Group
 
 @dataclass(frozen=True)
 class _Pool:
-    """The neurons of all experts as pairs of blocks ``[experts, n, rest]``, by whether signs show."""
+    """The neurons of all experts as pairs of blocks ``[experts, n, rest]``.
+
+    Blocks in ``signed`` change their sign with the neuron, blocks in ``plain`` do not.
+    """
 
     plain: list[Pair]
     signed: list[Pair]
@@ -36,7 +39,7 @@ class _Pool:
         return plain, signed
 
     def bound(self, i: int, j: int) -> Tensor:
-        """Return no less than ``worth``: every neuron of the anchor gets its best partner."""
+        """Return an upper bound of ``worth``: every neuron of the anchor gets its best partner."""
         plain, signed = self.scores(i, j)
         return (plain + signed.abs()).amax(1).double().sum()
 
@@ -49,7 +52,7 @@ class _Pool:
 
 @solves(ExpertPermutation)
 def match_experts(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Assign experts by what their router rows and their neurons, once in order, have in common."""
+    """Assign experts by the similarity of their router rows and of their neurons in the best order."""
     return [_match(group, problem) for group in groups]
 
 
@@ -72,7 +75,7 @@ def _match(group: Group, problem: Problem) -> Match:
 
 
 def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
-    """Whether no other order of the neurons is closer, even if they could change experts."""
+    """Return whether the identity is the best order, even of neurons that may change experts."""
     return assignment.identity_certified(distances, partial(problem.anchor.separation, neurons))
 
 
@@ -84,10 +87,10 @@ def _pool(neurons: Group, problem: Problem) -> _Pool:
 
 
 def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
-    """Return the best order of the experts, and by how much it lowers the squared distance.
+    """Return the best order of the experts, and the decrease of the squared distance.
 
     The worth of a pair costs an assignment of all neurons. It is computed only for pairs that the best
-    order uses; upper bounds stand for the others.
+    order uses; the other scores are upper bounds.
     """
     experts, routed = range(len(routed)), routed.cpu()
     scores = torch.stack([pool.bound(i, j) for i in experts for j in experts]).cpu().view_as(routed)
@@ -106,7 +109,7 @@ def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
 
 @solves(ExpertNeurons)
 def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Assign the neurons inside each expert, unless distances alone show that they are in place."""
+    """Assign the neurons inside each expert, unless distances certify the identity."""
     matches = []
     for group in groups:
         distances = assignment.row_distances(problem.pairs(group))

@@ -1,8 +1,8 @@
 """Solvers for the order of attention heads (Verma & Elbayad 2024, Alg. 1), and of shared query heads.
 
-The score of a pair of heads is ``<R, M>`` of the best element inside this pair: heads are ordered as if
-each had been rotated already. Where query heads share a key head, that element is found from keys and
-values; then the query heads of the two groups are assigned to each other.
+The score of a pair of heads is ``<R, M>`` for the best element ``R`` inside this pair: heads are
+compared after the best rotation. If query heads share a key head, this element is found from keys and
+values; then the query heads of the two key heads are assigned to each other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Inside:
     Attributes:
         kind: the group's action.
         solver: of the group.
-        blocks: one pair per slot. A block of ``heads * dim`` rows belongs to key heads; a longer one to
-            query heads that share key heads.
-        factor: of the similarity of key heads' blocks. With 0, query heads' blocks decide only about
+        blocks: one pair per slot. A block of ``heads * dim`` rows belongs to key heads; a longer block
+            to query heads that share key heads.
+        factor: of the similarity of key heads' blocks. With 0, query heads' blocks are used only for
             the order of query heads.
         extra: cross matrix ``[heads * dim, heads * dim]`` of activations, added to the similarity.
     """
@@ -53,7 +53,7 @@ class Inside:
         return [pair for pair in self.blocks if len(pair[0]) > self.kind.heads * self.kind.dim]
 
     def ordered(self, order: HeadPermutation | QueryPermutation, element: Tensor) -> Inside:
-        """Return the evidence once an order has moved heads of the client."""
+        """Return the evidence after an order has moved heads of the client."""
         if isinstance(order, QueryPermutation):
             blocks = [(a, order.act(element, c, 0)) for a, c in self.shared()]
             return replace(self, blocks=[*self.own(), *blocks])
@@ -62,7 +62,7 @@ class Inside:
         return replace(self, blocks=blocks, extra=extra)
 
     def worth(self, options: AlignmentOptions) -> float:
-        """Return the sum of ``<R, M>`` over all heads in their places, of the best elements."""
+        """Return the sum of ``<R, M>`` for the best elements ``R`` over all heads in their places."""
         evidence = self.factor * self.solver.similarity(self.kind, self.own())
         if self.shared():
             evidence = evidence + self.solver.similarity(self.kind, self.shared())
@@ -96,7 +96,7 @@ class Inside:
     def of_queries(self, element: Tensor, i: int, j: int) -> Tensor:
         """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client group ``j``.
 
-        Only weights count: activations are known for key heads, not for query heads.
+        Only weights are used: activations are known for key heads, not for query heads.
         """
         one = replace(self.kind, heads=1)
         scores = []
@@ -110,7 +110,7 @@ class Inside:
 
 @solves(HeadPermutation)
 def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Assign heads by the similarity that remains once the elements inside them have moved."""
+    """Assign heads by their similarity after the best elements inside them."""
     matches = []
     for group in groups:
         following = _following(group.name, problem)
@@ -128,7 +128,7 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
         queries = [g.kind for g in problem.symmetry.groups if g.within == group.name]
         for order in (kind for kind in queries if isinstance(kind, QueryPermutation)):
             if element is not None and any(g.factor for g in inside):
-                # With weights, scores are lower bounds: the true gain of the order decides.
+                # Scores from weights are lower bounds: the true gain of the order is computed.
                 ordered = [g.ordered(HeadPermutation(heads), element) for g in inside]
                 _, gain = _gain(inside, ordered, order, problem)
                 element = element if gain > 0 else None
@@ -140,7 +140,7 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
 
 @solves(QueryPermutation)
 def match_queries(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Assign the query heads that share a key head, for each key head on its own."""
+    """Assign the query heads that share a key head, for each key head separately."""
     matches = []
     for group in groups:
         following = _following(group.within, problem)
@@ -168,8 +168,8 @@ def _inside(group: Group, problem: Problem) -> Inside:
     solver: object = solver_of(group)
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
-            f"The group '{group.name}' lies inside heads that are to be ordered, but the solver of its "
-            f"action {type(group.kind).__name__} is no fedrot.matching.inside_heads.HeadSolver."
+            f"Heads cannot be ordered: the solver of the group '{group.name}' inside them is not a "
+            f"HeadSolver. Register one for {type(group.kind).__name__} (fedrot.matching.inside_heads)."
         )
     blocks = problem.pairs(group)
     return Inside(cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks))
@@ -178,9 +178,9 @@ def _inside(group: Group, problem: Problem) -> Inside:
 def _gain(
     before: Sequence[Inside], after: Sequence[Inside], order: QueryPermutation, problem: Problem
 ) -> tuple[Tensor, float]:
-    """Return the best order of queries once heads have moved, and the gain of both together.
+    """Return the best order of queries after heads have moved, and the gain of both orders.
 
-    The gain is the further decrease of the squared distance; 0 if within rounding.
+    The gain is the decrease of the squared distance; 0 if within rounding.
     """
     elements = [(g, g.best(g.own_pair(), problem.options)) for g in after]
     scores = [_summed(g.of_queries(e[i], i, i) for g, e in elements) for i in range(order.groups)]
@@ -192,7 +192,7 @@ def _gain(
 
 
 def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
-    """Assign queries by the inner products of their blocks, where nothing follows inside the heads."""
+    """Assign queries by the inner products of their blocks; no group inside the heads is matched."""
     shape = (kind.groups, kind.n, -1)
     sides = ((a.double().reshape(shape), c.double().reshape(shape)) for a, c in blocks)
     return _assigned(_summed(a @ c.mT for a, c in sides))
@@ -203,8 +203,8 @@ def head_scores(
 ) -> Tensor:
     """Return the score of every pair of key heads, float64 ``[heads (anchor), heads (client)]``.
 
-    ``inside`` are the groups inside the heads that will be matched afterwards, ``alone`` the blocks
-    that none of them moves.
+    ``inside`` are the groups inside the heads that are matched afterwards, ``alone`` the blocks that
+    none of these groups moves.
     """
     products = (_by_head((a @ c.mT).double(), heads) for a, c in alone)
     scores = _summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
@@ -223,7 +223,7 @@ def head_scores(
             for i in range(heads)
             for j in range(heads)
         ]
-        # Assignments are solved on the host: one copy for all pairs.
+        # Assignments are solved on the CPU: one copy for all pairs.
         rows = torch.arange(len(every[0]))
         worth = torch.stack([s[rows, best_columns(s)].sum() for s in torch.stack(every).cpu()])
         scores = scores + worth.reshape(heads, heads).to(scores.device)
@@ -231,7 +231,7 @@ def head_scores(
 
 
 def _assigned(scores: Tensor) -> tuple[Tensor, float]:
-    """Return the best order for each of the scores ``[groups, n, n]``, and their gain together."""
+    """Return the best order for each of the scores ``[groups, n, n]``, and the sum of their gains."""
     found = [best_assignment(score) for score in scores.cpu()]
     still = torch.arange(scores.shape[-1])
     orders = torch.stack([still if element is None else element for element, _ in found])

@@ -21,16 +21,16 @@ from fedrot.symmetry.groups import Group
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.tensors import diagonal_blocks
 
-#: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding.
+#: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding errors.
 MINIMUM_GAIN = 1e-12
 
 
 class HeadSolver(ABC):
     """A solver for groups inside heads: all heads of all layers in one batch.
 
-    The methods work on the evidence ``M`` of a pair of heads, which determines the best element.
-    ``<R, M>`` is the similarity of the heads once the element ``R`` has moved the client's. Leading axes
-    (layers, pairs of heads) are batches.
+    The evidence ``M`` of a pair of heads determines the best element. ``<R, M>`` is the similarity of
+    the heads after the element ``R`` has moved the client's head. Leading axes (layers, pairs of heads)
+    are batches.
     """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class HeadSolver(ABC):
     def best(
         self, action: Any, evidence: Tensor, options: AlignmentOptions, precise: bool = True
     ) -> Tensor:
-        """Return the elements with the largest ``<R, M>``; ``precise`` if weights are float64."""
+        """Return the elements with the largest ``<R, M>``; ``precise`` means float64 weights."""
 
     @abstractmethod
     def value(self, action: Any, element: Tensor, evidence: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class HeadSolver(ABC):
         return self.value(action, self.best(action, evidence, options), evidence)
 
     def __call__(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
-        """Return the matches of all groups, those with equal actions in one batch."""
+        """Return the matches of all groups; groups with equal actions form one batch."""
         batches: dict[object, list[Group]] = defaultdict(list)
         for group in groups:
             batches[group.kind].append(group)
@@ -71,7 +71,7 @@ class HeadSolver(ABC):
         return [matches[group.name] for group in groups]
 
     def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
-        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``, where they cost less than ``best``."""
+        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``; None if ``best`` costs no more."""
         return None
 
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
@@ -90,10 +90,10 @@ class HeadSolver(ABC):
         cross, weight = torch.stack(crosses), torch.stack(weights)
         ceiling = self.ceiling(action, cross) if any(required) else None
         most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()
-        # Where nothing can be compared, a bound says nothing.
+        # Groups that cannot be compared gain nothing.
         most = [gain if needed < torch.inf else 0.0 for gain, needed in zip(most, required, strict=True)]
         matches = [Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)]
-        # Where chance is drawn later, a group may be evidence for the others until then.
+        # If chance is drawn later, a group may still be evidence for the others.
         enough = beyond(most, [max(needed, float_info.min) for needed in required])
         left = [i for i in range(len(groups)) if enough[i]]
         if left:
@@ -113,7 +113,7 @@ class HeadSolver(ABC):
         return matches
 
 
-#: The ceiling is computed in float32, and this many times as high.
+#: Factor on the ceiling that covers its rounding errors in float32.
 ROUNDED = 1.01
 
 
@@ -123,7 +123,7 @@ class RotationSolver(HeadSolver):
     def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
         sides = ([_by_key_head(action, x) for x in pair] for pair in blocks)
         total = reduce(Tensor.add_, (torch.bmm(a, c.mT) for a, c in sides))
-        # Directions of M below its rounding error say nothing about the rotation: they do not turn.
+        # Directions of M below its rounding error do not determine the rotation and stay as they are.
         m = total.double()
         noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
         return m + noise[:, None, None] * identity(m)
@@ -135,7 +135,7 @@ class RotationSolver(HeadSolver):
         """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K`` with ``H`` symmetric and ``K`` skew.
 
         For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``. The bound is infinite
-        where ``H`` is not positive definite.
+        if ``H`` is not positive definite.
         """
         single = evidence.float()
         symmetric, skew = ((single + s * single.mT) / 2 for s in (1, -1))
@@ -164,7 +164,7 @@ class RotationSolver(HeadSolver):
 
 
 def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
-    """Return ``[heads, dim, rest]``; query heads that share a key head lie side by side in ``rest``."""
+    """Return ``[heads, dim, rest]``; query heads that share a key head are joined in ``rest``."""
     if len(rows) == action.heads * action.dim:
         return rows.unflatten(0, (action.heads, action.dim))
     return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)
@@ -177,7 +177,7 @@ class RotarySolver(HeadSolver):
     """Rotary phases and signs: the evidence is ``s_f``, complex128 ``[heads, dim / 2]``.
 
     With the two coordinates of a frequency as real and imaginary part, ``s_f = sum a_f conj(c_f)`` over
-    queries, keys and their biases. The best phase is the angle of ``s_f``, the best sign that of its
+    queries, keys and their biases. The best phase is the angle of ``s_f``, the best sign the sign of its
     real part; a frequency with ``s_f = 0`` does not move.
     """
 
@@ -188,7 +188,7 @@ class RotarySolver(HeadSolver):
             real, imaginary = (a0 * c0).add_(a1 * c1), (a1 * c0).sub_(a0 * c1)
             found.append(torch.complex(real.sum((1, 3)).double(), imaginary.sum((1, 3)).double()))
         total = torch.stack(found).sum(0)
-        # Frequencies below the rounding error say nothing about their phase: they do not turn.
+        # Frequencies below the rounding error do not determine their phase and stay as they are.
         eps = torch.finfo(blocks[0][1].dtype).eps
         return total + eps * torch.linalg.vector_norm(total, dim=1)[:, None]
 
@@ -202,7 +202,7 @@ class RotarySolver(HeadSolver):
         self, action: Rotary, evidence: Tensor, options: AlignmentOptions, precise: bool = True
     ) -> Tensor:
         phases = isinstance(action, RotaryPhases)
-        # Orders of a head's units are no symmetry under rotary positions: nothing moves.
+        # Under rotary positions, permutations of a head's units are no symmetry: nothing moves.
         if options.within_heads == "permutation":
             return torch.zeros_like(evidence.real) if phases else torch.ones_like(evidence.real).long()
         return evidence.angle() if phases else torch.where(evidence.real < 0, -1, 1)
@@ -250,13 +250,13 @@ def best_scale(uu: Tensor, ua: Tensor, vv: Tensor, va: Tensor) -> tuple[Tensor, 
     """Minimise ``|s u - u_a|^2 + |v / s - v_a|^2`` over real ``s != 0``, per head.
 
     The stationary points are the real roots of ``|u|^2 s^4 - <u,u_a> s^3 + <v,v_a> s - |v|^2``; the
-    objective is evaluated at each of them. A head with ``u = 0`` or ``v = 0`` keeps ``s = 1``.
+    objective is evaluated at each root. A head with ``u = 0`` or ``v = 0`` keeps ``s = 1``.
 
     Args:
         uu, ua, vv, va: ``|u|^2``, ``<u, u_a>``, ``|v|^2``, ``<v, v_a>``, each float64 ``[heads]``.
 
     Returns:
-        The factors ``[heads]``, and the decrease of the squared distance by each, ``[heads]``.
+        The factors ``[heads]``, and the decrease of the squared distance of each head, ``[heads]``.
     """
     usable = (uu > 0) & (vv > 0)
     safe = torch.where(usable, uu, torch.ones_like(uu))

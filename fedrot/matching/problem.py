@@ -1,7 +1,7 @@
-"""The matching problem: ``Anchor``, ``Problem`` of one client, its solvers by action, and ``Match``.
+"""The matching problem: ``Anchor``, ``Problem`` of one client, solvers by action, and ``Match``.
 
 A group's action (``fedrot.symmetry.actions``) names its stage. A new kind of group needs an action,
-and a solver that is registered for it::
+and a registered solver::
 
     @solves(StreamRotation)
     def match_stream(groups, problem):
@@ -32,10 +32,10 @@ from fedrot.tensors import Tensors, check_finite, compute_dtype
 #: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.
 Pair = tuple[Tensor, Tensor]
 
-#: Entries of a block of ``blocks_of``: 64 MiB in float32.
+#: Number of entries in a block of ``blocks_of``: 64 MiB in float32.
 _BLOCK = 2**24
 
-#: Variances below this, in units of an update's, are rounding.
+#: Variances below this, in units of an update's variance, are rounding errors.
 NO_NOISE = 1e-6
 
 T = TypeVar("T")
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spread:
-    """The variance of an anchor's own noise, in units of an update's.
+    """The variance of an anchor's noise, in units of an update's.
 
-    The broadcast model has none. A mean of ``k`` updates has ``1 / k``. Where updates were moved to each
-    other, they agree in the directions in which their groups move; there the mean has more.
+    The broadcast model has the variance 0, a mean of ``k`` updates ``1 / k``. If updates were aligned to
+    each other, they agree along the directions in which groups move, and the variance is larger there.
 
     Attributes:
         across: the variance of the anchor's entries.
@@ -59,7 +59,7 @@ class Spread:
     def towards(self, share: float, moved: Mapping[str, bool]) -> Spread:
         """Return the spread of an anchor that goes ``share`` of the way to an update.
 
-        ``moved`` says of each group whether the update had been moved to this anchor.
+        ``moved`` holds, for each group, whether the group was moved when the update was aligned.
         """
 
         def mixed(variance: float) -> float:
@@ -70,7 +70,7 @@ class Spread:
         return Spread(mixed(self.across), along)
 
     def containing(self, share: float, moved: Mapping[str, bool]) -> Spread:
-        """Return the spread as seen by an update that is ``share`` of the anchor itself."""
+        """Return the spread for an update that contributes ``share`` to the anchor."""
         return Spread(
             self.across - 2 * share,
             {n: self.along.get(n, self.across) - (0 if was else 2 * share) for n, was in moved.items()},
@@ -79,7 +79,7 @@ class Spread:
     def factor(self, group: Group, entries: int) -> float:
         """Return the factor on the share that chance removes from isotropic noise on ``entries``.
 
-        Of an anchor that is hardly more than the update itself, nothing is known: the factor is 1.
+        The factor is 1 if the anchor is hardly more than the update itself.
         """
         share = group.kind.free / entries
         across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
@@ -89,10 +89,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class _Known:
-    """What was computed from a side's tensors.
+    """Results computed from a side's tensors.
 
-    ``bounds``, by group and number of columns, are those of ``assignment.separation`` and the norm of
-    the largest neuron; ``squares``, by group, the sums of the squared norms of its blocks.
+    ``bounds``, by group and number of columns, are pairs of ``assignment.separation`` and the norm of
+    the largest neuron. ``squares``, by group, are the sums of the squared norms of its blocks.
     """
 
     bounds: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -101,10 +101,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class Side:
-    """The anchor's side of the matching problems of a round, in the form in which tensors are compared.
+    """The anchor's tensors in the form in which they are compared (canonical, scaled).
 
-    What is computed from its tensors is computed once, for all clients. ``spread`` is the noise of the
-    anchor, which decides what chance removes.
+    Bounds and norms of these tensors are computed once for all clients. ``spread`` is the noise of the
+    anchor, which changes what chance removes.
     """
 
     tensors: Tensors
@@ -114,8 +114,8 @@ class Side:
     def size(self, group: Group) -> float:
         """Return the sum of the squared norms of a group's blocks.
 
-        Of an anchor that follows the clients (``Anchor.towards_last``) it is that of the round's first
-        one: it decides about near and far alone.
+        An anchor that follows the clients (``Anchor.towards_last``) keeps the sum of the round's first
+        anchor, which is exact enough to decide whether a client is near.
         """
         squares = self._known.squares
         if group.name not in squares:
@@ -138,8 +138,8 @@ class Side:
 class Anchor(Side):
     """A model that the updates of a round are aligned to.
 
-    Besides what is computed once for all clients, it keeps how the last client was aligned: that tells
-    what is known of an anchor between the two (``towards_last``).
+    It also stores how the last client was aligned, from which ``towards_last`` derives the bounds of an
+    anchor between the two.
     """
 
     _canonical: _Known = field(default_factory=_Known, repr=False)
@@ -150,29 +150,29 @@ class Anchor(Side):
         return Side(tensors, self.spread, self._canonical)
 
     def note(self, moved: Mapping[str, bool], distances: Tensors) -> None:
-        """Note which groups of the last client are moved.
+        """Store which groups of the last client are moved.
 
         ``distances`` are the squared distances ``[n]`` of neurons that keep their order, by group.
         """
         self._last.update({name: (was, distances.get(name)) for name, was in moved.items()})
 
     def forget(self) -> None:
-        """Forget the last client: it was aligned to another anchor."""
+        """Delete what ``note`` stored: the last client was aligned to another anchor."""
         self._last.clear()
 
     def spread_after(self, share: float) -> Spread:
         """Return the spread of an anchor that goes ``share`` of the way to the last client.
 
-        The last client is the one that was aligned to this anchor just before.
+        The last client is the client that was aligned to this anchor most recently.
         """
         return self.spread.towards(share, {name: moved for name, (moved, _) in self._last.items()})
 
     def towards_last(self, tensors: Tensors, share: float) -> Anchor:
         """Return an anchor with new tensors, ``share`` (0 to 1) of the way to the last aligned client.
 
-        Each neuron has moved by at most ``share`` times its noted distance. The known bounds on the
-        separation stay valid once reduced by the neuron's own movement, by the largest movement, and
-        by the rounding error.
+        Each neuron moves by at most ``share`` times its stored distance. The known bounds on the
+        separation stay valid if they are reduced by the neuron's own movement, the largest movement, and
+        the rounding error.
         """
         known = _Known(squares=self._known.squares)
         for key, (bound, size) in self._known.bounds.items():
@@ -191,14 +191,13 @@ class Match:
 
     Attributes:
         element: None for the identity.
-        before: squared distance of the group's weights as they came.
-        after: squared distance once the element has moved them.
+        before: squared distance of the group's weights before the move.
+        after: squared distance after the move.
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation inside the heads,
-            and where activations enter the objective. Where no element gains what is required
-            (``fedrot.matching.chance.required``), it may be an upper bound, beside the identity.
-        certified: squared distances ``[n]`` of the units, if they prove that the identity is optimal
-            without solving an assignment.
+            and if activations are used. If no element gains enough (``matching.chance.required``),
+            ``gain`` may be an upper bound, and ``element`` is None.
+        certified: squared distances ``[n]`` of the units, if they prove that the identity is optimal.
     """
 
     element: Tensor | None
@@ -212,7 +211,7 @@ class Match:
 class Problem:
     """The tensors of an anchor and of a client, the options, and activations if there are any.
 
-    ``applied`` names the groups whose moves the client's tensors contain.
+    ``applied`` names the groups whose moves are already applied to the client's tensors.
     """
 
     anchor: Side
@@ -243,8 +242,8 @@ class Problem:
             for tensors in (self.client, self.anchor.tensors):
                 check_finite({slot.tensor: tensors[slot.tensor] for slot in group.slots})
             raise UpdateError(
-                f"The squared distance to the anchor overflows in group '{group.name}': its values are "
-                "too large for float32. Check the client's training."
+                f"The squared distance to the anchor overflows in group '{group.name}': values are too "
+                "large for float32. Check the client's training."
             )
         return value
 
@@ -253,9 +252,9 @@ class Problem:
     ) -> tuple[float, Tensor | None]:
         """Return the factor of the weights' similarity, and the activations' term to add to it.
 
-        ``blocks`` are the group's pairs, if the caller has them.
-        Both are in units of squared distance. With ``w = options.activation_weight``, a group's
-        activations count ``w / (1 - w)`` times its weights; with ``w = 1`` the weights' factor is 0.
+        ``blocks`` are the group's pairs, if the caller has computed them. Both results are in units of
+        squared distance. With ``w = options.activation_weight``, a group's activations have
+        ``w / (1 - w)`` times the weight of its tensors; with ``w = 1`` the factor is 0.
         """
         weight = self.options.activation_weight
         cross = None if self.activations is None else self.activations.cross(group)
@@ -275,7 +274,7 @@ class Problem:
         return distance_once(slots, self.anchor.tensors, self.client)
 
     def objective(self, groups: Sequence[Group]) -> float:
-        """Return what the solvers minimise: squared distance minus twice the activations' traces."""
+        """Return the objective of the solvers: squared distance minus twice the activations' traces."""
         only_activations = self.activations is not None and self.options.activation_weight == 1
         value = 0.0 if only_activations else self.total(groups)
         for group in groups:
@@ -284,10 +283,10 @@ class Problem:
         return value
 
 
-#: The stages in the order in which they run; each stage sees the elements of those before it.
+#: The stages in the order in which they run; each stage sees the elements of earlier stages.
 STAGES = ("residual", "output", "heads", "queries", "attention", "rescale", "experts", "ffn")
 
-#: Stages whose groups share tensors with the groups of other stages: several sweeps are needed.
+#: Stages whose groups share tensors with groups of other stages, so that several sweeps are needed.
 COUPLED = ("residual", "output")
 
 #: Finds the best element of each group, given all others; one ``Match`` per group, in order.
@@ -295,7 +294,7 @@ Solver = Callable[[Sequence[Group], Problem], list[Match]]
 
 AnySolver = TypeVar("AnySolver", bound=Solver)
 
-#: The solvers by action, which is of exactly this type.
+#: The solvers by the exact type of the action.
 SOLVERS: dict[type, Solver] = {}
 
 
@@ -325,7 +324,7 @@ def solver_of(group: Group) -> Solver:
 
 
 def stage_of(group: Group) -> str:
-    """Return the stage in which a group is matched: its action's, or the one named like its part.
+    """Return the stage in which a group is matched: its action's stage, or the stage of its part.
 
     Raises:
         SymmetryError: there is no such stage.
@@ -349,22 +348,22 @@ def match_stage(groups: Sequence[Group], problem: Problem) -> list[Match]:
 
 
 def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
-    """Return the pairs of all slots of a group; views of the models where dtype and layout allow it."""
+    """Return the pairs of all slots of a group, as views of the models if possible."""
     return [_pair(slot, anchor, client) for slot in group.slots]
 
 
 def _pair(slot: Slot, anchor: Tensors, client: Tensors) -> Pair:
-    """Return the pair of one slot; views of the models where dtype and layout allow it."""
+    """Return the pair of one slot, as views of the models if possible."""
     a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
     dtype = compute_dtype(c)
     return slot.rows(a, dtype), slot.rows(c, dtype)
 
 
 def blocks_of(slot: Slot, anchor: Tensors, client: Tensors) -> Iterator[Pair]:
-    """Yield the pair of one slot in blocks of columns, so that little of it is in memory in float32."""
+    """Yield the pair of one slot in blocks of columns; only one block is in memory in float32."""
     a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
     dtype = compute_dtype(c)
-    # Rows in the tensor's own dtype are a view: only blocks are converted.
+    # Rows in the tensor's dtype are a view: only blocks are converted.
     a, c = slot.rows(a, a.dtype), slot.rows(c, c.dtype)
     columns = max(1, _BLOCK // len(a))
     for ours, theirs in zip(a.split(columns, 1), c.split(columns, 1), strict=True):
@@ -408,7 +407,7 @@ def count_once(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _masks(slots: Iterable[Slot], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, Tensor]]:
-    """Return by tensor and axis which entries of the axis lie on a slot, bool ``[length]``."""
+    """Return masks by tensor and axis of the entries on a slot, bool ``[length]``."""
     masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot in slots:
         length = shapes[slot.tensor][slot.axis]
@@ -427,6 +426,6 @@ def squared_distance(blocks: Sequence[Pair]) -> float:
 
 
 def _squares(blocks: Sequence[Pair]) -> Tensor:
-    # A scalar on the pairs' device: the host waits only where it reads the value.
+    # The scalar stays on the pairs' device: the CPU waits only when the value is read.
     squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
     return sum(squares, start=torch.zeros((), dtype=torch.float64))

@@ -12,7 +12,7 @@ from fedrot.matching.assignment import best_columns
 #: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves 3/4 of its square.
 RESIDUAL = 1e-4
 
-#: Enough for condition numbers of about 1,000; worse matrices go to the SVD.
+#: Enough for condition numbers of about 1,000; other matrices need the SVD.
 NEWTON_SCHULZ_STEPS = 24
 
 
@@ -21,9 +21,9 @@ def polar(m: Tensor, precise: bool = True) -> Tensor:
 
     Args:
         m: matrices ``[..., d, d]``; an all-zero matrix gives the identity.
-        precise: True for a float64 SVD. False, for matrices that were computed in float32: Newton-Schulz
-            iterations in float32 and one in float64, and an SVD for matrices that do not converge; the
-            result is orthogonal to 1e-8.
+        precise: True for a float64 SVD. False, for matrices computed in float32: Newton-Schulz steps in
+            float32 and one step in float64, with an SVD for matrices that do not converge; the result is
+            orthogonal to 1e-8.
 
     The result is float64.
     """
@@ -74,7 +74,7 @@ def singular_values(m: Tensor) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """Return matrices that LAPACK can decompose; of others it prints errors, or never ends."""
+    """Return the matrices if finite, else raise: LAPACK prints errors or never ends with others."""
     if not bool(torch.isfinite(m).all()):
         raise UpdateError("The similarity of the two models overflows. Check the client's training.")
     return m
@@ -90,7 +90,7 @@ def _polar_by_svd(m: Tensor) -> Tensor:
 
 
 def _robust_svd(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``U`` and ``V^T`` by the QR iteration, which converges where divide and conquer may not."""
+    """Return ``U`` and ``V^T`` by the QR iteration, if divide and conquer does not converge."""
     import scipy.linalg
 
     flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Solver for rotations of the residual stream: orthogonal Procrustes over everything on the stream."""
+"""Solver for rotations of the residual stream: orthogonal Procrustes over all tensors on the stream."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
 
 
 def _looked_through(group: Group, problem: Problem) -> tuple[float, Tensor, bool]:
-    """Return the squared distance, ``sum of A C^T`` (float64 ``[dim, dim]``), and if it is precise.
+    """Return the squared distance, ``sum of A C^T`` ``[dim, dim]``, and whether all tensors are float64.
 
-    Tensors are read in blocks: a large model would not fit into memory twice in float32.
+    Tensors are read in blocks, because two large models may not fit into memory in float32.
     """
     distance, cross, precise = 0.0, torch.zeros((), dtype=torch.float64), True
     for slot in group.slots:
@@ -50,7 +50,7 @@ def _looked_through(group: Group, problem: Problem) -> tuple[float, Tensor, bool
 
 
 def _keeping_ones(cross: Tensor) -> Tensor:
-    """Return a matrix whose best rotation keeps the vector of ones, and is the best of those."""
+    """Return a matrix whose best rotation is the best of those that keep the vector of ones."""
     centred = cross - cross.mean(0)
     centred = centred - centred.mean(1, keepdim=True)
     return centred + torch.linalg.matrix_norm(centred) / len(cross)

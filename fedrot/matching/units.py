@@ -18,17 +18,17 @@ from fedrot.symmetry.moves import Move
 
 @solves(Permutation, SignedPermutation)
 def match_units(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Assign units, with signs where the action has signs."""
+    """Assign units, with signs if the action has signs."""
     if groups and groups[0].part in COUPLED:
         return _match_across_layers(groups, problem)
     return [_match_neurons(group, problem) for group in groups]
 
 
 def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Match one group after another: they may share tensors.
+    """Match one group after another, because groups may share tensors.
 
-    A tensor with two axes in the group depends on the element twice. The other axis is held fixed while
-    the element is found; the element is kept only if the objective falls.
+    A tensor with two axes in the group depends on the element twice. While one axis is matched, the
+    other is held fixed; the element is kept only if the objective falls.
     """
     matches = []
     for group in groups:
@@ -49,7 +49,7 @@ def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Matc
 
 
 def _match_neurons(group: Group, problem: Problem) -> Match:
-    """Certify the identity from distances alone where possible, else solve the assignment."""
+    """Certify the identity by distances if possible, else solve the assignment."""
     blocks = problem.pairs(group)
     distances = assignment.row_distances(blocks)
     before = problem.finite(float(distances.sum()), group)
@@ -69,7 +69,7 @@ def _match_neurons(group: Group, problem: Problem) -> Match:
 def _scores(
     group: Group, blocks: Sequence[Pair], evidence: tuple[float, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the similarities of units ``[n, n]`` whose sign stays, and of those whose sign is free."""
+    """Return the similarities ``[n, n]`` of slots that keep their signs, and of slots that may not."""
     factor, addition = evidence
     plain, signed = (
         factor * _product(side) if factor else torch.zeros(()) for side in by_sign(group, blocks)

@@ -50,13 +50,13 @@ def symmetry_of(
 
     Args:
         config: a transformers configuration or its dictionary; ``model_type`` selects the family.
-        tensors: the state dict, or ``{name: shape}``. Model prefixes (``bert.``, ``model.``) and
-            wrappers (``module.``, ``_orig_mod.``) are tolerated. Tied tensors are recognised only
-            from a state dict.
-        families: where the architecture is looked up; put one of your own in front of ``FAMILIES``.
+        tensors: the state dict, or ``{name: shape}``. Prefixes of models (``bert.``, ``model.``) and
+            wrappers (``module.``, ``_orig_mod.``) are accepted. Tied tensors are recognised only in a
+            state dict.
+        families: the known architectures; put your own family in front of ``FAMILIES``.
 
     Raises:
         SymmetryError: the family is not supported, a tensor is missing or misshapen, or a tensor
-            inside the layers has no place in the family's description.
+            inside the layers is not in the family's description.
     """
     return resolve(config, tensors, families)

@@ -1,7 +1,7 @@
 """Actions of groups on a tensor axis: permutations, rotations and scales.
 
-An element is one tensor. A slot on the *contravariant* side undoes the covariant side. Permutations and
-rotations act alike on both sides, because ``R^{-T} = R``.
+An element is one tensor. On a *contravariant* slot, the element's inverse transpose acts. Permutations
+and rotations act alike on both kinds of slots, because ``R^{-T} = R``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedrot.tensors import along_axis
 
-#: The largest factor that a received element may have; larger ones lose too many digits in float32.
+#: The largest factor in a received element; larger factors lose too many digits in float32.
 LARGEST_SCALE = 1e3
 
 
@@ -23,8 +23,8 @@ class Kind(Protocol):
     """The action of a group: how its elements act, compose and are drawn.
 
     Attributes:
-        stage: when its groups are matched, one of ``fedrot.matching.problem.STAGES``; empty for the
-            stage named like the group's part.
+        stage: the stage in which its groups are matched, one of ``fedrot.matching.problem.STAGES``;
+            empty for the stage with the name of the group's part.
     """
 
     stage: ClassVar[str] = ""
@@ -35,7 +35,7 @@ class Kind(Protocol):
 
     @property
     def free(self) -> int:
-        """The number of free dimensions: of the directions in which small elements move weights."""
+        """The dimension of the group: 0 for permutations and signs."""
         return 0
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
@@ -51,10 +51,10 @@ class Kind(Protocol):
         """Return the element that acts like ``first`` followed by ``second``."""
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
-        """Return the element that moves a diagonal Fisher, None if its diagonal cannot follow.
+        """Return the element that moves a diagonal Fisher, None if the diagonal is not enough.
 
-        Gradients move inversely to weights, and signs have no effect on their squares. Orders move both
-        alike.
+        Gradients move by the inverse transpose, and signs have no effect on their squares. Permutations
+        move weights and squares alike.
         """
         return element
 
@@ -66,7 +66,7 @@ class Kind(Protocol):
         return 0.0
 
     def contains(self, element: Tensor) -> bool:
-        """Whether a received tensor is an element of this group, up to the rounding of float32."""
+        """Return whether a tensor is an element of this group, up to rounding in float32."""
 
 
 class Orders(Kind):
@@ -182,8 +182,8 @@ class QueryPermutation(Orders):
 class InsideHeads(Kind):
     """An action inside each of ``heads`` key heads, on ``dim`` units of a head.
 
-    On an axis of several times ``heads * dim`` entries, consecutive heads share an element: query heads
-    that share a key head.
+    If an axis has several times ``heads * dim`` entries, it holds query heads that share a key head:
+    consecutive query heads are moved by the same element.
     """
 
     stage: ClassVar[str] = "attention"
@@ -222,7 +222,7 @@ class HeadRotation(InsideHeads):
     def random(self, generator: torch.Generator) -> Tensor:
         shape = (self.heads, self.dim, self.dim)
         q, r = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
-        # The signs of R's diagonal make Q uniform on O(dim) instead of biased by Householder signs.
+        # Without the signs of R's diagonal, Q would not be uniform on O(dim).
         return q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class HeadRotation(InsideHeads):
         return (element - eye).abs().amax(dim=(-2, -1)) > 1e-6
 
     def exponential(self, parameter: Tensor) -> Tensor:
-        """Return the element that a matrix ``[heads, dim, dim]`` without constraints stands for."""
+        """Return ``exp(X - X^T)``, a rotation, for any matrices ``X`` ``[heads, dim, dim]``."""
         return torch.matrix_exp(parameter - parameter.mT)
 
     def angle(self, element: Tensor) -> float:
@@ -296,7 +296,7 @@ class Rescale(Kind):
 
 
 def is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has this shape and finite entries in float32 or float64."""
+    """Return whether a tensor has this shape and finite entries in float32 or float64."""
     right = element.dtype in (torch.float32, torch.float64) and tuple(element.shape) == shape
     return right and bool(torch.isfinite(element).all())
 

@@ -1,4 +1,4 @@
-"""``canonical``: what has no effect of its own is set to fixed values, and gains go to their readers."""
+"""``canonical``: redundant biases become 0, and gains of norms are folded into the next weights."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fedrot.tensors import along_axis, check_update, compute_dtype
 def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Tensor]:
     """Return tensors of the same function in canonical form.
 
-    * Where the residual stream can be rotated (``symmetry.folds``), the gains of its norms become 1:
-      the weights that read a norm hold its gain, and their biases its bias, if all of them have one.
-      Under LayerNorm, what writes the stream is centred. A weight that reads a norm becomes a tensor
-      of its own where it shared storage with an embedding: the model's ``tie_word_embeddings`` has to
-      be false then.
-    * Redundant attention biases become 0. A key's bias adds the same to every score of a softmax and is
-      dropped. A value's bias adds a constant to the block's output, which the output's bias takes up:
-      ``b_O <- b_O + sum_h O_h b_V``. A bias that has an effect stays: a key's bias under rotary
-      positions, a value's bias if the output projection has no bias.
+    * If the residual stream can be rotated (``symmetry.folds``), the gains of its norms become 1: each
+      gain is folded into the weights that read the norm, and the norm's bias into their biases, if all
+      of them have one. Under LayerNorm, the weights that write the stream are centred. A weight that
+      reads a norm and was tied to an embedding becomes a separate tensor: the model must then have
+      ``tie_word_embeddings=False``.
+    * Redundant attention biases become 0. A key's bias adds the same number to every score of a softmax.
+      A value's bias adds a constant to the block's output; this constant is moved to the bias of the
+      output projection: ``b_O <- b_O + sum_h O_h b_V``. Other biases stay: a key's bias under rotary
+      positions, and a value's bias if the output projection has no bias.
 
-    The input is not changed. Tensors that stay as they are are returned as the same objects.
+    The input is not changed. Unchanged tensors are returned as the same objects.
 
     Example: ``model.load_state_dict(fedrot.canonical(model.state_dict(), symmetry))``
 
     Sources: Ashkboos et al. 2024 (SliceGPT), section 3; Zhang et al. 2025, Theorem 4.1.
 
     Raises:
-        UpdateError: the tensors are not the symmetry's, or a norm has a bias where its gain is 0 and no
-            reader can hold it.
-        SymmetryError: the symmetry is none.
+        UpdateError: the tensors differ from the symmetry's, or a norm has a bias at a gain of 0 that
+            cannot be folded.
+        SymmetryError: ``symmetry`` is not a ``Symmetry``.
     """
     check_symmetry(symmetry)
     check_update(tensors, symmetry.shapes)
@@ -55,7 +55,7 @@ def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Te
 
 
 class CanonicalView(Mapping[str, Tensor]):
-    """The tensors of ``canonical``, each computed when it is asked for, and not kept.
+    """The tensors of ``canonical``, each computed when it is read, and not stored.
 
     For large models whose tensors are read once.
     """
@@ -76,27 +76,27 @@ class CanonicalView(Mapping[str, Tensor]):
 
 
 def check_rotates(symmetry: Symmetry) -> None:
-    """Raise ``SymmetryError`` if no model could hold canonical tensors whose stream is rotated."""
+    """Raise ``SymmetryError`` if tied tensors prevent a rotation of the residual stream."""
     if symmetry.rotated and symmetry.untied:
         names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
         raise SymmetryError(
-            f"The tensors {names} are tied: only where they are separate can the residual stream be "
-            "rotated. Start from a model with tie_word_embeddings=False, or align with canonical=False."
+            f"The tensors {names} are tied, so the residual stream cannot be rotated. Start from a "
+            "model with tie_word_embeddings=False, or align with canonical=False."
         )
 
 
 def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
-    """Raise ``UpdateError`` if the symmetry rotates a stream whose norms have gains in these tensors."""
+    """Raise ``UpdateError`` if the symmetry rotates a stream and a gain of its norms is not 1."""
     for fold in symmetry.folds if symmetry.rotates else ():
         if not bool((tensors[fold.gain] == 1).all()):
             raise UpdateError(
-                f"The norm '{fold.gain}' has a gain, which holds the residual stream: it cannot be "
+                f"The norm '{fold.gain}' has a gain other than 1, so the residual stream cannot be "
                 "rotated. Fold the gains first: fedrot.canonical(tensors, symmetry)."
             )
 
 
 def _fold(out: dict[str, Tensor], fold: Fold) -> None:
-    """Let the readers of a norm hold its gain, and its bias where all of them have one."""
+    """Fold a norm's gain into its readers' weights, and its bias into their biases if all have one."""
     if bool((out[fold.gain] == 1).all()) and not (fold.bias and bool(out[fold.bias].any())):
         return
     dtype = compute_dtype(out[fold.gain])
@@ -104,7 +104,7 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
     bias = out[fold.bias].detach().to(dtype) if fold.bias else None
     for reader in fold.readers:
         weight = out[reader.weight].detach()
-        # A copy that is changed in place: large tables are not in memory twice.
+        # The copy is changed in place, so that a large table is not in memory twice.
         wide = weight.to(compute_dtype(weight), copy=True)
         if bias is not None and fold.holds_bias:
             own = out[reader.bias].detach()
@@ -114,8 +114,8 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
     if bias is not None:
         if not fold.holds_bias and bool(((gain == 0) & (bias != 0)).any()):
             raise UpdateError(
-                f"The norm '{fold.gain}' has units with a bias and a gain of 0, and not everything that "
-                "reads it has a bias: its gain cannot be folded. Align with canonical=False."
+                f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a bias and a gain of "
+                "0, and a layer that reads the norm has no bias. Align with canonical=False."
             )
         left = torch.zeros_like(bias) if fold.holds_bias else torch.where(gain == 0, 0, bias / gain)
         out[fold.bias] = left.to(out[fold.bias].dtype)
@@ -123,7 +123,7 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
 
 
 def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
-    """Set a redundant attention bias to 0; the output's bias takes up what it added."""
+    """Set a redundant attention bias to 0, and add its effect to the output projection's bias."""
     name, entries = redundant.bias.tensor, redundant.bias.slice
     before = out[name]
     after = before.detach().clone()

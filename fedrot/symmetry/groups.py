@@ -13,11 +13,11 @@ from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Kind
 from fedrot.symmetry.stream import Fold, StreamRotation
 
-#: The parts of a model that can be moved, as ``AlignmentOptions`` and ``random_equivalent`` call them.
-#: Plug-ins add theirs.
+#: The names of the parts of a model that can be moved, for ``AlignmentOptions`` and
+#: ``random_equivalent``. Plug-ins add theirs.
 PARTS = ["residual", "output", "heads", "attention", "rescale", "ffn"]
 
-#: The parts that are moved unless the caller asks otherwise.
+#: The parts that are moved by default.
 DEFAULT_PARTS = ("attention", "ffn")
 
 #: Every isometric part, for models of different initialisations.
@@ -29,10 +29,10 @@ NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Slice:
-    """Entries of an axis: ``[start, stop)``, or of each block of ``every`` entries only ``[low, high)``.
+    """Entries of an axis: ``[start, stop)``, or only ``[low, high)`` of each block of ``every`` entries.
 
-    Blocks serve fused projections, which keep queries, keys and values of each head together, and
-    partial rotary positions, which turn the first entries of each head.
+    Blocks are for fused projections, which store queries, keys and values of each head together, and for
+    partial rotary positions, which rotate the first entries of each head.
     """
 
     start: int
@@ -75,8 +75,8 @@ class Slice:
 class Slot:
     """A slice of one axis of one tensor, on the co- or contravariant side of a group.
 
-    ``unsigned``: signs have no effect there (the gain of an RMSNorm, the gate of a gated feed-forward).
-    ``experts``: axis 0 numbers experts, each of which has units of its own on ``axis``.
+    ``unsigned``: signs of an element are ignored (gain of an RMSNorm, gate of a gated feed-forward).
+    ``experts``: axis 0 is the number of experts; each expert has its own units on ``axis``.
     """
 
     tensor: str
@@ -126,16 +126,16 @@ class Group:
 
 @dataclass(frozen=True)
 class RedundantBias:
-    """An attention bias without an effect of its own.
+    """An attention bias that can be 0 without changing the function.
 
-    A key's bias adds the same to every score of a softmax. A value's bias adds a constant to the block's
-    output, as the bias of the output projection does.
+    A key's bias adds the same number to every score of a softmax. A value's bias adds a constant to the
+    block's output, as the bias of the output projection does.
 
     Attributes:
         bias: the entries of the bias.
         heads: the number of its heads.
-        read: the inputs of the output projection that carry the bias; None for a key's bias.
-        taken_up: the output projection's bias, which can hold the constant.
+        read: the inputs of the output projection that contain the bias; None for a key's bias.
+        taken_up: the output projection's bias, to which the constant is added.
     """
 
     bias: Slot
@@ -145,7 +145,7 @@ class RedundantBias:
 
     @property
     def tensors(self) -> set[str]:
-        """The names of all tensors that dropping it reads or changes."""
+        """The names of all tensors that are read or changed when the bias is dropped."""
         read = {self.read.tensor} if self.read is not None else set()
         return {self.bias.tensor, self.taken_up, *read} - {""}
 
@@ -189,8 +189,10 @@ class Symmetry:
             return self
         streams = {fold.space for fold in self.folds}
         if not streams:
-            reason = next(iter(self.unfolded.values()), "it has none of its own")
-            raise SymmetryError(f"The residual stream cannot be rotated: {reason}. Permute it.")
+            reason = next(iter(self.unfolded.values()), "the model has no such stream")
+            raise SymmetryError(
+                f"The residual stream cannot be rotated: {reason}. Permute it with canonical=False."
+            )
         gains = {fold.gain for fold in self.folds}
         centred = {name for name, _ in self.centred}
         groups = []
@@ -206,12 +208,12 @@ class Symmetry:
 
     @property
     def can_rotate(self) -> bool:
-        """Whether the model has a stream that can be rotated, and no tied tensors that prevent it."""
+        """True if the model has a stream that can be rotated, and no tied tensors prevent this."""
         return bool(self.folds) and not self.untied
 
     @property
     def untied(self) -> tuple[tuple[str, ...], ...]:
-        """The tied tensors that canonical tensors hold separately: embeddings that also read a norm."""
+        """The tied tensors that are separate in canonical form: embeddings that also read a norm."""
         return tuple(names for names in self.tied if 0 < len(self.readers & {*names}) < len(names))
 
     @cached_property
@@ -220,10 +222,10 @@ class Symmetry:
         return frozenset(reader.weight for fold in self.folds for reader in fold.readers)
 
     def around(self, names: Collection[str]) -> Symmetry:
-        """Return the part of the symmetry that decides about the canonical form of some tensors.
+        """Return the symmetry without groups that suffices for the canonical form of some tensors.
 
-        Its ``shapes`` are these tensors, and those that folding and redundant biases connect to them; it
-        has no groups.
+        Its ``shapes`` are these tensors, and the tensors that folds and redundant biases connect to
+        them.
         """
         chosen, size = {*names}, -1
         bound = [fold.tensors for fold in self.folds] + [r.tensors for r in self.redundant_biases]
@@ -233,9 +235,9 @@ class Symmetry:
         return self.restricted(chosen)
 
     def restricted(self, names: Collection[str], groups: tuple[Group, ...] = ()) -> Symmetry:
-        """Return the symmetry of some tensors alone, with these groups.
+        """Return the symmetry of some tensors only, with these groups.
 
-        The tensors of a fold or of a redundant bias have to be all among ``names``, or none of them.
+        ``names`` must contain all tensors of a fold or of a redundant bias, or none of them.
         """
         return replace(
             self,
@@ -250,7 +252,7 @@ class Symmetry:
     def select(self, parts: Sequence[str], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
         """Return the groups of the given parts and layers (all layers if None), in order.
 
-        Groups of the whole model are selected by part alone.
+        Groups of the whole model are selected by part only.
 
         Raises:
             SymmetryError: a part cannot be moved in this model.
@@ -269,7 +271,7 @@ class Symmetry:
 
 
 def check_symmetry(symmetry: object) -> None:
-    """Raise ``SymmetryError`` if the argument is no ``Symmetry`` (but a configuration, say)."""
+    """Raise ``SymmetryError`` if the argument is not a ``Symmetry`` (a configuration, for example)."""
     if not isinstance(symmetry, Symmetry):
         raise SymmetryError(
             f"The symmetry is a {type(symmetry).__name__}; build it first with "

@@ -1,4 +1,4 @@
-"""``resolve``: a family's description and a model's tensors become a ``Symmetry``, or are refused."""
+"""``resolve``: the ``Symmetry`` of a model from its family's description and its tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from fedrot.tensors import unusable
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
 
-#: Marks a tensor beside the encoder whose module is called like one of the encoder's. No family has it.
+#: Prefix for a tensor outside the encoder whose module has the name of a module of the encoder. No
+#: family has this prefix, so the tensor is not in the description.
 _BESIDE = "(beside the encoder) "
 
-#: What wrappers insert into names: data parallel, compiled, sharded, adapted.
+#: Pieces that wrappers insert into names: data parallel, compiled, sharded, adapted models.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
 
 #: The dtypes that can be moved. Weights of smaller floating-point types are quantised.
@@ -39,11 +40,11 @@ _ADAPTERS = re.compile(
 
 
 def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
-    """Find the family of ``config``, and its tensors among ``tensors``; see ``symmetry_of``."""
+    """Return the symmetry of a model; see ``symmetry_of``."""
     settings = settings_of(config)
     if not isinstance(tensors, Mapping):
         raise SymmetryError(
-            f"Tensors are needed by name, not a {type(tensors).__name__}; pass model.state_dict()."
+            f"The model is a {type(tensors).__name__}, not tensors by name; pass model.state_dict()."
         )
     for name, tensor in tensors.items():
         on_meta = isinstance(tensor, Tensor) and tensor.is_meta
@@ -85,7 +86,7 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
 def _foldable(
     groups: Sequence[Group], axes: Axes, norms: Mapping[str, tuple[str, ...]]
 ) -> tuple[tuple[Fold, ...], tuple[tuple[str, int], ...], dict[str, str]]:
-    """Return the norms that can be folded, the axes to centre, and the streams without, with reasons."""
+    """Return the norms to fold, the axes to centre, and the other streams with the reason."""
     folds: list[Fold] = []
     centred: list[tuple[str, int]] = []
     unfolded: dict[str, str] = {}
@@ -102,13 +103,13 @@ def _foldable(
 
 
 def _needed(body: Block) -> list[str]:
-    """Return the tensors without which the layers cannot be moved."""
+    """Return the tensors that are needed to move the layers."""
     moved = [slot.tensor for group in body.groups for slot in group.slots]
     return moved + [redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up]
 
 
 def _renamed(body: Block, names: Mapping[str, str]) -> Block:
-    """Return the body with the model's own names, of the tensors that it has."""
+    """Return the body with the model's names of tensors, without tensors that the model lacks."""
 
     def real(slot: Slot) -> Slot:
         return replace(slot, tensor=names[slot.tensor])
@@ -145,8 +146,8 @@ def _described(
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SymmetryError(
-            f"The config describes no model of family '{family.name}': {error}. Pass the transformers "
-            "configuration that the model was built from."
+            f"The config does not describe a model of family '{family.name}': {error}. Pass the "
+            "transformers configuration that the model was built from."
         ) from error
 
 
@@ -169,14 +170,14 @@ def _across_layers(
                 found.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
                 fits = fits and whole == found[0].slice
         if not fits:
-            reason = f"the tensor '{name}' of shape {list(shape)} does not fit the others."
+            reason = f"the tensor '{name}' of shape {list(shape)} does not fit other tensors."
             refused = {"residual": reason, "output": reason}
     ends = read_to_the_end({n: axes for n, axes in axes_of.items() if n in task_heads or axes[0]})
     if not streams <= ends:
         refused.setdefault(
             "residual",
-            "no task head reads the residual stream, so it is the model's output; describe the model "
-            "together with its head.",
+            "no task head reads the residual stream, so the stream is the model's output; describe the "
+            "model together with its task head.",
         )
     groups = []
     for space in (space for space in slots if space in ends):
@@ -219,7 +220,7 @@ def family_of(
     for family in families:
         if model_type in family.model_types:
             return family
-    unplaced = f" First tensor without a place: '{first_tensor}'." if first_tensor else ""
+    unplaced = f" First tensor: '{first_tensor}'." if first_tensor else ""
     raise SymmetryError(
         f"The architecture '{model_type}' is not supported (config key 'model_type'); supported: "
         f"{_supported(families)}.{unplaced}"
@@ -231,9 +232,9 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     for name in shapes:
         if _ADAPTERS.search(name):
             raise SymmetryError(
-                f"The tensor '{name}' belongs to an adapter, which has to move with what it adapts. "
+                f"The tensor '{name}' belongs to an adapter, which must move with the adapted weights. "
                 "Average LoRA adapters with fedrot.strategies.FedRotLoRA, or merge adapters into the "
-                "model first (peft: merge_and_unload), or pass the base model's tensors alone."
+                "model first (peft: merge_and_unload), or pass only the base model's tensors."
             )
         clean = ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
         if clean in names:
@@ -246,7 +247,7 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
 
 
 def _without_prefix(names: Mapping[str, str], prefix: str, encoder: Collection[str]) -> dict[str, str]:
-    """Return the real names by the family's names, without a prefix such as ``bert.``."""
+    """Return the model's names by the family's names, which have no prefix such as ``bert.``."""
     outer = prefix.rstrip(".").rpartition(".")[0]
     found = {}
     for name, real in names.items():
@@ -276,7 +277,7 @@ def _prefix(family: Family, names: Mapping[str, str], families: Sequence[Family]
 
 def _unplaced(name: str, family: Family, families: Sequence[Family]) -> str:
     return (
-        f"The tensor '{name}' has no place in family '{family.name}': moving its neighbours could "
+        f"The tensor '{name}' has no place in family '{family.name}', so moving other tensors could "
         f"change the model's function. Supported: {_supported(families)}."
     )
 
@@ -314,7 +315,7 @@ def _check_shapes(
 
 
 def tied_tensors(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
-    """Return the sets of names whose tensors share storage; none for shapes."""
+    """Return the sets of names whose tensors share storage; empty for shapes."""
     places: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, t in tensors.items():
         if isinstance(t, Tensor) and t.device.type != "meta" and t.numel():
@@ -323,7 +324,7 @@ def tied_tensors(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family) -> None:
-    """Raise an error if tensors that share storage are not moved alike."""
+    """Raise ``SymmetryError`` if tensors that share storage would be moved differently."""
     moves: dict[str, set[object]] = defaultdict(set)
     for group in groups:
         for slot in group.slots:

@@ -14,21 +14,21 @@ from fedrot.symmetry.actions import InsideHeads, is_real
 class _Rotary(InsideHeads):
     """The rotary frequencies of ``heads`` key heads of ``dim`` units.
 
-    Each frequency turns two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and ``2 f + 1`` if
-    ``interleaved``. Query heads that share a key head share its element.
+    Each frequency rotates two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and ``2 f + 1`` if
+    ``interleaved``. Query heads that share a key head are moved by the key head's element.
     """
 
     interleaved: bool = False
 
     def pairs(self, rows: Tensor) -> Tensor:
-        """Return the coordinates of ``[size, ...]``, ``[heads, shared, 2, dim / 2, rest]``."""
+        """Return rows ``[size, ...]`` as ``[heads, shared, 2, dim / 2, rest]``."""
         rest = rows[0].numel()
         if self.interleaved:
             return rows.reshape(self.heads, -1, self.dim // 2, 2, rest).transpose(2, 3)
         return rows.reshape(self.heads, -1, 2, self.dim // 2, rest)
 
     def joined(self, pairs: Tensor, shape: torch.Size) -> Tensor:
-        """Return coordinates from ``pairs`` as rows of this shape again."""
+        """Return rows of a shape; the inverse of ``pairs``."""
         return (pairs.transpose(2, 3) if self.interleaved else pairs).reshape(shape)
 
 
@@ -39,7 +39,7 @@ class RotaryPhases(_Rotary):
     An element is ``[heads, dim / 2]`` in radians. Rotary positions allow no other rotation of queries
     and keys.
 
-    Source: Su et al. 2021 (RoFormer), Eq. 34: what commutes with every rotary matrix.
+    Source: Su et al. 2021 (RoFormer), Eq. 34: these rotations commute with every rotary matrix.
     """
 
     @property
@@ -85,7 +85,7 @@ class RotaryPhases(_Rotary):
 class RotarySigns(_Rotary):
     """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]`` of 1 and -1.
 
-    A norm with gains on queries and keys allows only these of ``RotaryPhases``.
+    If queries and keys pass a norm with gains, no other ``RotaryPhases`` preserve the function.
     """
 
     def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:

@@ -1,9 +1,9 @@
-"""Rotations of the residual stream of pre-norm models, and the norms that have to be folded for them.
+"""Rotations of the residual stream of pre-norm models, and the norms that must be folded before.
 
-Every block reads the stream through a norm, and the skip path has no gain. Once the gains are held by
-the weights that read the norms, ``rms(Q x) = rms(x)`` lets any orthogonal ``Q`` turn the whole stream.
-LayerNorm removes the mean of its input. The weights that write the stream can be centred, and ``Q`` has
-to keep the vector of ones. (Ashkboos et al. 2024, SliceGPT, section 3; Theus et al. 2025.)
+Every block reads the stream through a norm, and the skip path has no gain. If the gains are folded into
+the weights that read the norms, any orthogonal ``Q`` may rotate the stream, because ``rms(Q x) =
+rms(x)``. LayerNorm also removes the mean of its input, so the weights that write the stream are centred,
+and ``Q`` must keep the vector of ones. (Ashkboos et al. 2024, SliceGPT, section 3; Theus et al. 2025.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedrot.symmetry.describe.spaces import Axes, read
 
 @dataclass(frozen=True)
 class StreamRotation(HeadRotation):
-    """``O(dim)`` on the residual stream; with ``centred``, those of it that keep the vector of ones.
+    """``O(dim)`` on the residual stream; with ``centred``, its elements that keep the vector of ones.
 
     An element is ``[1, dim, dim]``; ``heads`` is 1. Under LayerNorm the stream is ``centred``.
     """
@@ -77,13 +77,13 @@ class NormReader:
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm whose gain the weights that read it can hold.
+    """A norm whose gain can be folded into the weights that read the norm.
 
     Attributes:
-        space: the residual stream in front of the norm.
+        space: the residual stream that the norm reads.
         gain: the tensor ``[dim]``.
         bias: of the norm, empty if it has none.
-        readers: everything that reads its output.
+        readers: all weights that read the norm.
     """
 
     space: str
@@ -99,7 +99,7 @@ class Fold:
 
     @property
     def holds_bias(self) -> bool:
-        """Whether all readers have a bias, which can hold the norm's."""
+        """True if all readers have a bias, so that the norm's bias can be folded into them."""
         return all(reader.bias for reader in self.readers)
 
 
@@ -107,8 +107,9 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
     """Return the norms of a stream, or the reason why it cannot be rotated.
 
     Args:
-        axes: of all tensors of the model, by their own names.
-        norms: by gain, the weights that read the norm; none for the norm that everything else reads.
+        axes: of all tensors of the model, by the model's names.
+        norms: by gain, the weights that read the norm; empty for the last norm, which all other weights
+            read.
     """
     entry = read(space)
     reading = {name: entries.index(entry) for name, entries in axes.items() if entry in entries}
@@ -139,8 +140,8 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
 def without_mean(places: Iterable[tuple[str, int]], folds: Sequence[Fold]) -> Iterator[tuple[str, int]]:
     """Yield the places on a stream under LayerNorm, as tensor and axis, that may be centred.
 
-    LayerNorm removes the mean of what is written to the stream. What it returns has no mean if its bias
-    is gone: then what reads it may be centred, too.
+    Weights that write the stream may be centred, because LayerNorm removes the mean of its input.
+    Weights that read the norm may be centred if its bias is folded: its output then has mean 0.
     """
     kept = {name for fold in folds for name in (fold.gain, fold.bias)}
     for fold in folds:

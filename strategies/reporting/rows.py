@@ -25,11 +25,11 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 def report_metrics(
     reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any] | None
 ) -> None:
-    """Report the metrics of one stage of a round at once, so that a killed run keeps them.
+    """Report the metrics of one stage of a round immediately, so that a killed run keeps them.
 
     The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``; numbers that are not
-    finite are null. ``on_round`` receives the numbers as ``train/NAME``, and those of a list as
-    ``train/NAME/0`` and so on.
+    finite are null. ``on_round`` receives numbers as ``train/NAME``, and lists as ``train/NAME/0`` and
+    so on.
     """
     if metrics is None:
         return
@@ -40,7 +40,7 @@ def report_metrics(
 
 
 def reporting_evaluations(reporting: Reporting, evaluate: Evaluate | None) -> Evaluate | None:
-    """Return the server's evaluation function, extended so that its metrics are reported."""
+    """Return the server's evaluation function, which then also reports its metrics."""
     if evaluate is None or (reporting.rows_path is None and reporting.on_round is None):
         return evaluate
 
@@ -63,8 +63,8 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def begin_rows(path: Path | None, after_round: int | None) -> None:
     """Prepare the file of a run's rows, if there is one.
 
-    A resumed run goes on after a round: the rows of later rounds are removed, and all rows for 0. For a
-    new run (None) rows of an earlier one move to ``NAME.1.jsonl``, or to the next number that is free.
+    In a resumed run, rows of rounds after ``after_round`` are removed; all rows if it is 0. In a new run
+    (None), the file of an earlier run is renamed to ``NAME.1.jsonl``, or to the next free number.
     """
     if path is None or not path.is_file():
         return
@@ -74,7 +74,7 @@ def begin_rows(path: Path | None, after_round: int | None) -> None:
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
         earlier = next(name for name in names if not name.exists())
         path.rename(earlier)
-        log(INFO, "'%s' is of an earlier run, and is now '%s'.", path, earlier)
+        log(INFO, "'%s' is of an earlier run; renamed to '%s'.", path, earlier)
 
 
 def cut_rows(path: Path, after_round: int) -> None:

@@ -1,4 +1,4 @@
-"""``verdict``: what alignment found in a round, in one sentence; ``run_lines`` sums a run up."""
+"""``verdict``, a sentence about a round's alignment, and ``run_lines``, the summary of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Movement:
 
     Attributes:
         parts: the parts of ``AlignmentOptions`` that undo it.
-        cause: what had happened where they remove more than chance.
+        cause: the difference between clients, if the parts remove more than chance.
     """
 
     parts: tuple[str, ...]
     cause: str
 
 
-#: What is said about the parts, by the name of the movement. Plug-ins add parts of their own.
+#: The movements by name. Plug-ins add their own.
 MOVEMENTS = {
     "rotation": Movement(("attention",), "heads are rotated relative to each other"),
     "permutation": Movement(("residual", "output", "heads", "ffn"), "units are in another order"),
@@ -38,11 +38,11 @@ KEPT_ALIGNED, COMPARED = "fedrot-guard-kept-aligned", "fedrot-guard-aligned"
 #: The verdict on a round without alignment.
 OFF = "alignment is off: averaged as they are"
 
-#: The verdict on a round without any client in its mean, and the beginning of that on a lost one.
+#: The verdict on a round without an accepted reply, and the start of the verdict on a failed round.
 NOBODY = "no reply accepted: the model stays as it was"
 _LOST = "no new model: "
 
-#: A removed share below this is not worth a word: it would be written as 0.0 %.
+#: A smaller removed share is left out: it would be written as 0.0 %.
 _VISIBLE = 0.0005
 
 
@@ -54,18 +54,18 @@ def verdict(
     other_basis: int = 0,
     lost: str = "",
 ) -> str:
-    """Return what alignment found in a round, for the log.
+    """Return a sentence about a round's alignment, for the log.
 
-    A movement's shares are of the squared distance that its groups had before alignment, over all
-    replies whose chance is known. Of other replies (another basis, ``residual`` or ``output``,
-    activations) it says what was removed of the whole distance.
+    A movement's shares refer to the squared distance of its groups before alignment, over all replies
+    with known chance. For other replies (another basis, ``residual`` or ``output``, activations) the
+    sentence gives the share of the whole distance that was removed.
 
     Args:
         reports: of all aligned replies.
         accepted: number of replies in the average.
         aligned: False if alignment is off.
         other_basis: number of replies from another basis.
-        lost: why the round gave no new model; empty if it gave one.
+        lost: why the round has no new model; empty if it has one.
 
     Returns:
         For example ``rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to each
@@ -87,7 +87,7 @@ def verdict(
 
 
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
-    """Return the reports that know of every group what chance removes, if there is any distance."""
+    """Return the reports with a known chance for every group and a distance above 0."""
     return [report for report in reports if report.chance() is not None and report.before > 0]
 
 
@@ -103,12 +103,12 @@ def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
 
 
 def share_found(reports: Sequence[AlignmentReport]) -> float:
-    """Return the share of all reports' squared distance that best elements remove, moved or not."""
+    """Return the share of all reports' squared distance that best elements remove, if moved or not."""
     return _share((report.found(), report.before) for report in reports)
 
 
 def share_of_chance(reports: Sequence[AlignmentReport]) -> float:
-    """Return the share of all reports' squared distance that chance removes, where it is known."""
+    """Return the share of all reports' squared distance that chance removes; unknown chance is 0."""
     return _share((report.chance() or 0.0, report.before) for report in reports)
 
 
@@ -124,16 +124,16 @@ def percent(share: float) -> str:
 
 
 def _against_chance(reports: Sequence[AlignmentReport]) -> str:
-    """Return what was found beside what chance removes, and what that means; empty without groups."""
+    """Return the shares found and the shares of chance, and the cause; empty without groups."""
     known = {}
     for name, movement in MOVEMENTS.items():
         groups = [g for report in reports for g in report.groups if g.part in movement.parts]
         if groups:
-            # Each movement by the distance of its own groups: that does not depend on the other parts.
+            # Shares refer to the movement's own groups, so they do not depend on other parts.
             before = sum(g.before for g in groups) or 1.0
             found, chance = sum(g.found for g in groups), sum(g.chance or 0.0 for g in groups)
             known[name] = (found / before, chance / before)
-    # Where nothing is found and chance finds nothing, one movement stands for all.
+    # If all shares are 0, only the first movement is shown.
     shown = {name: shares for name, shares in known.items() if any(shares)} or dict([*known.items()][:1])
     if not shown:
         return ""
@@ -151,7 +151,7 @@ def _beside(found: float, chance: float, of: str = "") -> str:
 
 
 def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
-    """Return what was removed where chance is not known; empty without reports."""
+    """Return the shares that were removed, for reports with unknown chance; empty without reports."""
     if not reports:
         return ""
     shares = {name: share_removed(reports, *movement.parts) for name, movement in MOVEMENTS.items()}
@@ -167,9 +167,9 @@ def run_lines(
     """Return the last lines of a run's log.
 
     Args:
-        rounds: the metrics of training by round, ``Result.train_metrics_clientapp``.
+        rounds: the training metrics by round, ``Result.train_metrics_clientapp``.
         verdicts: by round; the first and the last are repeated.
-        rows: the file of the report's rows, None if there is none.
+        rows: the file of rows, None if there is none.
     """
     moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]
     lines = []
@@ -198,7 +198,7 @@ def run_lines(
 
 
 def empty_rounds(verdicts: Mapping[int, str]) -> str:
-    """Return a line about the rounds that gave no new model, empty if there are none.
+    """Return a line about the rounds without a new model, empty if there are none.
 
     Args:
         verdicts: of all rounds.
@@ -208,8 +208,8 @@ def empty_rounds(verdicts: Mapping[int, str]) -> str:
         return ""
     which = f"{'round' if len(without) == 1 else 'rounds'} {_ranges(without)}"
     return (
-        f"No new model in {which} (of {len(verdicts)}): no client is in the mean there, and the model "
-        "stayed as it was."
+        f"No new model in {which} (of {len(verdicts)}): no client is in the mean, and the model did "
+        "not change."
     )
 
 
@@ -225,7 +225,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def ends(rounds: Collection[int]) -> list[int]:
-    """Return the first and the last of some rounds, one if they are the same, none without rounds."""
+    """Return the first and the last round; one round if they are the same, none without rounds."""
     return sorted({min(rounds), max(rounds)}) if rounds else []
 
 

@@ -1,4 +1,4 @@
-"""``Checkpoints``: a folder of checkpoints, each of which is complete or absent."""
+"""``Checkpoints``: a folder of checkpoints; a checkpoint is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PACKAGES = ("fedrot", "flwr", "torch", "numpy")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The end of a round: the model, the result so far, and arguments of ``RunState.restore``."""
+    """The state after a round: the model, the result so far, and arguments of ``RunState.restore``."""
 
     folder: Path
     round: int
@@ -62,12 +62,12 @@ class Checkpoints:
     A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
     names, ``state.safetensors`` with the arrays of the run's state, and ``checkpoint.json`` with the
     metrics of all rounds, the other state, each tensor's encoding on the wire, the versions, and the
-    SHA-256 digests of all three. The newest ``keep`` checkpoints stay.
+    SHA-256 digests of all three. Only the newest ``keep`` checkpoints are kept.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
         if keep < 1:
-            raise FedrotError(f"At least one checkpoint has to be kept, not {keep}.")
+            raise FedrotError(f"keep is {keep}; at least 1 checkpoint must be kept.")
         self.folder = Path(folder)
         self.keep = keep
 
@@ -79,7 +79,7 @@ class Checkpoints:
         return sorted(int(name[1]) for name in names if name)
 
     def used(self) -> bool:
-        """Return whether a run has ever locked the folder to write there."""
+        """Return whether any run has locked the folder to write checkpoints."""
         return (self.folder / _LOCK).exists()
 
     @contextmanager
@@ -87,23 +87,23 @@ class Checkpoints:
         """Make and lock the folder, and remove the unfinished checkpoint of a killed run.
 
         Raises:
-            FedrotError: the folder cannot be made or written to, another run writes there, or something
-                else has the name of a checkpoint.
+            FedrotError: the folder cannot be made or written to, another run writes to it, or a file or
+                link has the name of a checkpoint.
         """
         with _locked(self.folder):
             self._clear()
             yield
 
     def _clear(self) -> None:
-        """Remove unfinished checkpoints, and make sure that all checkpoints are folders."""
+        """Remove unfinished checkpoints, and check that all checkpoints are folders."""
         unfinished = [
             p for p in _entries(self.folder) if _NAME.fullmatch(p.name.removeprefix(_UNFINISHED))
         ]
         for path in unfinished:
             if path.is_symlink() or not path.is_dir():
                 raise FedrotError(
-                    f"'{path}' has the name of a checkpoint, and is a file or a link. Move it away, or "
-                    "write to another folder."
+                    f"'{path}' has the name of a checkpoint, but is a file or a link. Move it, or write "
+                    "to another folder."
                 )
         try:
             for path in unfinished:
@@ -113,17 +113,18 @@ class Checkpoints:
             raise _not_writable(self.folder, error) from error
 
     def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
-        """Write the checkpoint of a round, then remove all but the newest; call it inside ``writing``.
+        """Write the checkpoint of a round, then remove old checkpoints; call it inside ``writing``.
 
         Raises:
-            FedrotError: it cannot be written, and nothing of it is left; or old ones cannot be removed.
+            FedrotError: the checkpoint cannot be written, and nothing of it is left; or old checkpoints
+                cannot be removed.
         """
         target = self._path(number)
         temporary = self.folder / f"{_UNFINISHED}{target.name}"
         try:
             temporary.mkdir()
             _write(temporary, number, arrays, result, state)
-            if target.exists():  # Damaged: otherwise the run would have resumed after it.
+            if target.exists():  # A damaged checkpoint: the run resumed from an earlier one.
                 shutil.rmtree(target)
             temporary.rename(target)
             sync(self.folder)
@@ -132,17 +133,17 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise FedrotError(
                 f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
-                "run stops here; the checkpoints before it are complete, resume from them."
+                "run stops here. Earlier checkpoints are complete; resume from them."
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return target
 
     def newest(self) -> Checkpoint:
-        """Return the newest valid checkpoint, and warn about each newer one, which is damaged.
+        """Return the newest valid checkpoint; log a warning for each newer, damaged one.
 
         Raises:
-            FedrotError: there is none, or it is of another version of this format.
+            FedrotError: there is no valid checkpoint, or it has another version of this format.
         """
         for number in reversed(self.rounds()):
             try:
@@ -150,8 +151,8 @@ class Checkpoints:
             except _DamagedError as error:
                 log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
-            f"There is no usable checkpoint in '{self.folder}'. Give the folder of a run that wrote "
-            "checkpoints, or a new folder to start anew."
+            f"There is no usable checkpoint in '{self.folder}'. Give a folder with checkpoints, or a "
+            "new folder to start from round 1."
         )
 
     def _path(self, number: int) -> Path:
@@ -163,18 +164,18 @@ def _folder_name(number: int) -> str:
 
 
 class _DamagedError(Exception):
-    """A checkpoint is not as it was written."""
+    """A checkpoint is damaged."""
 
 
 class _OtherFormatError(FedrotError):
-    """A checkpoint is of another version of this format."""
+    """A checkpoint has another version of this format."""
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what is in a folder.
+    """Return the files and folders in a folder.
 
     Raises:
-        FedrotError: it cannot be read.
+        FedrotError: the folder cannot be read.
     """
     try:
         return list(folder.iterdir())
@@ -208,7 +209,7 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
         json.dumps({"checkpoint": about, "sha256": _json_digest(about)}) + "\n", encoding="utf-8"
     )
     for name in (_MODEL, _STATE, _ABOUT):
-        # safetensors makes its files private, whatever the umask.
+        # safetensors makes its files private and ignores the umask.
         (folder / name).chmod((folder / _ABOUT).stat().st_mode)
         sync(folder / name)
     sync(folder)
@@ -218,15 +219,15 @@ def _read(folder: Path) -> Checkpoint:
     """Read a checkpoint.
 
     Raises:
-        _DamagedError: a file is not as it was written, or lies elsewhere (a link).
-        FedrotError: the checkpoint is of another version of this format.
+        _DamagedError: a file is changed, missing or a link.
+        FedrotError: the checkpoint has another version of this format.
     """
     try:
         about = _verified(folder)
         if about["format"] != _FORMAT:
             raise _OtherFormatError(
-                f"'{folder}' was written by fedrot {about['versions']['fedrot']}, in format "
-                f"{about['format']}; this one reads format {_FORMAT}."
+                f"'{folder}' was written by fedrot {about['versions']['fedrot']} in format "
+                f"{about['format']}; this version of fedrot reads format {_FORMAT}."
             )
         _compare(about["versions"])
         bulk = safetensors.numpy.load_file(folder / _STATE)
@@ -243,15 +244,15 @@ def _read(folder: Path) -> Checkpoint:
     except OSError as error:
         raise _DamagedError(f"{error}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        raise _DamagedError(f"'{_ABOUT}' is not what was written ({error!r}).") from error
+        raise _DamagedError(f"'{_ABOUT}' is damaged ({error!r}).") from error
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """Return the contents of ``checkpoint.json``, if all digests are right."""
+    """Return the contents of ``checkpoint.json`` after a check of all digests."""
     for path in (folder, *(folder / name for name in (_ABOUT, _MODEL, _STATE))):
         if path.is_symlink():
             raise _DamagedError(
-                f"'{path.name}' is a link; a checkpoint and its files are read in place."
+                f"'{path.name}' is a link; a checkpoint and its files must not be links."
             )
     written = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
     about: dict[str, Any] = written["checkpoint"]
@@ -259,12 +260,12 @@ def _verified(folder: Path) -> dict[str, Any]:
         raise _DamagedError(f"'{_ABOUT}' was changed after it was written.")
     for name in (_MODEL, _STATE):
         if _digest(folder / name) != about["sha256"][name]:
-            raise _DamagedError(f"'{name}' is not what was written.")
+            raise _DamagedError(f"'{name}' was changed after it was written.")
     return about
 
 
 def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return arrays as tensors, or as bytes if they cannot be decoded, and their other data."""
+    """Return arrays as tensors, or as bytes if they cannot be decoded, and their encodings."""
     tensors: dict[str, Tensor] = {}
     layouts: dict[str, dict[str, Any]] = {}
     taken: set[int] = set()
@@ -278,7 +279,7 @@ def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[
         if array.stype == TIED:
             layout["data"] = array.data.decode("latin-1")
         else:
-            # The npy header, in front of the values.
+            # The npy header, before the values.
             layout["header"] = array.data[: len(array.data) - tensor.nbytes].decode("latin-1")
             layout["reversed"] = not tensor.is_contiguous()
         # safetensors refuses tensors that share memory.
@@ -307,14 +308,14 @@ def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str,
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold its lock, which ends with the process; its file stays and names the owner.
+    """Make a folder, and hold its lock, which ends with the process; the lock file names the process.
 
     Raises:
-        FedrotError: another run holds the lock, or one of them cannot be made.
+        FedrotError: another run holds the lock, or folder or lock cannot be made.
     """
     path = folder / _LOCK
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise FedrotError(f"'{path}' is a link or a folder, not a file of ours. Remove it.")
+        raise FedrotError(f"'{path}' is a link or a folder, not a lock file of fedrot. Remove it.")
     lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +326,7 @@ def _locked(folder: Path) -> Iterator[None]:
             raise _not_writable(folder, error) from error
         owner = path.read_text(encoding="utf-8", errors="replace")[:1000].strip()
         raise FedrotError(
-            f"Another run ({owner}) is writing checkpoints to '{folder}'. End it first, or choose "
+            f"Another run ({owner}) is writing checkpoints to '{folder}'. End this run first, or choose "
             "another folder."
         ) from error
     except OSError as error:
@@ -353,7 +354,7 @@ def _versions() -> dict[str, str]:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package; of Flower, the nightly build has another name."""
+    """Return the version of a package, or of its nightly build, which has another name."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -361,9 +362,9 @@ def _version(name: str) -> str:
 
 
 def _compare(written: Mapping[str, str]) -> None:
-    """Log the versions that have changed since the checkpoint was written."""
+    """Log the packages whose versions have changed since the checkpoint was written."""
     here = _versions()
     names = [name for name, then in written.items() if here.get(name) != then]
     changed = [f"{name} {written[name]} -> {here.get(name)}" for name in names]
     if changed:
-        log(INFO, "Resuming with other versions, so bits may differ: %s", ", ".join(changed))
+        log(INFO, "Resuming with other versions, results may differ: %s", ", ".join(changed))

@@ -1,4 +1,4 @@
-"""``run``: Flower's loop with a checkpoint after every round, from the start or from a checkpoint."""
+"""``run``: Flower's loop with a checkpoint after every round, from round 1 or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def run(
 ) -> Result:
     """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every round.
 
-    A resumed run goes on after the newest valid checkpoint. It restores the model, the result so far,
+    A resumed run continues after the newest valid checkpoint. It restores the model, the result so far,
     the strategy's state, the changed entries of the configurations, and the random generators. If the
     strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
-    killed in round 1, None for a new run. If it has a method ``model_of``, this returns the arrays by
-    which a checkpoint of another model is recognised.
+    killed in round 1, None for a new run. If it has a method ``model_of``, the arrays that this method
+    returns are compared to recognise a checkpoint of another model.
 
     Args:
         strategy: built as for the run that is resumed.
         grid: as in ``Strategy.start``, like all arguments up to ``should_stop``.
-        num_rounds: of the whole run, with the rounds before it was resumed.
-        should_stop: asked after each checkpoint, and first about the round of the one that is resumed.
-            Flower 1.43 and later have it.
+        num_rounds: of the whole run, including the rounds before it was resumed.
+        should_stop: called after each checkpoint, and first with the round of the resumed checkpoint;
+            for Flower 1.43 and later.
         checkpoints: where to write.
-        resume: the folder of checkpoints to resume from. If ``checkpoints`` writes to it, it may be
-            empty or missing; then the run starts from round 1.
+        resume: the folder of checkpoints to resume from. If ``checkpoints`` writes to this folder, it
+            may be empty or missing; then the run starts from round 1.
 
     Raises:
         FedrotError: there is no valid checkpoint; it is of another model or strategy; another run
-            writes to the folder, or has left checkpoints there; a checkpoint cannot be written.
+            writes to the folder, or has left checkpoints in it; a checkpoint cannot be written.
     """
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -71,7 +71,7 @@ def run(
             done, result = _restored(source, strategy, initial_arrays, state)
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
-        # Flower logs the name of the class that it runs.
+        # Flower logs the name of the strategy's class.
         kind = type(type(strategy).__name__, (Run,), {})
         rounds: Run = kind(strategy, evaluate_fn, state, checkpoints, done, result)
         result = Strategy.start(
@@ -92,19 +92,18 @@ def run(
 
 @dataclass(eq=False)
 class Run(Strategy):
-    """A strategy in Flower's loop: finished rounds come from a checkpoint, all others are saved.
+    """A strategy in Flower's loop: finished rounds are read from a checkpoint, other rounds are saved.
 
-    In a finished round nobody is asked, and Flower receives what the round gave: its metrics, and in
-    the last of them the model. The random generators are restored at the end of that round, where they
-    were saved.
+    In a finished round no client is asked, and Flower receives the saved metrics, and in the last
+    finished round also the model. The random generators are restored at the end of this round.
 
     Attributes:
-        strategy: plays the rounds that are not finished.
+        strategy: runs the rounds that are not finished.
         evaluate_fn: evaluates a round's model at the server.
         state: of the strategy.
         checkpoints: where to write.
         done: the last finished round, 0 if there is none.
-        result: of the finished rounds, and of those that are played.
+        result: of the finished rounds and of the new rounds.
     """
 
     strategy: Strategy
@@ -166,7 +165,7 @@ class Run(Strategy):
         return noted.get(server_round)
 
     def unfinished(self, should_stop: Stop) -> Stop:
-        """Return a ``should_stop`` that is asked about the last finished round and later ones."""
+        """Return a ``should_stop`` that is called from the last finished round on."""
         return lambda number, result: number >= self.done and should_stop(number, result)
 
     def summary(self) -> None:
@@ -174,7 +173,7 @@ class Run(Strategy):
         self.strategy.summary()
 
     def _end_round(self, number: int) -> None:
-        """Save a round; at the end of the last finished one restore the random generators."""
+        """Save a round, or restore the random generators after the last finished round."""
         if number == self.done:
             self.state.restore_random()
         elif number > self.done and self.checkpoints is not None:
@@ -186,7 +185,7 @@ class Run(Strategy):
 def _note(
     noted: dict[int, MetricRecord], number: int, metrics: MetricRecord | None
 ) -> MetricRecord | None:
-    """Keep and return the metrics of a round, if there are any."""
+    """Store and return the metrics of a round, if there are any."""
     if metrics is not None:
         noted[number] = metrics
     return metrics
@@ -196,18 +195,18 @@ def _source(checkpoints: Checkpoints | None, resume: str | Path | None) -> Check
     """Return the checkpoints to resume from; None starts from round 1.
 
     Raises:
-        FedrotError: the folder to write to has checkpoints, and is not the one to resume from.
+        FedrotError: the folder to write to has checkpoints, but is not the folder to resume from.
     """
     found = Checkpoints(resume) if resume is not None else None
     if checkpoints is None:
         if found is not None:
-            log(INFO, "No checkpoints are written from here on: no folder for them was given.")
+            log(INFO, "No checkpoints are written: no folder for them was given.")
         return found
     used = checkpoints.rounds() != []
     same = found is not None and checkpoints.folder.resolve() == found.folder.resolve()
     if used and not same:
         raise FedrotError(
-            f"'{checkpoints.folder}' already has checkpoints. Go on from them with resume="
+            f"'{checkpoints.folder}' already has checkpoints. Resume from them with resume="
             f"'{checkpoints.folder}', or write to another folder."
         )
     if same and not used:

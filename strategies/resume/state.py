@@ -1,4 +1,4 @@
-"""``RunState``: the state of a run beside its model, for checkpoints."""
+"""``RunState``: the state of a run, without the model, for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ LEFT_OUT = "not_in_checkpoints"
 
 
 class RunState:
-    """The state of a run beside its model, read from the strategy's attributes.
+    """The state of a run, without the model, read from the strategy's attributes.
 
-    It contains, for the strategy and for strategies in its attributes:
+    For the strategy, and for strategies in its attributes, the state contains:
 
     * attributes that hold arrays, tensors or Flower records, alone or in lists and dictionaries;
-    * attributes of plain values that changed since the run started; unchanged ones may be set anew
-      when the run is resumed;
+    * attributes with plain values that changed since the run started; unchanged values may be set
+      differently when the run is resumed;
     * the state of random generators and of objects with ``state_dict`` and ``load_state_dict``
-      (modules, optimizers, privacy accountants), which is loaded into the objects that are there.
+      (modules, optimizers, privacy accountants), which is loaded into the existing objects.
 
     It also contains the changed entries of the training and evaluation configuration, and the global
     random generators of Python, NumPy and torch (CPU). Attributes named in ``not_in_checkpoints`` of
-    any class of the strategy are left out. Other objects are left out with a warning if they look like
+    any class of the strategy are left out. Other objects are left out, with a warning if they look like
     state.
 
-    The attributes are searched, and no strategy says itself what its state is: so the state of every
-    strategy of Flower, and of whoever derives from one, is saved without a list that could lack one.
+    All attributes are searched. Strategies of Flower and their subclasses therefore need no list of
+    their state.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RunState:
         self._random: dict[str, Any] = {}
 
     def encoded(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the state as JSON values; arrays are put into ``arrays``."""
+        """Return the state as JSON values; arrays are added to ``arrays``."""
         found: list[tuple[str, str, dict[str, Any]]] = []
         for key, value in self._entries():
             access, own = _access(value), dict[str, np.ndarray]()
@@ -78,17 +78,16 @@ class RunState:
         }
 
     def restore(self, saved: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Restore the state that ``encoded`` returned; ``restore_random`` does the random generators.
+        """Restore the state that ``encoded`` returned, except the random generators.
 
         Raises:
-            FedrotError: the state is of another strategy, or of one that wraps other strategies.
+            FedrotError: the state is of another strategy, or of a strategy that wraps others.
         """
         ours = type(self._strategy).__qualname__
         if saved["strategy"] != ours:
             raise FedrotError(
                 f"The checkpoint is of a {saved['strategy']}, the strategy is a {ours}. Resume with the "
-                "strategy that was running; to go on with another one, start it from the "
-                "checkpoint's model.safetensors."
+                "strategy of the checkpoint, or start a new run from its model.safetensors."
             )
         holders = self._holders()
         for where, name, entry in saved["entries"]:
@@ -97,7 +96,7 @@ class RunState:
             if holder is None or ("within" in entry and access is None):
                 raise FedrotError(
                     f"The checkpoint has the state of '{where}.{name}', which this run does not have. "
-                    "Resume with the strategy that was running."
+                    "Resume with the strategy of the checkpoint."
                 )
             if access is not None and "within" in entry:
                 access[1](decode(entry["within"], arrays))
@@ -106,13 +105,13 @@ class RunState:
         self._random = decode(saved["random"], arrays)
 
     def restore_random(self) -> None:
-        """Restore the global random generators of the state that ``restore`` was given."""
+        """Restore the global random generators, after ``restore``."""
         random.setstate(self._random["python"])
         np.random.set_state(self._random["numpy"])
         torch.set_rng_state(self._random["torch"])
 
     def _holders(self) -> dict[str, tuple[MutableMapping[str, Any], frozenset[str]]]:
-        """Return the mappings that hold state, by path, each with the names that are left out."""
+        """Return the mappings that hold state, by path, each with the names to leave out."""
         strategies = _strategies(self._strategy, "strategy", set())
         attributes = {path: (vars(strategy), _left_out(strategy)) for path, strategy in strategies}
         return attributes | {path: (config, frozenset()) for path, config in self._configs.items()}
@@ -124,7 +123,7 @@ class RunState:
                     yield (where, name), value
 
     def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
-        """Warn once about an attribute that is not saved and looks like state."""
+        """Warn once about an attribute that looks like state but is not saved."""
         before, _, inside = self._start.get(key, (None, None, {}))
         now = _inside(value)
         changed = before is not value or inside.keys() != now.keys()
@@ -133,8 +132,8 @@ class RunState:
         if looks_like_state and key not in self._warned:
             log(
                 WARNING,
-                "Not in the checkpoints, and lost when the run is resumed: %s Give it the methods "
-                "state_dict and load_state_dict, or name it in not_in_checkpoints.",
+                "Not in the checkpoints, and lost when the run is resumed: %s Add the methods "
+                "state_dict and load_state_dict to its class, or name it in not_in_checkpoints.",
                 error,
             )
             self._warned.add(key)
@@ -190,7 +189,7 @@ def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None
 
 
 def _plain_dicts(state: Any) -> Any:
-    """Return a state with plain dicts and tensors in place of the subclasses that modules use."""
+    """Return a state with subclasses of dict and tensor replaced by plain ones."""
     if isinstance(state, dict):
         return {name: _plain_dicts(value) for name, value in state.items()}
     return state.detach() if isinstance(state, torch.Tensor) else state

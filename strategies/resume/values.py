@@ -1,4 +1,4 @@
-"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, and back with the same bits."""
+"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class UnknownValueError(TypeError):
 
 
 def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    """Return a value as JSON values, and put its arrays into ``arrays``.
+    """Return a value as JSON values, and add its arrays to ``arrays``.
 
-    Supported are None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors, Flower's
-    ``Array`` and records, and lists, tuples, sets and dictionaries of these. A type that JSON lacks
-    becomes an object with one key, the name of the type. Arrays and tensors are not copied if their
-    layout allows it; their names in ``arrays`` contain ``path``.
+    Supported types: None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors,
+    Flower's ``Array`` and records, and lists, tuples, sets and dictionaries, but no subclasses. A type
+    that JSON lacks becomes an object with one key, the name of the type. Arrays and tensors are not
+    copied if their layout allows it; their names in ``arrays`` contain ``path``.
 
     Raises:
-        UnknownValueError: the value is of another type; a subclass counts as another type.
+        UnknownValueError: the value has another type.
     """
 
     def keep(array: np.ndarray) -> str:
@@ -68,7 +68,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     if kind is np.ndarray:
         if value.dtype.char not in _NUMBERS or not value.dtype.isnative:
             return {"npy": keep(np.frombuffer(_npy(value), np.uint8))}
-        # The memory layout is kept: it decides the order in which NumPy sums the numbers.
+        # The memory layout is kept, because NumPy's order of summation depends on it.
         if value.flags.f_contiguous and not value.flags.c_contiguous:
             return {"transposed": keep(value.T)}
         return {"ndarray": keep(np.asarray(value, order="C"))}
@@ -80,7 +80,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Return the value that ``encode`` was given; its arrays own their memory and are writable."""
+    """Return the value that ``encode`` was given; arrays are writable copies."""
     if isinstance(value, list):
         return [decode(item, arrays) for item in value]
     if not isinstance(value, dict):
@@ -111,7 +111,7 @@ def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             dtype, shape, device, data = body
             flat = torch.from_numpy(np.array(arrays[data]))
             return flat.view(getattr(torch, dtype)).reshape(shape).to(device)
-    raise UnknownValueError(f"'{kind}' is no kind of value.")
+    raise UnknownValueError(f"'{kind}' is not a known kind of value.")
 
 
 def _npy(value: np.ndarray) -> bytes:

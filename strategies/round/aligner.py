@@ -1,4 +1,4 @@
-"""Aligners: they move each update of a round into the round's coordinates."""
+"""Aligners, which move each update of a round into the round's coordinates."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors, check_finite
 
 _OTHERS = (
-    "%d of %d replies seem not to have started from the broadcast model. Does the ClientApp load it? If "
-    "these clients have starts of their own, give the strategy other_basis=OtherBasis(model=...) to "
-    "match them as a whole."
+    "%d of %d replies seem not to have started from the broadcast model. Check that the ClientApp loads "
+    "it. If these clients have different initialisations, give the strategy "
+    "other_basis=OtherBasis(model=...) to match whole models."
 )
 
 
 class Aligner:
-    """Leaves every update as it was received. The base of the other aligners."""
+    """Leaves every update as it was received; base class of the other aligners."""
 
     def prepare(self, held: Waiting) -> Iterable[Update]:
-        """Look at all updates of a round that waits for them; return those to move, in order."""
+        """Choose the anchor from all updates of a round; return the updates to move, in order."""
         return held
 
     def move(self, update: Update) -> Moved:
         """Return the update in the round's coordinates.
 
         Raises:
-            FedrotError: the update has to be dropped.
+            FedrotError: the update must be dropped.
         """
         return Moved(update, (update.tensors,), update.statistics)
 
     def follow(self, moved: Moved) -> None:
-        """Take note of an update that counts in the round's mean."""
+        """Follow an update that was added to the round's mean."""
 
     def close(self) -> None:
-        """Log what concerns all updates of the round."""
+        """Log messages about all updates of the round."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return what gives the broadcast model in the round's coordinates; None if it is there.
+        """Return a function that returns the broadcast model in the round's coordinates.
 
-        That raises ``UpdateError`` if the broadcast model cannot be matched.
+        None if the broadcast model is already in these coordinates. The function raises ``UpdateError``
+        if the broadcast model cannot be matched.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an aligned strategy aligns, and where; the same in every round.
+    """The symmetry, options and device of an aligned strategy; the same in every round.
 
     Attributes:
         symmetry: of the broadcast model.
         options: what is aligned, and to which anchor.
-        device: where updates are aligned and averaged.
+        device: the device for alignment and averaging.
     """
 
     symmetry: Symmetry
@@ -77,14 +78,14 @@ class Plan:
 class ToAnchor(Aligner):
     """Aligns each update of one round to the round's anchor, ``rule``.
 
-    A GPU aligns an update layer by layer, while it is added to a mean that the GPU holds, if the anchor
-    can do with that. Otherwise updates are aligned as a whole.
+    On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by layer while it
+    is added to a mean on the GPU. Otherwise updates are aligned as a whole.
 
     Args:
         plan: what is aligned.
         broadcast: the model that the clients received.
         record: of the round.
-        shared: the mean that updates are added to before ``follow``, if it is a plain one.
+        shared: the mean that updates are added to before ``follow``; None with other aggregations.
     """
 
     #: True if updates can be aligned layer by layer.
@@ -100,29 +101,29 @@ class ToAnchor(Aligner):
         self.rule = self.rule_at(broadcast, shared)
 
     def rule_at(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
-        """Return the anchor of a round whose coordinates are those of ``base``."""
+        """Return the anchor of a round in the coordinates of ``base``."""
         base = self.there(base)
         if self.plan.options.anchor == "running":
             return RunningAnchor(Anchor(base), self.finder(base), shared)
         return ANCHORS[self.plan.options.anchor](Anchor(base), self.finder(base))
 
     def finder(self, base: Tensors) -> Finder:
-        """Return what finds one update's alignment to one anchor."""
+        """Return the function that finds one update's alignment to one anchor."""
         return finder(base, self.plan.symmetry, self.plan.options)
 
     @property
     def canonical(self) -> bool:
-        """Whether the round brings its updates to canonical form."""
+        """True if the round brings its updates to canonical form."""
         return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
     def prepare(self, held: Waiting) -> Iterable[Update]:
-        """Drop updates that cannot be an anchor, and choose the anchor by the others."""
+        """Drop updates that cannot be an anchor, and choose the anchor from the other updates."""
         updates = held.at(self.sound(held))
         self.look_at(updates)
         return updates
 
     def look_at(self, updates: Waiting) -> None:
-        """Let an anchor that is chosen by all updates look at them."""
+        """Pass all updates to an anchor that depends on all of them."""
         self._places = {question: place for place, question in enumerate(updates.questions)}
         if self.rule.needs_all:
             self.rule.prepare([(self.there(update.tensors), update.weight) for update in updates])
@@ -130,10 +131,10 @@ class ToAnchor(Aligner):
     def sound(self, held: Waiting) -> list[int]:
         """Return the places of updates that can be an anchor, and drop the others.
 
-        The canonical form of an update with huge values overflows: it must not choose the anchor.
+        An update with huge values, whose canonical form overflows, must not become the anchor.
         """
         if not self.checks:
-            return [*range(len(held))]  # Without a look: updates may be in files.
+            return [*range(len(held))]  # Updates may be in files, so they are not read.
         found = []
         for place, update in enumerate(held):
             with self.record.dropping(update.client):
@@ -143,7 +144,7 @@ class ToAnchor(Aligner):
 
     @property
     def checks(self) -> bool:
-        """Whether ``check`` may refuse an update."""
+        """True if ``check`` may refuse an update."""
         return self.canonical
 
     def check(self, update: Update) -> None:
@@ -154,8 +155,8 @@ class ToAnchor(Aligner):
         """Return the update with its statistics in the round's coordinates.
 
         Raises:
-            FedrotError: it cannot be aligned, its statistics cannot follow, or it is not finite there:
-                the canonical form of an update with huge values overflows.
+            FedrotError: the update cannot be aligned, its statistics cannot be moved with it, or the
+                result is not finite, because the canonical form of huge values overflows.
         """
         plan, tensors = self.plan, update.tensors
         self.record.other_basis += in_other_basis(tensors, self.broadcast, plan.symmetry)
@@ -165,13 +166,13 @@ class ToAnchor(Aligner):
         return self.moved_to_anchor(update)
 
     def moved_to_anchor(self, update: Update) -> Moved:
-        """Return an update, as a whole, moved to the round's anchor."""
+        """Return a whole update, moved to the round's anchor."""
         tensors = self.there(update.tensors)
         place = self._places.get(update.question, 0)
         return self.moved(update, tensors, self.rule.align(tensors, place))
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
-        """Return an update, whose tensors are on the device, moved by an alignment."""
+        """Return an update moved by an alignment, given its tensors on the device."""
         given = {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
         statistics = alignment.transport(given)
         moved = self.there(alignment.apply(tensors))
@@ -179,16 +180,16 @@ class ToAnchor(Aligner):
         return Moved(update, (moved,), statistics, lambda: alignment.report)
 
     def follow(self, moved: Moved) -> None:
-        """Let an anchor that follows the round know the update."""
+        """Pass the update to an anchor that follows the round."""
         self.rule.accept({} if self._by_layer else moved.tensors, moved.update.weight)
 
     def close(self) -> None:
-        """Say how many replies seem to come from another basis."""
+        """Log how many replies seem to come from another basis."""
         if self.record.other_basis:
             log(WARNING, _OTHERS, self.record.other_basis, len(self.record.reports))
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return what gives the broadcast model in the round's coordinates; None if it is there."""
+        """Return a function for the broadcast model in the round's coordinates, see ``Aligner``."""
         return partial(self.in_coordinates_of, self.broadcast) if self.canonical else None
 
     def in_coordinates_of(self, base: Tensors) -> Tensors:
@@ -197,7 +198,7 @@ class ToAnchor(Aligner):
         return GlobalAnchor(Anchor(base), self.finder(base)).align(model).apply(model)
 
     def there(self, tensors: Tensors) -> Tensors:
-        """Return tensors where whole updates are aligned."""
+        """Return tensors on the device where whole updates are aligned."""
         return tensors if self._by_layer else on_device(tensors, self.plan.device)
 
 

@@ -1,4 +1,4 @@
-"""``Guard``: a round keeps the plain mean where its own result is no better."""
+"""``Guard``: a round keeps the mean without alignment unless its result is better."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.record import RoundRecord
 
-#: Words in the names of metrics that say which values are better.
+#: Words in the names of metrics whose lower, or higher, values are better.
 LOWER = frozenset(("loss", "perplexity", "error", "mse", "rmse", "mae", "nll", "brier", "wer", "cer"))
 HIGHER = frozenset(
     ("accuracy", "acc", "precision", "recall", "f1", "auc", "matthews", "pearson", "spearman", "r2")
 )
 
-#: Names of the two results in metrics; of equal values the first is kept.
+#: Names of the two results in metrics; the first is kept if values are equal.
 PLAIN, ALIGNED = "plain", "aligned"
 #: Name, in the log, of the result of an aggregation.
 MERGED = "merged"
@@ -30,29 +30,30 @@ MERGED = "merged"
 
 @dataclass(frozen=True)
 class Guard:
-    """Keeps the plain mean of a round where it is better than what the round makes of the updates.
+    """Keeps the plain mean of a round, without alignment, unless the round's result is better.
 
-    A round averages the updates as they were received, beside what it makes of the aligned ones: their
-    mean, or the result of ``FedRot``'s ``aggregation``. At its end the server evaluates both and keeps
-    the better one; of equal ones, and of two means of updates that were not moved, the plain one. This
-    takes the host memory of one more model, and up to two evaluations a round.
+    The round's result is the mean of the aligned updates, or the result of ``FedRot``'s ``aggregation``.
+    The plain mean is that of the same updates as they were received. At the end of the round the server
+    evaluates both and keeps the better one. It keeps the plain mean if they are equal, or if both are
+    means of updates that were not moved. A guard needs CPU memory for one more model, and up to two
+    evaluations a round.
 
-    Server optimisers (FedAvgM, FedAdam, ...) receive the mean that was kept. What is evaluated are the
-    means, not the optimiser's steps from them.
+    Server optimisers (FedAvgM, FedAdam, ...) receive the mean that was kept. The guard evaluates means,
+    not the models after the optimiser's step.
 
     Example: ``FedRot(config, guard="accuracy")``, or ``FedRot(config, guard=Guard("points", True))``.
 
     Attributes:
         metric: name of a number that the evaluation returns.
-        higher_is_better: None reads it from the words of the metric's name: ``eval-loss`` is better if
-            lower, ``macro_f1`` if higher, see ``LOWER`` and ``HIGHER``.
-        evaluate: takes the place of ``evaluate_fn``, which ``start`` is given, and returns the metric in
-            every round. Give it other data than ``evaluate_fn``: on data that chose the model, the model
-            looks better than it is. None takes ``evaluate_fn``.
+        higher_is_better: None derives it from the words of the metric's name: lower is better for
+            ``eval-loss``, higher for ``macro_f1``, see ``LOWER`` and ``HIGHER``.
+        evaluate: a function like ``evaluate_fn`` of ``start``, which returns the metric in every round.
+            Use other data than in ``evaluate_fn``: results on data that chose the model are too good.
+            None takes ``evaluate_fn``.
 
     Raises:
-        FedrotError: the metric's name does not say which values are better, or something is of
-            another type.
+        FedrotError: an argument has another type, or the metric's name does not show which values are
+            better.
     """
 
     metric: str
@@ -62,7 +63,7 @@ class Guard:
     def __post_init__(self) -> None:
         given: dict[str, object] = {"metric": self.metric, "evaluate": self.evaluate}
         if not isinstance(given["metric"], str) or not self.metric:
-            raise FedrotError(f"Guard needs the name of a metric, 'accuracy', say, not {self.metric!r}.")
+            raise FedrotError(f"metric is {self.metric!r}; give the name of a metric, like 'accuracy'.")
         if not (self.evaluate is None or callable(given["evaluate"])):
             kind = type(self.evaluate).__name__
             raise FedrotError(f"Guard's evaluate is a {kind}; give a function like evaluate_fn.")
@@ -70,19 +71,19 @@ class Guard:
             words = set(re.split(r"[^a-z0-9]+", self.metric.lower()))
             if bool(words & HIGHER) == bool(words & LOWER):
                 raise FedrotError(
-                    f"The name '{self.metric}' does not say whether higher or lower values are better: "
+                    f"The name '{self.metric}' does not show whether higher or lower values are better: "
                     f"write guard=Guard('{self.metric}', higher_is_better=True), or False."
                 )
             object.__setattr__(self, "higher_is_better", bool(words & HIGHER))
 
 
 class Comparison:
-    """The settings ``Guard`` at work: evaluates the plain mean and the other result, keeps the better.
+    """Evaluates the plain mean and the other result of a round, and keeps the better one.
 
     Args:
         guard: the settings.
         name: of the other result, in the log.
-        always: whether means are evaluated in rounds in which no group was moved, too.
+        always: whether to evaluate also in rounds in which no group was moved.
     """
 
     def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
@@ -91,28 +92,28 @@ class Comparison:
         self._known: tuple[int, ArrayRecord, MetricRecord] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
-        """Return the server's evaluation function, which evaluates a mean that was kept only once.
+        """Return the server's evaluation function, which does not evaluate the kept mean again.
 
         Args:
             evaluate: the function that ``start`` was given.
-            merges: whether updates are merged here; False if the strategy behind looks at each of them.
+            merges: whether updates are merged here; False if the base strategy needs every update.
 
         Raises:
-            FedrotError: there is nothing to compare, or nothing to compare it with; later, if the
-                evaluation of the initial model lacks the metric.
+            FedrotError: there is no mean to compare, or no evaluation function; later, if the evaluation
+                of the initial model lacks the metric.
         """
         if not merges:
             raise FedrotError(
-                "guard compares two means, but the strategy behind looks at every update (medians, "
-                "Krum, privacy wrappers) and makes no mean. Leave guard out, or take FedRot, or Aligned "
-                "in front of FedAvg, FedAvgM, FedAdam, FedYogi or FedAdagrad."
+                "guard compares two means, but the base strategy needs every update (medians, Krum, "
+                "privacy wrappers) and makes no mean. Omit guard, or take FedRot, or Aligned with "
+                "FedAvg, FedAvgM, FedAdam, FedYogi or FedAdagrad."
             )
         if self.guard.evaluate is not None:
             return evaluate
         if evaluate is None:
             raise FedrotError(
-                f"guard compares '{self.guard.metric}' at the server, which has no function to evaluate "
-                "with: write start(grid, arrays, evaluate_fn=...), or guard=Guard(..., evaluate=...)."
+                f"guard compares '{self.guard.metric}' at the server, which has no evaluation function: "
+                "write start(grid, arrays, evaluate_fn=...), or guard=Guard(..., evaluate=...)."
             )
         self._evaluate = evaluate
 
@@ -122,17 +123,17 @@ class Comparison:
                 return known[2]
             found = evaluate(number, arrays)
             if number == 0 and found is not None:
-                self._value(number, found)  # A metric that is missing is an error before clients train.
+                self._value(number, found)  # Raises, before clients train, if the metric is missing.
             return found
 
         return once
 
     def needed(self, record: RoundRecord) -> bool:
-        """Return whether the two means differ; if not, say so."""
+        """Return whether the two means differ; if not, log it."""
         groups = (group for _, report in record.reports for group in report.groups)
         if self._always or any(group.moved or group.after != group.before for group in groups):
             return True
-        message = "Round %d: nothing was moved, aligned and plain mean are one: not evaluated"
+        message = "Round %d: nothing was moved, aligned and plain mean are equal: not evaluated"
         self._note(record, PLAIN, {}, message, record.number)
         return False
 
@@ -140,7 +141,7 @@ class Comparison:
         """Evaluate both results of a round, and return the better one.
 
         Raises:
-            FedrotError: the evaluation gives no number for the metric.
+            FedrotError: the evaluation returns no number for the metric.
         """
         number, means = record.number, {PLAIN: plain, ALIGNED: aligned}
         found = {name: self._evaluated(number, mean) for name, mean in means.items()}
@@ -163,23 +164,23 @@ class Comparison:
 
     def _evaluated(self, number: int, mean: ArrayRecord) -> MetricRecord:
         if self._evaluate is None:
-            raise FedrotError("guard needs the evaluate_fn of this strategy's own 'start': call that.")
+            raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
         found = self._evaluate(number, mean)
         if found is None:
             raise FedrotError(
-                f"The evaluation returned nothing in round {number}, so that guard cannot choose a "
-                f"mean. Return a MetricRecord with '{self.guard.metric}' in every round."
+                f"The evaluation returned nothing in round {number}, so guard cannot choose a mean. "
+                f"Return a MetricRecord with '{self.guard.metric}' in every round."
             )
         return found
 
     def _value(self, number: int, metrics: MetricRecord) -> float:
         value = metrics.get(self.guard.metric)
         if not isinstance(value, (int, float)):
-            what = "has no" if value is None else "gives a list for"
+            what = "has no" if value is None else "returns a list for"
             raise FedrotError(
                 f"The evaluation of round {number} {what} metric '{self.guard.metric}', which guard "
-                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return it as a number, or name "
-                "another one."
+                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return this metric as a number, "
+                "or name another metric."
             )
         return float(value)
 
@@ -196,16 +197,16 @@ def comparison_of(
     *,
     aggregates: bool,
 ) -> Comparison:
-    """Return the comparison that a strategy's argument ``guard`` asks for.
+    """Return the comparison for a strategy's argument ``guard``.
 
     Args:
         given: a metric's name, or the settings.
         alignment: of the strategy.
-        other_basis: what replies in another basis are aligned with; None if they are not told apart.
-        aggregates: whether the strategy has an aggregation of its own.
+        other_basis: options for replies in another basis; None if they are aligned like all others.
+        aggregates: whether the strategy has an ``aggregation``.
 
     Raises:
-        FedrotError: it is something else, there is only the plain mean, or see ``Guard``.
+        FedrotError: ``given`` has another type, there is only the plain mean, or see ``Guard``.
     """
     guard = Guard(given) if isinstance(given, str) else given
     if not isinstance(guard, Guard):
@@ -213,9 +214,9 @@ def comparison_of(
         raise FedrotError(f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard.")
     if alignment is None and not aggregates:
         raise FedrotError(
-            "guard compares the aligned mean with the plain one; with alignment=None there is only the "
-            "plain one. Leave one of the two arguments out."
+            "guard compares the aligned mean with the plain mean; with alignment=None there is only the "
+            "plain mean. Omit one of the two arguments."
         )
-    # Canonical tensors differ even where no group is moved.
+    # Canonical tensors differ even if no group is moved.
     canonical = any(o is not None and o.may_be_canonical for o in (alignment, other_basis))
     return Comparison(guard, MERGED if aggregates else ALIGNED, canonical)

@@ -1,4 +1,4 @@
-"""The inbox of a round: a message becomes an update, or it is dropped with a reason."""
+"""The inbox of a round, which reads updates from messages and drops invalid ones with a reason."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from fedrot.strategies.wire.records import (
 )
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
-#: Optional ConfigRecord in a reply by which a client names itself independently of its node id.
+#: Optional ConfigRecord of a reply with the client's own id, independent of its node id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
 
-#: Integers of metrics beyond this cannot be averaged as floats.
+#: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
 
-#: What a reply's metrics may have: they wait in memory until the round ends.
+#: Maximum number of keys and numbers in a reply's metrics, which stay in memory until the round ends.
 _MOST_NUMBERS = 100_000
 
 T = TypeVar("T")
 
 
 class Asked:
-    """Who was asked in one round, and who has not answered yet.
+    """The requests of one round, and which of them have been answered.
 
     Args:
-        messages: metadata of the messages that were sent, which have their ids only then. None if they
-            are not known: then every reply is taken for one that was asked for.
-        clients: the clients' own ids by node, as far as they have named themselves in this run.
+        messages: metadata of the messages after they were sent, with their ids. None if unknown: every
+            reply is then accepted as an answer.
+        clients: the clients' own ids by node, as far as clients have sent them in this run.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class Asked:
         self._clients = {} if clients is None else clients
 
     def check(self, message: Message) -> None:
-        """Note a reply.
+        """Mark a request as answered.
 
         Raises:
-            UpdateError: it answers no question of this round, or one that was answered already.
+            UpdateError: the reply matches no request of this round, or an already answered one.
         """
         question = question_of(message)
         if question not in self._asked and not self._known:
             self._asked.add(question)
             self._silent.add(question)
         if question not in self._asked:
-            raise UpdateError("It answers no request of this round: late, or not meant for us.")
+            raise UpdateError("It matches no request of this round (late, or of another run).")
         if question not in self._silent:
-            raise UpdateError("Its sender has answered before in this round; that answer counts.")
+            raise UpdateError("Its sender has already answered in this round; the first answer is used.")
         self._silent.remove(question)
         self._clients[question.node] = client_id(message)
 
     def failed(self, message: Message) -> int | None:
-        """Note an error reply, and return its client; None if the round does not wait for it.
+        """Mark an error reply's request as answered; return its client, None if already answered.
 
-        If a node is gone, the SuperLink answers under its own id.
+        If a node has left, the SuperLink answers with its own node id.
         """
         to = message.metadata.reply_to_message_id
         of = [question for question in self._asked if question.message_id == to]
@@ -89,19 +89,19 @@ class Asked:
 
     @property
     def silent(self) -> list[int]:
-        """The clients that have not answered, by their own ids where they have named themselves."""
+        """The clients that have not answered, by their own ids if known, else by node id."""
         return sorted(self._clients.get(one.node, one.node) for one in self._silent)
 
 
 def sent_by(grid: Grid | None, given: list[Metadata] | None) -> list[Metadata] | None:
-    """Return what a grid has sent: a subclass may have sent other messages than it was given."""
+    """Return the messages that a grid has sent; a subclass may have changed the given ones."""
     return (grid.sent if isinstance(grid, LazyGrid) else []) or given
 
 
 def with_common_layout(
     items: Sequence[T], layout: Callable[[T], tuple[object, ...]]
 ) -> tuple[list[T], list[T]]:
-    """Split replies into those laid out like most, and the others."""
+    """Split replies into those with the most common layout, and the others."""
     layouts = [layout(item) for item in items]
     counts = Counter(layouts)
     common = counts.most_common(1)[0][0] if counts else ()
@@ -119,7 +119,7 @@ def metrics_layout(content: RecordDict) -> tuple[str, tuple[tuple[str, int | Non
 
 
 def unlike(odd: RecordDict, common: RecordDict) -> str:
-    """Return in which metrics one content differs from most."""
+    """Return a description of how a content's metrics differ from the most common ones."""
     return f"it has {_listed(odd)}; most have {_listed(common)}"
 
 
@@ -130,7 +130,7 @@ def _listed(content: RecordDict) -> str:
 
 
 def own_id(content: RecordDict) -> int | None:
-    """Return the partition id that a client put into its reply, None if it put none."""
+    """Return the partition id in a client's reply, None if there is none."""
     record = content.config_records.get(CLIENT_RECORD)
     own = record.get(CLIENT_KEY) if record is not None else None
     return own if isinstance(own, int) else None
@@ -144,15 +144,15 @@ def client_id(message: Message) -> int:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Reads the replies of one round: the only place where a reply to training is checked.
+    """Reads the replies of one round: the only place where a training reply is checked.
 
     Attributes:
         weighted_by: the metric that weights the clients.
-        needs: the kinds of statistics that a reply must bring.
-        uses_statistics: False leaves out the statistics of replies, with a warning.
+        needs: the kinds of statistics that a reply must have.
+        uses_statistics: if False, statistics of replies are ignored, with a warning.
         copy: see ``Schema.read``.
-        figures: the metrics that the strategy computes with, each with its largest value.
-        in_front: the method of a subclass that was given the replies first, empty if there is none.
+        figures: the metrics that the strategy uses, each with its largest accepted value.
+        in_front: the name of a subclass's overriding ``aggregate_train``; empty without an override.
     """
 
     asked: Asked
@@ -186,9 +186,9 @@ class Inbox:
         """Check a reply and return its update.
 
         Raises:
-            UpdateError: it does not hold exactly one ArrayRecord (statistics apart) and one
-                MetricRecord, its weight is not a positive number, it does not fit the schema, or
-                statistics are missing or impossible.
+            UpdateError: the reply does not hold exactly one ArrayRecord (besides fedrot's) and one
+                MetricRecord, its weight is not a positive number, its tensors do not fit the schema, or
+                statistics are missing or invalid.
         """
         content = message.content
         records = model_records(content)
@@ -205,13 +205,13 @@ class Inbox:
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
-                f"The reply comes without the statistics '{missing[0]}' that the aggregation needs. Let "
-                "the client call fedrot.strategies.add_statistics(content, message, model, batches) "
-                "before it replies (docs/how-to/statistics.md)."
+                f"The reply has no statistics '{missing[0]}', which the aggregation needs. Let the "
+                "client call fedrot.strategies.add_statistics(content, message, model, batches) before "
+                "it replies (docs/how-to/statistics.md)."
             )
         if statistics and not self.uses_statistics:
             unused = "', '".join(sorted(statistics))
-            log(WARNING, "The statistics '%s' are not used: that takes FedRot.", unused)
+            log(WARNING, "The statistics '%s' are not used; only FedRot uses statistics.", unused)
             statistics = {}
         counts = read_token_counts(content)
         return Update(client_id(message), message, record, tensors, weight, statistics, counts)
@@ -222,12 +222,12 @@ class Inbox:
             value = metrics.get(name)
             if not isinstance(value, (int, float)) or not 0 <= value <= most:
                 raise UpdateError(
-                    f"The metric '{name}' is {value!r:.60}; it must be a number from 0 to {most:g}: "
-                    "the strategy computes with it."
+                    f"The metric '{name}' is {value!r:.60}; the strategy needs a number from 0 to "
+                    f"{most:g}."
                 )
 
     def close(self) -> None:
-        """Note the clients that have not answered."""
+        """Record the clients that have not answered."""
         for client in self.asked.silent:
             self.record.miss(client, self.in_front)
 
@@ -247,7 +247,7 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
     if weighted_by_key not in metrics:
         raise UpdateError(
             f"The MetricRecord has no '{weighted_by_key}' (it has: {', '.join(metrics) or 'nothing'}). "
-            "Send it, or name the metric that weights the clients: weighted_by_key=..."
+            "Send this metric, or name another one as weight of the clients: weighted_by_key=..."
         )
     weight = metrics.get(weighted_by_key)
     if not isinstance(weight, (int, float)) or not smallest <= weight <= LARGEST_WEIGHT:
@@ -259,23 +259,23 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
         raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers.")
     for key, number in _numbers(metrics):
         if isinstance(number, int) and abs(number) >= _LARGEST_INTEGER:
-            raise UpdateError(f"The metric '{key}' holds an integer beyond 64 bits. Send a float.")
+            raise UpdateError(f"The metric '{key}' has an integer of more than 64 bits. Send a float.")
     return float(weight)
 
 
 def _numbers(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
-    """Yield every number of a record with its key; lists have several."""
+    """Yield every number of a record, also those in lists, with its key."""
     for key, value in metrics.items():
         for number in value if isinstance(value, list) else [value]:
             yield key, number
 
 
 def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: str) -> list[Message]:
-    """Return the evaluations to average, then one error reply per client; log what is dropped.
+    """Return the evaluations to average, then one error reply per client; log dropped evaluations.
 
-    The evaluations are left out if they have no examples in all: there is nothing to average. One
-    without examples whose loss is NaN, a mean over nothing, would make the mean over all clients NaN.
-    Reasons of error replies are on one line: Flower's strategies log them as they are.
+    No evaluation is returned if all together have no examples. An evaluation without examples is dropped
+    if a metric is NaN, because the mean over all clients would be NaN. Reasons of error replies are
+    shortened to one line, because Flower's strategies log them unchanged.
     """
     good: list[Message] = []
     failed: list[Message] = []
@@ -299,7 +299,7 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
             good.append(message)
     good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
     for message in odd:
-        drop(message, f"Its metrics are not like most: {unlike(message.content, good[0].content)}.")
+        drop(message, f"Its metrics differ: {unlike(message.content, good[0].content)}.")
     examples = sum(read_weight(message.content, weighted_by) for message in good)
     return (good if examples else []) + failed
 
@@ -310,14 +310,13 @@ def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
     for key, number in _numbers(metrics):
         if not math.isfinite(number):
             raise UpdateError(
-                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}, so that there are no "
-                f"examples, and the metric '{key:.60}' is {number!r}: nothing to average. Leave it out, "
-                "or send a finite number."
+                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there are no examples, "
+                f"and the metric '{key:.60}' is {number!r}. Omit this metric, or send a finite number."
             )
 
 
 def _refusal(error: Exception) -> str:
-    """Return why a reply is dropped: nothing that a client sends may end the run."""
+    """Return why a reply is dropped, for any error: no reply may end the run."""
     known = isinstance(error, UpdateError)
     return str(error) if known else f"It cannot be read, {type(error).__name__}: {error}"
 

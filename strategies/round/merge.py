@@ -1,4 +1,4 @@
-"""Merges: they take the aligned updates of one round, and make the new model at its end."""
+"""Merges, which collect the aligned updates of one round and return the new model."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import without_arrays
 from fedrot.tensors import Tensors
 
-#: What a round gives: the new model, None if the old one stays, and metrics.
+#: The result of a round: the new model, None if the old one stays, and metrics.
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
-#: Strategies that look at the updates' mean and at nothing else.
+#: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 
-_ODD = "Its statistics are of another form than most clients'. Collect them alike at every client."
+_ODD = "Its statistics have another form than most clients'. Use one form at every client."
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """The strategy behind alignment, as far as a merge needs it.
+    """The base strategy, and the settings that a merge needs.
 
     Attributes:
-        strategy: the aligned strategy itself.
-        wrapped_class: the class whose ``aggregate_train`` comes next; ``aggregate`` is that method.
+        strategy: the strategy object.
+        wrapped_class: the base strategy, whose ``aggregate_train`` is the method ``aggregate``.
         weighted_by: the metric that weights the clients.
         broadcast: the model that was sent.
-        align: False if updates reach the strategy as they were received.
+        align: False if the base strategy receives updates without alignment.
         min_replies: with fewer accepted replies the round fails.
     """
 
@@ -62,31 +62,31 @@ class Wrapped:
 
 
 class Merge(Protocol):
-    """How one round's updates become a model.
+    """Collects the updates of one round, and returns the new model.
 
     Attributes:
-        mean: the mean that updates are added to as they come; None if it is not a plain one.
+        mean: the mean that updates are added to as they arrive; None with other aggregations.
     """
 
     mean: Mean | None
 
     def add(self, moved: Moved) -> bool:
-        """Add an update; return True if it counts in the mean so far, and the anchor may follow it."""
+        """Add an update; return True if it is in the mean so far, so that the anchor may follow."""
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
-        """Return the new model and metrics; call it once, at the end.
+        """Return the new model and metrics; call this once, at the end.
 
         Args:
-            wrapped: the strategy behind.
-            moved_broadcast: returns the broadcast model in the round's coordinates; None if it is there.
+            wrapped: the base strategy.
+            moved_broadcast: see ``Aligner.moved_broadcast``.
         """
 
 
 @dataclass
 class _Candidate:
-    """An aggregator, and per update it took: the client, why others refused it, the metrics.
+    """An aggregator with its updates: for each the client, why other candidates refused it, metrics.
 
-    ``plain``, if there is a guard, takes the same updates as they were received.
+    With a guard, ``plain`` is the mean of the same updates as they were received.
     """
 
     aggregator: Aggregator
@@ -94,7 +94,7 @@ class _Candidate:
     taken: list[tuple[int, str, RecordDict]] = field(default_factory=list)
 
     def add(self, moved: Moved, refusal: str = "") -> None:
-        """Add an update; raises ``UpdateError``, and has added nothing then."""
+        """Add an update; raises ``UpdateError``, after which nothing has been added."""
         update = moved.update
         if type(self.aggregator) is Mean:
             self.aggregator.check(update.tensors, update.weight, moved.statistics)
@@ -107,10 +107,10 @@ class _Candidate:
 
 
 class Averaged:
-    """Adds updates to an aggregator as they come; the one that most updates agree with counts.
+    """Adds updates to aggregators as they arrive; the aggregator with most updates gives the result.
 
-    An aggregator takes its first update as the model of all others. Another one is built from an update
-    that none takes: as many as there are clients whose statistics have a form of their own.
+    An aggregator accepts updates whose statistics have the form of its first update's. An update that no
+    aggregator accepts starts another one, so there is one aggregator for each form.
 
     ``comparison`` chooses between the result and the mean of the same updates as they were received.
     """
@@ -127,7 +127,7 @@ class Averaged:
         self._candidates = [self._candidate(first)]
 
     def add(self, moved: Moved) -> bool:
-        """Add an update to the first aggregator that takes it; drop it if none does."""
+        """Add an update to the first aggregator that accepts it; drop the update if none does."""
         try:
             counts = self._taker(moved) is self._best
         except UpdateError as error:
@@ -157,13 +157,13 @@ class Averaged:
 
     @property
     def _best(self) -> _Candidate:
-        """The candidate that took most updates so far, the first of equals."""
+        """The candidate with most updates so far; the first one if several have as many."""
         return max(self._candidates, key=lambda candidate: len(candidate.taken))
 
     def chosen(self) -> tuple[list[Aggregator], list[RecordDict]]:
         """Return the best aggregator and the metrics of its clients; drop the updates of the others.
 
-        With a guard, the mean of the same updates as they were received comes second.
+        With a guard, the second aggregator is the mean of the same updates as they were received.
         """
         best = self._best
         others = [taken for one in self._candidates if one is not best for taken in one.taken]
@@ -174,17 +174,17 @@ class Averaged:
         return both, [content for _, _, content in best.taken]
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
-        """Return the merged model, after a strategy that looks at the mean has had its turn."""
+        """Return the merged model, after the base strategy has aggregated the mean."""
         record = self.record
         merged, contents, kept_plain = self._merged(wrapped)
         metrics = _train_metrics(wrapped, contents) if contents else None
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
-        # To strategies that look at nothing else, the mean is a round's only update.
+        # The base strategy receives the mean as the round's only update.
         integers = integers_of(merged)
         mean, state = of_mean(merged, wrapped.weighted_by), vars(wrapped.strategy)
-        before = dict(state)  # Flower's strategies replace what they keep, and change nothing in place.
-        # The plain mean has the broadcast model's own coordinates.
+        before = dict(state)  # Flower's strategies replace attributes, and change none in place.
+        # The plain mean is in the broadcast model's coordinates.
         moved = None if kept_plain else moved_broadcast
         with without_metrics(wrapped.strategy):
             arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
@@ -198,8 +198,8 @@ class Averaged:
     def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, list[RecordDict], bool]:
         """Return the merged model, None if the round failed, and the metrics of the clients.
 
-        The last value tells whether a guard has kept the plain mean. The aggregators, which may be
-        larger than the model, are released when this returns.
+        The last value is True if a guard has kept the plain mean. The aggregators, which may be larger
+        than the model, are released when this method returns.
         """
         record, comparison = self.record, self.comparison
         aggregators, contents = self.chosen()
@@ -226,29 +226,29 @@ class Averaged:
 
 
 class Listed:
-    """Keeps all updates for a strategy that looks at each of them: medians, Krum, privacy wrappers.
+    """Holds all updates for a base strategy that needs each of them: medians, Krum, privacy wrappers.
 
-    ``integers`` are the arrays of the broadcast model that the new model keeps, and that every update
-    shows to the strategy: a mean of them would let one client set them, and noise would spoil them.
+    ``integers`` are arrays of the broadcast model that the new model keeps. They replace the updates'
+    integers: one client could otherwise set their mean, and a privacy wrapper would add noise to them.
     """
 
     mean: Mean | None = None
 
     def __init__(self, record: RoundRecord, integers: ArrayRecord) -> None:
         self.record, self._integers = record, integers
-        # As floats: Flower's strategies subtract them.
+        # As floats, because Flower's strategies subtract them.
         self._shown = {name: t.double() for name, t in from_arrays(integers).items()}
         self._held: list[Update] = []
 
     def add(self, moved: Moved) -> bool:
-        """Keep the update's message."""
+        """Store the update's message."""
         message = with_tensors(moved, self._shown)
         self._held.append(replace(moved.update, tensors={}, statistics={}, message=message))
         self.record.merged(moved)
         return True
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
-        """Give all updates to the strategy."""
+        """Pass all updates to the base strategy."""
         record = self.record
         good, odd = with_common_layout(self._held, _layout)
         for update in odd:
@@ -279,16 +279,16 @@ class Listed:
 def _aggregated(
     wrapped: Wrapped, number: int, messages: list[Message], moved: Callable[[], Tensors] | None
 ) -> Aggregated:
-    """Let the strategy aggregate; a broadcast model that it subtracts is in the mean's coordinates."""
+    """Let the strategy aggregate; first move the broadcast model that it subtracts, if any."""
     if moved is not None:
-        # A broadcast model that cannot be matched stays as it is.
+        # A broadcast model that cannot be matched is not moved.
         with suppress(UpdateError):
             set_broadcast(wrapped.strategy, lambda: plain(as_sent(dict(moved()), wrapped.broadcast)))
     return wrapped.aggregate(number, messages)
 
 
 def _restored(arrays: ArrayRecord, broadcast: ArrayRecord, integers: ArrayRecord) -> ArrayRecord:
-    """Return a strategy's new model as it is sent; the strategy has no say in its integers."""
+    """Return a strategy's new model encoded as the broadcast model, with ``integers`` restored."""
     found = restored(arrays, broadcast)
     for name, array in integers.items():
         found[name] = array
@@ -296,17 +296,17 @@ def _restored(arrays: ArrayRecord, broadcast: ArrayRecord, integers: ArrayRecord
 
 
 def _layout(update: Update) -> tuple[object, ...]:
-    """Return what Flower's strategies need to be equal in all replies: record names and metrics."""
+    """Return what must be equal in all replies for Flower's strategies: record names and metrics."""
     return update.record, *metrics_layout(update.message.content)
 
 
 def _train_metrics(wrapped: Wrapped, contents: Sequence[RecordDict]) -> MetricRecord:
-    """Aggregate the metrics of clients that sent the same ones, as the strategy behind does."""
+    """Aggregate the most common layout of metrics by the base strategy's function."""
     good, odd = with_common_layout(contents, metrics_layout)
     if odd:
         log(
             WARNING,
-            "The metrics of %d clients are left out: they are not like most. Of the first, %s.",
+            "The metrics of %d clients are left out, because they differ. Of the first, %s.",
             len(odd),
             unlike(odd[0], good[0]),
         )

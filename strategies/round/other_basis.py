@@ -44,30 +44,30 @@ from fedrot.symmetry.moves import Move
 from fedrot.symmetry.resolve import settings_of, tied_tensors
 from fedrot.tensors import Tensors, check_finite
 
-#: Share of the mean's weight above which the mean of the other clients would be rounding.
+#: With a larger share of the mean's weight, the mean of the other clients would be a rounding error.
 LARGEST_SHARE = 0.999
 
 
 class Exchange(NamedTuple):
-    """The grid, configuration and timeout with which clients are asked once more in a round."""
+    """The grid, configuration and timeout for further requests to clients in a round."""
 
     grid: Grid
     config: ConfigRecord
     timeout: float | None
 
     def of(self, requests: Sequence[Message]) -> Iterable[Message]:
-        """Send requests, and return the answers that come in time."""
+        """Send requests, and return the answers that arrive before the timeout."""
         return streamed(self.grid.send_and_receive(requests, timeout=self.timeout)) if requests else ()
 
 
 class OtherBases:
-    """The settings ``OtherBasis`` at work.
+    """The settings ``OtherBasis``, verified for the model of a run.
 
     Attributes:
-        options: what to align in such replies; ``prepare`` decides on their canonical form.
-        evidence: returns activations on random tokens, once the model is verified; None before, for
-            models without tokens, and where the residual stream is rotated.
-        token_counts: the strategy's own; None for those that clients report.
+        options: what to align in such replies; ``prepare`` decides on ``canonical``.
+        evidence: returns activations on random tokens. None before the model is verified, for models
+            without tokens, and if the residual stream is rotated.
+        token_counts: of ``OtherBasis``; None for the counts that clients report.
     """
 
     def __init__(self, settings: OtherBasis) -> None:
@@ -80,24 +80,24 @@ class OtherBases:
         self._prepared = False
 
     def as_it_is(self) -> None:
-        """Bring no update to canonical form unless the options ask for it: statistics come with them."""
+        """Use no canonical form unless the options ask for it, because updates have statistics."""
         self.options = self.options.as_it_is()
 
     @property
     def rotates(self) -> bool:
-        """Whether the residual stream is rotated, not permuted."""
+        """True if the residual stream is rotated, not permuted."""
         return self.options.rotates
 
     @property
     def needs_all(self) -> bool:
-        """True if the anchor, or the clients to ask, can only be chosen once every reply has arrived."""
+        """True if the anchor, or the clients to ask, depend on every reply."""
         return self.at_clients or "residual" in self.options.parts
 
     def prepare(self, symmetry: Symmetry) -> None:
-        """Verify the model, once, before its residual stream is moved.
+        """Verify the model once, before its residual stream is moved.
 
         Raises:
-            SymmetryError: the model is not what its names say.
+            SymmetryError: the model computes another function than its family describes.
         """
         if self._prepared:
             return
@@ -105,35 +105,36 @@ class OtherBases:
             self._decide(symmetry)
             self._prepared = True
             return
-        # Building a model draws random numbers, which a resumed run would draw in another round.
+        # Building a model draws random numbers; a resumed run would draw them in another round.
         with torch.random.fork_rng(devices=[]):
             model = self.model()
         config = settings_of(model.config)
-        # What a model ties is told by the model: arrays hold every tensor.
+        # Ties are read from the model, because a record of arrays may hold tied tensors separately.
         self._decide(replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict())))
         symmetry = symmetry.rotated if self.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
         except SymmetryError as error:
             raise SymmetryError(
-                "Replies from other bases cannot be matched with this 'model'. Leave the argument out "
-                f"to align them like all others, or give 'options' with fewer parts. {error}"
+                "Replies from other bases cannot be matched with this 'model'. Omit other_basis to "
+                f"align them like all others, or give 'options' with fewer parts. {error}"
             ) from error
-        # Of rotated streams random tokens tell less than the weights do (docs/explanation/stream.md).
+        # For rotated streams, weights are better evidence than random tokens
+        # (docs/explanation/stream.md).
         if reads_text(config) and not self.rotates:
             self.evidence = probing(self.model, config, symmetry)
         self._prepared = True
 
     def _decide(self, symmetry: Symmetry) -> None:
-        """Decide whether the residual stream is rotated; refuse that where no model could hold it."""
+        """Decide whether the residual stream is rotated; raise if tied tensors prevent it."""
         self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
 
     def counts(self, updates: Waiting, symmetry: Symmetry) -> Tensor | None:
-        """Return how often each token occurs: the strategy's own counts, or the sum of the clients'.
+        """Return how often each token occurs: counts of ``OtherBasis``, or the sum of the clients'.
 
-        Counts that fit no table of the model are left out with a warning.
+        Counts that fit no table of the model are ignored with a warning.
         """
         if self.token_counts is not None:
             return self.token_counts
@@ -146,17 +147,17 @@ class OtherBases:
             if len(given) in sizes and (found is None or len(found) == len(given)):
                 found = given if found is None else found + given
             else:
-                what = "Client %d counts %d tokens, but the model's tables have %s rows: left out."
+                what = "Client %d counts %d tokens, but the model's tables have %s rows: ignored."
                 log(WARNING, what, update.client, len(given), " or ".join(map(str, sorted(sizes))))
         return found
 
 
 class FromOtherBases(ToAnchor):
-    """Aligns the updates of one round where some may come from another basis.
+    """Aligns the updates of one round if some may come from another basis.
 
     Args:
         others: the strategy's settings, verified.
-        exchange: how clients are asked to match, or to learn; None asks none.
+        exchange: for requests to match or to learn; None sends no requests.
     """
 
     by_layers = False
@@ -177,7 +178,7 @@ class FromOtherBases(ToAnchor):
         super().__init__(plan, broadcast, record, shared)
 
     def finder(self, base: Tensors) -> Finder:
-        """Return what finds one update's alignment; canonical options have to have a reason."""
+        """Return the function that finds one update's alignment to one anchor."""
         plan, others = self.plan, self.others if self._mixed else None
         return finder(
             base,
@@ -190,17 +191,17 @@ class FromOtherBases(ToAnchor):
 
     @property
     def canonical(self) -> bool:
-        """Whether the round brings its updates to canonical form."""
+        """True if the round brings its updates to canonical form."""
         others = self.others.options if self._mixed else None
         return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
 
     @property
     def checks(self) -> bool:
-        """Whether ``check`` may refuse an update."""
+        """True if ``check`` may refuse an update."""
         return self.canonical or self.others.evidence is not None
 
     def check(self, update: Update) -> None:
-        """Raise ``FedrotError`` if an update, or its activations, overflow where they are needed."""
+        """Raise ``FedrotError`` if an update's canonical form or activations are needed and overflow."""
         given = (update.tensors, self.broadcast, self.plan.symmetry)
         asked = self.others.evidence is not None and in_other_basis(*given)
         self._check(update.tensors, with_activations=asked)
@@ -214,7 +215,7 @@ class FromOtherBases(ToAnchor):
             self.others.evidence(form, form)
 
     def prepare(self, held: Waiting) -> Iterable[Update]:
-        """Choose the round's coordinates and anchor; updates that their clients matched come first."""
+        """Choose the round's coordinates and anchor; updates matched at clients are first."""
         updates = held.at(self.sound(held))
         if self.others.needs_all:
             self._choose_coordinates(updates)
@@ -239,11 +240,12 @@ class FromOtherBases(ToAnchor):
         self.rule = self.rule_at(self._base, self.shared)
 
     def _chosen_base(self, updates: Waiting, far: Sequence[int]) -> Tensors:
-        """Return the model whose coordinates the round takes, if the residual stream is matched.
+        """Return the model that defines the round's coordinates.
 
-        This is the broadcast model. If most updates come from another basis, it is the heaviest of
-        these, which are at the places ``far``. If the broadcast model cannot be matched, it is the
-        heaviest of the majority.
+        This is the broadcast model, with two exceptions if the residual stream is matched. If most
+        updates come from another basis (the places ``far``), it is the one of these with the largest
+        weight. If the broadcast model cannot be matched, it is the one with the largest weight among the
+        other updates.
         """
         options = self.others.options
         if "residual" not in options.parts or not far:
@@ -267,7 +269,7 @@ class FromOtherBases(ToAnchor):
 
     @property
     def _symmetry(self) -> Symmetry:
-        """The symmetry whose groups clients move."""
+        """The symmetry of the moves that clients send."""
         return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
 
     def _matched_at_clients(self, updates: Waiting, exchange: Exchange) -> dict[Question, Alignment]:
@@ -288,7 +290,7 @@ class FromOtherBases(ToAnchor):
         return found
 
     def _checked(self, update: Update, moves: Sequence[Move]) -> Alignment:
-        """Return a client's moves as an alignment; raises ``UpdateError`` if they lead to no numbers."""
+        """Return a client's moves as an alignment; raise ``UpdateError`` if its result is not finite."""
         alignment = alignment_by(moves, update.tensors, self._base, self._symmetry)
         check_finite(alignment.apply(update.tensors))
         return alignment
@@ -296,7 +298,7 @@ class FromOtherBases(ToAnchor):
     def _answers(
         self, requests: Sequence[Message], asked: Waiting, exchange: Exchange
     ) -> Iterator[tuple[Update, Message]]:
-        """Yield the first answer of each update's sender, as it comes."""
+        """Yield the first answer of each update's sender, in the order of arrival."""
         silent = {question.node: place for place, question in enumerate(asked.questions)}
         for answer in self.record.waited(exchange.of(requests)):
             place = silent.pop(answer.metadata.src_node_id, None)
@@ -306,9 +308,9 @@ class FromOtherBases(ToAnchor):
     def _learned_together(self, updates: Waiting, exchange: Exchange) -> dict[Question, Alignment]:
         """Return the alignments of all updates after the clients have learned a common basis.
 
-        In every pass all clients learn at the same time, each against the mean of the others as they
-        were after the pass before. A client that gives no valid answer keeps what it had, and so does
-        one that is nearly all of the mean.
+        In each pass all clients learn at the same time, each against the mean of the others after the
+        pass before. The alignment of a client does not change if its answer is missing or invalid, or
+        if the client has nearly all of the weight (``LARGEST_SHARE``).
         """
         now = self._aligned_alone(updates)
         updates = updates.at([i for i, question in enumerate(updates.questions) if question in now])
@@ -325,14 +327,14 @@ class FromOtherBases(ToAnchor):
                     moves = [*now[update.question].moves, *read_moves(answer, self._symmetry)]
                     now[update.question] = self._checked(update, compact(moves))
                 except UpdateError as error:
-                    log(WARNING, "Client %d keeps its rotations: %s", update.client, error)
+                    log(WARNING, "The rotations of client %d stay unchanged: %s", update.client, error)
                     continue
                 learned += 1
             log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, learned, len(now))
         return now
 
     def _aligned_alone(self, updates: Waiting) -> dict[Question, Alignment]:
-        """Return the alignments to start from: of the clients, or by an anchor that holds its own mean.
+        """Return the alignments to start from: those of clients, or by an anchor with its own mean.
 
         Updates that cannot be aligned are left out.
         """
@@ -364,7 +366,7 @@ class FromOtherBases(ToAnchor):
         return request(rest, own, exchange.config, node, canonical_form=rotates, learn=True)
 
     def move(self, update: Update) -> Moved:
-        """Return the update in the round's coordinates, by its client's own alignment if it has one."""
+        """Return the update in the round's coordinates, by its client's alignment if there is one."""
         matched = self._matched.get(update.question)
         if matched is not None:
             return self.moved(update, update.tensors, matched)
@@ -373,7 +375,7 @@ class FromOtherBases(ToAnchor):
         return super().move(update)
 
     def follow(self, moved: Moved) -> None:
-        """Let an anchor that follows the round know the update."""
+        """Pass the update to an anchor that follows the round."""
         if moved.update.question in self._matched:
             self.rule.include(moved.tensors, moved.update.weight)
         else:
@@ -383,6 +385,6 @@ class FromOtherBases(ToAnchor):
         """Log nothing: such replies are expected."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return what gives the broadcast model in the round's coordinates; None if it is there."""
+        """Return a function for the broadcast model in the round's coordinates, see ``Aligner``."""
         there = self._base is self.broadcast and not self.canonical
         return None if there else partial(self.in_coordinates_of, self._base)

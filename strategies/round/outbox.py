@@ -22,7 +22,7 @@ from fedrot.tensors import Tensors, rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
-    """Return the arrays as Flower's own, which every strategy can read; the same record if they are."""
+    """Return arrays in Flower's format, which every strategy reads; the same record if already so."""
     if all(array.stype == NUMPY for array in arrays.values()):
         return arrays
     tensors = from_arrays(arrays)
@@ -34,7 +34,7 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
 
     Args:
         messages: of one round.
-        record: the record's name, if the strategy says it; the only one of a message will do.
+        record: the record's name, None if unknown; not needed if messages hold one ArrayRecord.
     """
     found: ArrayRecord | None = None
     for message in messages:
@@ -49,7 +49,7 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
 def to_send(
     messages: Iterable[Message], before: ArrayRecord, arrays: ArrayRecord, wire: torch.dtype | None
 ) -> list[Message]:
-    """Return messages with ``arrays`` in the precision of the wire in place of the record ``before``."""
+    """Return messages in which ``arrays``, in the precision of the wire, replace ``before``."""
     changed, contents = list(messages), dict[int, RecordDict]()
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
@@ -62,10 +62,10 @@ def to_send(
 
 
 def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
-    """Return tensors encoded as the broadcast model was: in its precision, with its ties.
+    """Return tensors encoded like the broadcast model: in its precision, with its ties.
 
-    Integers and booleans are rounded. Tensors that were not broadcast come last.
-    ``tensors`` is emptied: the memory of a tensor that is encoded serves the next one's bytes.
+    Integers and booleans are rounded. Tensors that were not broadcast are last. ``tensors`` is emptied,
+    so that the memory of each tensor is free after it is encoded.
     """
     tied = {
         name
@@ -86,7 +86,7 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
 
 
 def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
-    """Return a strategy's new model encoded as the broadcast model was, see ``as_sent``."""
+    """Return a strategy's new model encoded like the broadcast model, see ``as_sent``."""
     as_they_are = all(
         array.dtype == sent[name].dtype and sent[name].stype == NUMPY and _floating(array)
         for name, array in arrays.items()
@@ -104,9 +104,9 @@ def integers_of(arrays: ArrayRecord) -> ArrayRecord:
 
 
 def with_tensors(moved: Moved, integers: Tensors) -> Message:
-    """Return a copy of a reply's message with the moved tensors and without our own records.
+    """Return a copy of a reply's message with the moved tensors and without fedrot's records.
 
-    ``integers`` take the place of the update's own.
+    ``integers`` replace the update's integers.
     """
     update, tensors = moved.update, {**moved.tensors, **integers}
     content = RecordDict(dict(update.message.content))
@@ -120,7 +120,7 @@ def with_tensors(moved: Moved, integers: Tensors) -> Message:
 
 
 def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return a message like a single client's reply, with the mean of a round's updates."""
+    """Return the mean of a round's updates as a message like a single client's reply."""
     content = RecordDict({"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})})
     return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
 

@@ -1,4 +1,4 @@
-"""``play``: one round, from the replies to a merge that has taken them."""
+"""``play``: one round, from the replies to the filled merge."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def play(
     waiting: Waiting | None = None,
     on_update: Callable[[Moved], None] = lambda moved: None,
 ) -> None:
-    """Take the replies of a round one at a time, in the order of arrival.
+    """Process the replies of a round one at a time, in the order of arrival.
 
-    The inbox checks a reply or drops it. The aligner brings its update into the round's coordinates, or
-    the update is dropped. The merge takes it.
+    The inbox checks a reply, the aligner moves its update into the round's coordinates, and the merge
+    adds the update. Inbox and aligner may drop it.
 
     Args:
-        waiting: keeps all updates until every reply has arrived; None keeps one at a time.
+        waiting: holds all updates until every reply has arrived; None holds one at a time.
         on_update: called with every update in the round's coordinates, before it is merged.
     """
     record = inbox.record
@@ -56,5 +56,5 @@ def play(
 
 
 def _call(do: Callable[[Update], None], updates: Iterable[Update]) -> None:
-    """Call a function with every update; a loop variable would keep one until the next has come."""
+    """Call a function with every update; a loop variable would hold one until the next arrives."""
     deque(map(do, updates), maxlen=0)

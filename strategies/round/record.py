@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass
 class RoundRecord:
-    """What happened in one round; reports, and reasons of lost replies, come with their clients."""
+    """The events of one round; reports and reasons of lost replies are pairs with the client."""
 
     number: int
     failed: list[tuple[int, str]] = field(default_factory=list)
@@ -39,21 +39,21 @@ class RoundRecord:
     statistics_bytes: int = 0
     waiting: float = 0.0
     guard: dict[str, float | int] = field(default_factory=dict)
-    #: What the aggregation says and measures, in place of alignment.
+    #: The sentence and the metrics of an aggregation of adapters, instead of alignment's.
     said: str = ""
     measured: dict[str, float] = field(default_factory=dict)
 
     def drop(self, client: int, reason: str) -> None:
-        """Note a reply that is not averaged, and why."""
+        """Record a reply that is not averaged, with the reason."""
         reason = legible(reason)
         self.dropped.append((client, reason))
         log(WARNING, "Reply of client %d dropped: %s", client, reason)
 
     @contextmanager
     def dropping(self, client: int) -> Iterator[None]:
-        """Drop a client's reply if the ``with`` block fails: nothing that a client sends ends a run.
+        """Drop a client's reply if the ``with`` block raises an error, so that no reply ends the run.
 
-        A wrong description of the model and a lack of memory are no client's fault, and pass.
+        ``SymmetryError`` and a lack of memory are not caused by the client and are raised.
         """
         try:
             yield
@@ -65,22 +65,22 @@ class RoundRecord:
             self.drop(client, f"It cannot be aligned, {type(error).__name__}: {error}")
 
     def fail(self, client: int, reason: str, who: str = "Received error in reply from node") -> None:
-        """Note a client that answered with an error."""
+        """Record a client that answered with an error."""
         reason = legible(reason)
         self.failed.append((client, reason))
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
     def miss(self, client: int, in_front: str = "") -> None:
-        """Note a client that did not answer, or whose reply the method ``in_front`` did not pass on."""
+        """Record a client without an answer, or whose reply ``in_front`` did not pass on."""
         left_out = f", or {in_front} left it out" if in_front else ""
-        self.fail(client, f"No answer came in time{left_out}.", who="Client")
+        self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
 
     def take(self, update: Update) -> None:
-        """Log a good reply, on the level of details."""
+        """Log an accepted reply, at level DEBUG."""
         log(DEBUG, "Reply of client %d: weight %g", update.client, update.weight)
 
     def merged(self, moved: Moved) -> None:
-        """Keep what the alignment of a merged update did, and log it on the level of details."""
+        """Store the report of a merged update, and log it at level DEBUG."""
         if moved.report is None:
             return
         client, report = moved.update.client, moved.report()
@@ -89,20 +89,20 @@ class RoundRecord:
         log(DEBUG, message, client, report.before, report.after)
 
     def lose(self, reason: str) -> None:
-        """Note that the round gives no model."""
+        """Record that the round has no new model."""
         self.lost = reason
-        log(WARNING, "Round %d failed, the model stays as it was: %s", self.number, reason)
+        log(WARNING, "Round %d failed, the model does not change: %s", self.number, reason)
 
     def note(self, aggregator: Aggregator) -> None:
-        """Keep what an aggregation says and measures, and its notes by tensor; log the first note."""
+        """Store an aggregation's sentence, metrics and notes by tensor; log the first note."""
         self.said = getattr(aggregator, "said", "")
         self.measured = getattr(aggregator, "measured", {})
         self.notes = dict(aggregator.notes)
         for name, what in islice(self.notes.items(), 1):
-            log(INFO, "Aggregation, '%s' (%d notes in all): %s", name, len(self.notes), what)
+            log(INFO, "Aggregation, '%s' (first of %d notes): %s", name, len(self.notes), what)
 
     def waited(self, replies: Iterable[T]) -> Iterator[T]:
-        """Return the replies as they come, and count the seconds spent on waiting for them."""
+        """Return the replies as they arrive, and count the seconds of waiting for them."""
         return _Timed(iter(replies), self)
 
     def enough(self, min_replies: int) -> bool:
@@ -124,9 +124,9 @@ class RoundRecord:
         return True
 
     def metrics(self, every: bool = False) -> dict[str, float | int]:
-        """Return the round's figures over all clients: those of the default, or every one.
+        """Return the round's figures over all clients: the default figures, or all.
 
-        What is not known is left out.
+        Unknown figures are left out.
         """
         chosen = {name: figure for name, figure in FIGURES.items() if every or figure.default}
         found = {name: figure.of(self) for name, figure in chosen.items()}
@@ -137,19 +137,19 @@ class RoundRecord:
         )
 
     def losses(self) -> dict[str, float | int]:
-        """Return the figures that are reported without alignment, too, but those that are 0."""
+        """Return the figures that are also reported without alignment, without those that are 0."""
         losses = {name: figure.of(self) for name, figure in FIGURES.items() if figure.loss}
         return {name: value for name, value in losses.items() if value} | self.measured | self.guard
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
-        """End a run in whose first round every reply was dropped for the same reason.
+        """End the run if every reply of the first round was dropped for the same reason.
 
-        Such a reason is the program's, not a client's, and holds in every round. Where a client has
-        failed or has not answered, or reasons differ, the next round may go better; so it may where a
-        single client was asked and there are others. ``nodes`` returns the ids of all connected nodes.
+        Such a reason is an error of the program, and would occur in every round. The run continues if a
+        client has failed or has not answered, if reasons differ, or if one of several connected clients
+        was asked. ``nodes`` returns the ids of all connected nodes.
 
         Raises:
-            FedrotError: with the reason.
+            FedrotError: the run ends; the error contains the reason.
         """
         reasons = {reason for _, reason in self.dropped}
         clients = {client for client, _ in self.dropped}
@@ -157,12 +157,12 @@ class RoundRecord:
             return
         if len(clients) > 1 or len(list(nodes())) <= 1:
             raise FedrotError(
-                "Every reply of the first round was dropped for the same reason; fix the ClientApp "
-                f"and start again. The reason: {reasons.pop()}"
+                "Every reply of the first round was dropped for the same reason. Fix the ClientApp and "
+                f"start again. The reason: {reasons.pop()}"
             )
 
     def log_end(self, aligned: bool) -> str:
-        """Log how many replies came and what they cost, and then the verdict, which is returned."""
+        """Log the numbers of replies and the seconds, and then the verdict, which is returned."""
         counts = (self.accepted, len(self.dropped), len(self.failed), self.waiting, self.aligning)
         message = (
             "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of waiting, "
@@ -182,7 +182,7 @@ class RoundRecord:
         return sum(report.seconds for _, report in self.reports)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the report's rows: per client and group, per reply lost, per note."""
+        """Return the report's rows: per client and group, per lost reply, per note."""
         aligned = [{"client": client, **row} for client, report in self.reports for row in report.rows()]
         dropped = [{"client": client, "dropped": reason} for client, reason in self.dropped]
         failed = [{"client": client, "failed": reason} for client, reason in self.failed]
@@ -194,7 +194,7 @@ class RoundRecord:
 
 
 class _Timed(Iterator[T]):
-    """An iterator that counts the seconds of ``next``, and keeps nothing of what it returns."""
+    """An iterator that counts the seconds of ``next``, and holds no reference to its items."""
 
     def __init__(self, items: Iterator[T], record: RoundRecord) -> None:
         self._items, self._record = items, record
@@ -212,9 +212,9 @@ class Figure:
     """A metric of a round.
 
     Attributes:
-        of: reads it from the round; None is not known.
-        default: it is reported unless ``Reporting(all_metrics=True)`` asks for all.
-        loss: it is reported with ``align=False``, too, unless it is 0.
+        of: returns the figure of a round; None if unknown.
+        default: whether it is reported without ``Reporting(all_metrics=True)``.
+        loss: whether it is also reported without alignment, unless it is 0.
     """
 
     of: Callable[[RoundRecord], float | int | None]

@@ -1,4 +1,4 @@
-"""An update on its way from a reply to the mean, and the schema of what may arrive."""
+"""``Update`` and ``Moved``, an update before and after alignment, and ``Schema``, its shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedrot.tensors import Shaped, Tensors, check_finite, check_update, compute_
 
 
 class Question(NamedTuple):
-    """A message to a node: no two updates of a round answer the same one."""
+    """A message to a node; at most one update of a round answers it."""
 
     message_id: str
     node: int
@@ -38,11 +38,11 @@ class Update:
         client: see ``inbox.client_id``.
         message: the reply, with its metrics and configurations.
         record: name of the reply's ArrayRecord.
-        tensors: in the broadcast model's dtypes, in float32 where they came in wider ones; views of the
-            message's arrays where possible.
+        tensors: in the broadcast model's dtypes, or in float32 at least if the reply had wider dtypes;
+            views of the message's arrays if possible.
         weight: number of examples, or another positive weight.
         statistics: by kind, then by tensor name.
-        token_counts: how often each token occurs in the client's texts; None if it does not say.
+        token_counts: how often each token occurs in the client's texts; None if not sent.
     """
 
     client: int
@@ -55,12 +55,12 @@ class Update:
 
     @property
     def question(self) -> Question:
-        """What the client was asked."""
+        """The message that the client answers."""
         return question_of(self.message)
 
     @property
     def checksum(self) -> int:
-        """Number that depends on the client's id and on every value that it sent."""
+        """A number that depends on the client's id and on every value of its tensors."""
         found = zlib.crc32(str(self.client).encode())
         for tensor in self.tensors.values():
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -74,9 +74,9 @@ class Moved:
 
     Attributes:
         update: as it was received.
-        parts: the tensors on the device, in one part or layer by layer; several can be read once.
-        statistics: they belong to the moved tensors.
-        report: returns what alignment did once all parts were read; None if nothing was aligned.
+        parts: the tensors on the device, as one mapping or layer by layer; layers can be read once.
+        statistics: of the moved tensors.
+        report: returns the alignment's report after all of ``parts`` were read; None without alignment.
     """
 
     update: Update
@@ -86,14 +86,14 @@ class Moved:
 
     @property
     def tensors(self) -> Tensors:
-        """The tensors of an update in one part."""
+        """The tensors of an update that is not moved layer by layer."""
         (whole,) = self.parts
         return whole
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors that a reply may hold: names, shapes and dtypes.
+    """The tensors that a reply must hold: names, shapes and dtypes.
 
     Attributes:
         like: the broadcast model's tensors.
@@ -115,38 +115,37 @@ class Schema:
 
         Args:
             arrays: of one reply.
-            copy: give the tensors memory of their own in place of views of the received bytes.
-                Libraries add up in another order where numbers lie elsewhere relative to vector
-                registers, so that the last bits of a view depend on where the message lies.
+            copy: copy tensors instead of returning views of the received bytes. The order of summation
+                depends on memory alignment; a copy makes runs identical.
 
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
         """
         self.check(arrays)
         tensors = from_arrays(arrays, writable=copy)
-        # Legacy arrays claim no shape: theirs is known only now.
+        # The shapes of legacy arrays are known only after decoding.
         self.check(tensors)
         for name, tensor in tensors.items():
             if tensor.is_floating_point() != self.like[name].is_floating_point():
                 raise UpdateError(
                     f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
-                    f"{self.like[name].dtype}. Send the kind of numbers that was received."
+                    f"{self.like[name].dtype}. Send the same kind of numbers."
                 )
         check_finite(tensors)
-        # Flower's wrappers take tensors by their place.
+        # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the broadcast dtype; a mean of float32 tensors is rounded once, at its end.
+        """Return a tensor in the broadcast dtype, or in float32 if it would be rounded before the mean.
 
         Raises:
-            UpdateError: it holds values beyond the broadcast dtype.
+            UpdateError: a value is outside the range of the broadcast dtype.
         """
         dtype = self.like[name].dtype
         cast = tensor.to(dtype)
         if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):
             raise UpdateError(
-                f"The tensor '{name}' holds values beyond {dtype}, in which the model was broadcast. "
+                f"The tensor '{name}' has values outside the range of {dtype}, the broadcast dtype. "
                 "Check the client's training (learning rate, mixed precision) before sending it."
             )
         narrower = dtype.itemsize < tensor.dtype.itemsize and dtype.is_floating_point

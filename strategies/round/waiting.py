@@ -1,4 +1,4 @@
-"""Updates that wait until every reply has arrived; ``Store`` keeps tensors in memory or in files."""
+"""``Waiting``, the updates of a round in a common order, and ``Store``, their memory or files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.round.update import Question, Update
 from fedrot.strategies.wire.records import without_arrays
 
-#: Between kind and name of what is stored, and the kind of the update itself.
+#: The separator of kind and name of a stored tensor, and the kind of the update's own tensors.
 _SLASH, _UPDATE = "/", "update"
 
 #: Returns tensors that were stored.
@@ -31,7 +31,7 @@ class Store:
     """Keeps tensors until the ``with`` block ends.
 
     Args:
-        folder: receives a temporary folder of safetensors files; None keeps the tensors in memory.
+        folder: the parent of a temporary folder of safetensors files; None keeps tensors in memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -44,7 +44,7 @@ class Store:
         """Make the folder.
 
         Raises:
-            FedrotError: it cannot be made or written to.
+            FedrotError: the folder cannot be made or written to.
         """
         if self.folder is not None:
             try:
@@ -59,7 +59,7 @@ class Store:
         self._open.close()
 
     def put(self, tensors: Mapping[str, Tensor]) -> Stored:
-        """Store tensors, and return a function that returns them, or memory maps of their file.
+        """Store tensors; return a function that returns the tensors, or memory maps of their file.
 
         Raises:
             FedrotError: the file cannot be written.
@@ -67,7 +67,7 @@ class Store:
         if self._own is None:
             kept = dict(tensors)
             return lambda: kept
-        # safetensors refuses views and tensors that share memory, as equal arrays do in Flower.
+        # safetensors refuses views and tensors that share memory; Flower shares equal arrays.
         keys = {id(tensor): str(index) for index, tensor in enumerate(tensors.values())}
         unique, taken = dict[str, Tensor](), set[int]()
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
@@ -80,7 +80,7 @@ class Store:
         try:
             write_tensors(path, unique)
         except OSError as error:
-            raise FedrotError(f"Updates cannot be kept in '{self._own.parent}': {error}") from error
+            raise FedrotError(f"Updates cannot be written to '{self._own.parent}': {error}") from error
         names = {name: keys[id(tensor)] for name, tensor in tensors.items()}
         return lambda: _mapped(path, names)
 
@@ -94,15 +94,15 @@ def _mapped(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 class Waiting(Sequence[Update]):
-    """The updates of a round that wait for each other, in the order of arrival until they are sorted.
+    """All updates of a round, in the order of arrival until ``close`` sorts them.
 
-    With a store on disk, each update is read anew, as memory maps, whenever it is asked for.
+    With a store on disk, an update is read as memory maps at each access.
 
     Args:
         store: keeps the updates.
-        order: returns a number of each update that decides about its place; None sorts none.
-        mixes: mix the numbers of all updates into the place of each. A client cannot choose its place
-            then: for that it would have to know what every other client sends.
+        order: returns the number that an update is sorted by; None keeps the order of arrival.
+        mixes: sort by a hash of the number and the numbers of all updates. A client can then not choose
+            its place, because it does not know the updates of the others.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class Waiting(Sequence[Update]):
         self._updates: list[_Held] = []
 
     def add(self, update: Update) -> None:
-        """Keep an update."""
+        """Store an update."""
         number = self._order(update) if self._order is not None else 0
         self._updates.append(_Held(number, update.question, _kept(update, self._store)))
 
     def close(self) -> None:
-        """Sort the updates; call it once all have come."""
+        """Sort the updates; call this after all have arrived."""
         if self._order is None:
             return
         if not self._mixes:
@@ -134,7 +134,7 @@ class Waiting(Sequence[Update]):
 
     @property
     def questions(self) -> list[Question]:
-        """The question that each update answers."""
+        """The message that each update answers."""
         return [held.question for held in self._updates]
 
     def at(self, places: Iterable[int]) -> Waiting:
@@ -145,7 +145,7 @@ class Waiting(Sequence[Update]):
 
 
 class _Held(NamedTuple):
-    """An update that waits: the number that decides about its place, its question, how it is read."""
+    """A waiting update: the number that it is sorted by, its question, and a function to read it."""
 
     number: int
     question: Question

@@ -1,8 +1,9 @@
 """``to_arrays`` and ``from_arrays``: a model's tensors as Flower arrays, and back.
 
-Most tensors become Flower's own arrays (npy bytes). fedrot adds two kinds of arrays, with an ``stype``
-of their own: bfloat16, which NumPy lacks; and a tensor that shares another one's memory, sent as that
-one's name. ``Array.numpy()`` refuses them, so that no stock strategy averages their bytes by mistake.
+Most tensors become Flower's own arrays (npy bytes). fedrot adds two kinds of arrays with another
+``stype``: bfloat16, which NumPy lacks; and tied tensors, which share the memory of another tensor and
+are sent as its name. ``Array.numpy()`` refuses both, so no stock strategy averages their bytes by
+mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fedrot.tensors import unusable
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record.
 BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
 
-#: The precisions in which floating-point tensors can travel.
+#: The precisions in which floating-point tensors can be sent.
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -33,7 +34,7 @@ _FLOATS = ("float16", "float32", "float64")
 _TORCH = {np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: Largest number of dimensions, and of bytes in an npy header with so many.
+#: Largest number of dimensions, and of bytes in an npy header with this number.
 _DIMENSIONS, _HEADER = 32, 1024
 
 #: Largest number of elements in a tensor: far above real ones, and far below an overflow of sizes.
@@ -44,15 +45,16 @@ def to_arrays(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
     """Return a model's tensors as arrays, under all of their names.
 
     Tensors of one shape and layout that share memory (tied embeddings) are sent once. Values are not
-    checked: one too large for float16 arrives as Inf, and the server drops the reply.
+    checked: a value too large for float16 arrives as Inf, and the server drops the reply.
 
     Args:
         tensors: on any device.
         dtype: of floating-point tensors on the wire, one of ``PRECISIONS``; their own if None.
-            Integer and boolean tensors keep theirs.
+            Integer and boolean tensors keep their dtypes.
 
     Raises:
-        FedrotError: ``dtype`` is another one, or a tensor cannot be sent (complex, float8, sparse).
+        FedrotError: ``dtype`` is not in ``PRECISIONS``, or a tensor cannot be sent (complex, float8,
+            sparse).
     """
     if dtype is not None and dtype not in PRECISIONS:
         raise FedrotError(f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
@@ -76,16 +78,15 @@ def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Ten
     """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU tensors.
 
     Received bytes are not trusted: an array whose contents differ from its claimed shape and dtype is
-    refused before memory of the claimed size is allocated. Tied names give one and the same tensor.
+    refused before memory of the claimed size is allocated. Tied names have the same tensor object.
 
     Args:
         record: the arrays.
-        writable: give every tensor memory of its own. Otherwise tensors are views of the received bytes
-            where those are aligned: do not write to them, it would change the record.
-            (``load_state_dict`` copies.)
+        writable: copy every tensor. Otherwise tensors are views of the received bytes if these are
+            aligned; writing to a view would change the record. (``load_state_dict`` copies.)
 
     Raises:
-        UpdateError: a tensor cannot be decoded; the error names it and its fault.
+        UpdateError: a tensor cannot be decoded; the error names the tensor and the reason.
     """
     found: dict[str, Tensor] = {}
     for name, array in record.items():
@@ -112,13 +113,13 @@ def encode(name: str, tensor: Tensor) -> Array:
 
 
 def decode(name: str, array: Array) -> Tensor:
-    """Return the tensor that an array carries, a view of its bytes where they are aligned.
+    """Return the tensor of an array, a view of its bytes if they are aligned.
 
     Raises:
         UpdateError: see ``from_arrays``.
     """
     if array.stype not in (NUMPY, BFLOAT16):
-        raise _unreadable(name, f"is serialised as {array.stype!r:.60}, which carries no values here")
+        raise _unreadable(name, f"is serialised as {array.stype!r:.60}, which is not supported here")
     bits = array.stype == BFLOAT16
     dtype, shape, fortran, offset = _header(name, array)
     held = "bfloat16" if bits and dtype == np.uint16 else str(dtype)
@@ -129,7 +130,7 @@ def decode(name: str, array: Array) -> Tensor:
         raise _unreadable(name, f"claims to be {claim}, but its header says {held} {shape!r:.60}")
     expected = prod(shape) * dtype.itemsize
     if len(array.data) - offset != expected:
-        raise _unreadable(name, f"brings {len(array.data) - offset} bytes where {expected} belong")
+        raise _unreadable(name, f"has {len(array.data) - offset} bytes of values instead of {expected}")
     values = np.frombuffer(array.data, dtype, prod(shape), offset)
     if dtype == np.bool_ and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
@@ -146,7 +147,7 @@ def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bo
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
         shape, fortran, dtype = read[npy.read_magic(stream)](stream, max_header_size=_HEADER)
-    except Exception as error:  # NumPy calls Python's parser, which raises many kinds.
+    except Exception as error:  # NumPy calls Python's parser, which raises many types.
         raise _unreadable(name, f"has no readable npy header ({error!s:.200})") from error
     if dtype not in _TORCH:
         raise _unreadable(name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order")
@@ -156,13 +157,13 @@ def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bo
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two CPU tensors of one shape and dtype are equal bit for bit, NaN and -0 too."""
+    """Return whether two CPU tensors of one shape and dtype have equal bits, also NaN and -0."""
     a, b = (tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in (one, other))
     return torch.equal(a, b)
 
 
 class _Unlocked:
-    """A read-only array that claims to be writable: torch warns about read-only ones."""
+    """A read-only array that is declared writable, because torch warns about read-only arrays."""
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         interface = values.__array_interface__
@@ -171,7 +172,7 @@ class _Unlocked:
 
 
 def _npy(value: Tensor) -> bytes:
-    """Return the bytes that ``np.save`` writes, with one copy of the values only."""
+    """Return the bytes that ``np.save`` writes, with only one copy of the values."""
     values, header = value.numpy(), BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
     return b"".join((header.getvalue(), values.reshape(-1).view(np.uint8).data))
@@ -195,7 +196,7 @@ def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor
     try:
         other = array.data.decode()
     except UnicodeDecodeError as error:
-        raise _unreadable(name, "is tied to what is no name") from error
+        raise _unreadable(name, "is tied to bytes that are no name") from error
     if other not in record or record[other].stype not in (NUMPY, BFLOAT16):
         raise _unreadable(name, f"is tied to {other!r:.60}, which is not in the record with values")
     if (array.shape, array.dtype) != (record[other].shape, record[other].dtype):

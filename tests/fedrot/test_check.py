@@ -44,7 +44,7 @@ def test_every_architecture_has_its_symmetry(name: str, built: bool) -> None:
 
 def test_a_model_that_does_not_run_on_rows_of_tokens_is_not_certified() -> None:
     model = EVERY["bert-choice"].build("eager")
-    with pytest.raises(fedrot.SymmetryError, match="batch of yours"):
+    with pytest.raises(fedrot.SymmetryError, match="batch of your own"):
         fedrot.check_function(model, config_of("bert-choice").to_dict(), symmetry_for("bert-choice"))
 
 
@@ -284,7 +284,7 @@ class _Answering(_Returning):
 
 
 def test_a_model_that_returns_no_tensor_proves_nothing() -> None:
-    with pytest.raises(fedrot.SymmetryError, match="returns a dict without a tensor of its own"):
+    with pytest.raises(fedrot.SymmetryError, match="returns a dict without a tensor at its top level"):
         _check("bert-classifier", _Answering("nothing"))
 
 

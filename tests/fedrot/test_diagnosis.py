@@ -192,7 +192,7 @@ def test_the_rule(clients: list[Evidence], expected: str) -> None:
 
 def test_models_that_match_no_better_than_chance_need_data() -> None:
     for share, said in (
-        (6.0, "Weights alone tell nothing: match by activations, on data."),
+        (6.0, "The weights give no evidence; match on data."),
         (12.7, "%."),
     ):
         found = Diagnosis((0.0, 0.0), (), (), (line(share, 6.1, TOGETHER),))

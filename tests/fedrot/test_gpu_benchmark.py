@@ -79,4 +79,4 @@ def test_a_missing_gpu_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "nowhere"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert "Nothing can be computed on device 'nowhere'" in capsys.readouterr().err
+    assert "The device 'nowhere' cannot be used" in capsys.readouterr().err

@@ -449,7 +449,9 @@ def test_wrapped_names_and_plain_settings_have_a_head() -> None:
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2", "llama", "bart", "t5-encoder", "mistral", "deit"])
 def test_a_model_without_one_head_of_classes_is_told(name: str) -> None:
-    with pytest.raises(FedrotError, match=r"classes is looked for .* the model has none. Take a model"):
+    with pytest.raises(
+        FedrotError, match=r"classes needs one of the names .* the model has none. Use a model"
+    ):
         head_of(config_of(name), state_of(name))
 
 
@@ -458,7 +460,7 @@ def test_other_problems_than_one_class_have_no_head() -> None:
     for problem in ("regression", "multi_label_classification"):
         with pytest.raises(FedrotError, match=f"problem_type is '{problem}'"):
             head_of({"problem_type": problem, "num_labels": 3}, tensors)
-    with pytest.raises(FedrotError, match="A task head of 1 classes"):
+    with pytest.raises(FedrotError, match="The task head of 1 classes"):
         head_of({"num_labels": 1}, {"classifier.weight": (1, 8)})
     with pytest.raises(FedrotError, match=r"more than one: classifier, score"):
         head_of({"num_labels": 3}, {**tensors, "score.weight": (3, 8)})
@@ -469,9 +471,9 @@ def test_other_problems_than_one_class_have_no_head() -> None:
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     [
-        ("camembert", "classifier.dense", "is not what the model returns"),
-        ("bert", "bert.encoder.layer.1.output.dense", "is not what the model returns"),
-        ("deit", "cls_classifier", "is not what the model returns"),
+        ("camembert", "classifier.dense", "are not the model's logits"),
+        ("bert", "bert.encoder.layer.1.output.dense", "are not the model's logits"),
+        ("deit", "cls_classifier", "are not the model's logits"),
         ("bert", "bert.embeddings.word_embeddings", "has no linear layer"),
         ("bert", "score", "has no linear layer 'score'"),
     ],
@@ -508,13 +510,13 @@ class _Odd(nn.Module):
 )
 def test_logits_that_are_not_the_outputs_of_the_head_are_refused(logits: Any, rows: int) -> None:
     batch = {"x": torch.randn(rows, 4), "labels": torch.arange(rows) % CLASSES}
-    with pytest.raises(FedrotError, match="is not what the model returns"):
+    with pytest.raises(FedrotError, match="are not the model's logits"):
         collect_classes(_Odd(logits), [batch], "score")
 
 
 def test_another_layer_of_a_model_in_half_precision_is_refused() -> None:
     model, batch = model_of("camembert").bfloat16(), batch_for("camembert", 4)
-    with pytest.raises(FedrotError, match="is not what the model returns"):
+    with pytest.raises(FedrotError, match="are not the model's logits"):
         collect_classes(model, [batch], "classifier.dense")
 
 
@@ -531,7 +533,7 @@ def _labels(batch: dict[str, Tensor], labels: Any) -> list[dict[str, Tensor]]:
         (lambda b: [], "No row has a label"),
         (lambda b: _labels(b, [-100, -100]), "No row has a label"),
         (lambda b: [{k: v for k, v in b.items() if k != "labels"}], "A batch has no 'labels'"),
-        (lambda b: _labels(b, [0, 3]), "There is a label 3, but the model has 3 classes"),
+        (lambda b: _labels(b, [0, 3]), "A label is 3, but the model has 3 classes"),
         (lambda b: _labels(b, [0.0, 1.0]), r"labels are torch.float32 \[2\]"),
         (lambda b: _labels(b, [[0.0, 1.0, 1.0]] * 2), r"labels are torch.float32 \[2, 3\]"),
         (lambda b: _labels(b, [0, 1, 2]), r"labels are torch.int64 \[3\], the logits \[2, 3\]"),

@@ -25,7 +25,11 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
     [
         (lambda model, state: _align(model, model), fedrot.UpdateError, "model.state_dict()"),
         (lambda model, state: _align(state, model), fedrot.UpdateError, "model.state_dict()"),
-        (lambda model, state: _align([*state.values()], state), fedrot.UpdateError, "not a list"),
+        (
+            lambda model, state: _align([*state.values()], state),
+            fedrot.UpdateError,
+            "is a list, not tensors by name",
+        ),
         (
             lambda model, state: _align({n: t.numpy() for n, t in state.items()}, state),
             fedrot.UpdateError,
@@ -60,7 +64,7 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
         (
             lambda model, state: fedrot.collect_activations(state, state, [], symmetry_for(NAME)),
             fedrot.FedrotError,
-            "pass the two models themselves",
+            "pass the two models, not their tensors",
         ),
         (
             lambda model, state: fedrot.collect_activations(model, model, [], model.config),
@@ -89,14 +93,14 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
         (
             lambda model, state: _align({f"module.{n}": t for n, t in state.items()}, state),
             fedrot.UpdateError,
-            "'module.bert.embeddings.word_embeddings.weight' came in its place",
+            "'module.bert.embeddings.word_embeddings.weight' instead",
         ),
         (
             lambda model, state: _align(
                 {n.replace("query.", "query.default."): t for n, t in state.items()}, state
             ),
             fedrot.UpdateError,
-            "query.default.weight' came in its place",
+            "query.default.weight' instead",
         ),
         (
             lambda model, state: _align({str(i): t for i, t in enumerate(state.values())}, state),
@@ -146,5 +150,5 @@ def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:
     assert len(parts) == 2
     nothing = str(fedrot.align(anchor, anchor, symmetry))
     assert "attention: 0.0% removed, 0 of 4 groups moved" in nothing
-    assert "ffn: 0.0% removed, 0 of 2 groups moved, 2 in the best order already" in nothing
+    assert "ffn: 0.0% removed, 0 of 2 groups moved, 2 already in the best order" in nothing
     assert len(repr(alignment)) < 300

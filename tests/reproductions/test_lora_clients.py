@@ -71,7 +71,7 @@ def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None
     conditional.peft_config["default"].alora_invocation_tokens = [3]
     with pytest.raises(FedrotError, match="this adapter waits for its invocation tokens"):
         train_only(conditional, {FOLDS: True})
-    with pytest.raises(FedrotError, match="Factors to train are 'None'"):
+    with pytest.raises(FedrotError, match="factors is 'None'"):
         train_only(shared, {TRAIN: "None"})
 
 

@@ -155,7 +155,7 @@ def test_a_resumed_run_ends_with_the_same_bits(options: RivalOptions, tmp_path: 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(FedrotError, match=r"changes the base weights, for which FedAdam has no step"):
         RivalAdam(CONFIG, RivalOptions("mean", residual="fold"))
-    with pytest.raises(FedrotError, match=r"'exact' is given in place of fedrot\.lora"):
+    with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedAvgRivalLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}
     strategy = FedAvgRivalLoRA(CONFIG, RivalOptions("mean", schedule="freeze-a"), **EVERY)

@@ -69,5 +69,5 @@ def test_what_cannot_be_learned_is_refused() -> None:
         learn_together(how, batches, models, symmetry, concentration=0)
     with pytest.raises(fedrot.FedrotError, match="No batches"):
         learn_together(how, [], models, symmetry)
-    with pytest.raises(fedrot.FedrotError, match="lower lr"):
+    with pytest.raises(fedrot.FedrotError, match="lower the learning rate"):
         learn_together(lambda *_: how(models[0], batches[0]) * torch.nan, batches, models, symmetry)

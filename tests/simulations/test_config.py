@@ -365,7 +365,7 @@ BAD_ARMS = {
     "whole@consensus~learned": "'learned' goes with 'aligned'",
     "plain:loss": "'plain'",
     "aligned:": "name of a metric",
-    "aligned:points": "'points' does not say",
+    "aligned:points": "'points' does not show",
     "attention+ffn~clients": "'clients' goes with 'aligned'",
     "attention(layers=middle)": "layers is 'middle'",
     "attention(layers)": "'layers' is not of the form KEY=VALUE",

@@ -279,7 +279,7 @@ def never(message: Message) -> Message:
 
 
 def test_a_model_that_does_not_fit_is_refused_before_training() -> None:
-    with pytest.raises(fedrot.SymmetryError, match="'extra' differs from what was received"):
+    with pytest.raises(fedrot.SymmetryError, match="'extra' differs from the model that was received"):
         app_of(never, [align_mod(SYMMETRY)])(instruction({**state(), "extra": torch.ones(2)}))
     with pytest.raises(fedrot.SymmetryError, match="not supported"):
         app_of(never, [align_mod({"model_type": "mamba"})])(instruction(state()))

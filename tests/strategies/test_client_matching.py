@@ -375,7 +375,7 @@ def test_elements_of_every_kind_are_read_as_they_were_sent(name: str) -> None:
 def test_what_is_beside_an_element_is_refused(name: str, how: str) -> None:
     kind, beside = BESIDE[name]
     for element in drawn(kind):
-        with pytest.raises(fedrot.UpdateError, match="not one of the model's symmetry"):
+        with pytest.raises(fedrot.UpdateError, match="not an element of the model's symmetry"):
             element_read(kind, beside[how](element))
 
 

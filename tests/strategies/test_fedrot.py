@@ -309,7 +309,7 @@ def test_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: 
         strategy.aggregate_train(number, answers)
     rows = [row for row in map(json.loads, report.read_text().splitlines()) if "failed" in row]
     assert [(row["round"], row["client"]) for row in rows] == [(2, 8), (2, 9), (3, 8), (3, 9)]
-    assert [row["failed"] for row in rows] == ["crashed", "No answer came in time."] * 2
+    assert [row["failed"] for row in rows] == ["crashed", "No answer before the timeout."] * 2
 
 
 class AlignedMedian(Aligned, FedMedian):
@@ -418,7 +418,7 @@ def test_a_reply_beyond_the_precision_of_the_round_is_dropped_alone(
     assert metrics["fedrot-replies-dropped"] == 1
     (row,) = [r for r in map(json.loads, report.read_text().splitlines()) if "dropped" in r]
     assert row["client"] == 9
-    assert f"'{name}' holds values beyond torch.float16" in row["dropped"]
+    assert f"'{name}' has values outside the range of torch.float16" in row["dropped"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -655,13 +655,13 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
         (
             {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
             "attention + ffn to anchor 'consensus'",
-            "kept until all have come",
+            "held until all have arrived",
         ),
-        ({"alignment": None}, "off", "kept until all have come"),
+        ({"alignment": None}, "off", "held until all have arrived"),
         (
             {"server": Server(deterministic=True)},
             "attention + ffn to anchor 'running'",
-            "kept until all have come, in an order that their contents give",
+            "held until all have arrived, sorted by their contents",
         ),
     ],
 )
@@ -687,5 +687,5 @@ def test_the_summary_names_the_folder_only_if_something_is_kept_there(
 
 
 def test_an_adapter_in_place_of_the_model_is_said_to_be_one() -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"those of a LoRA adapter.*FedRotLoRA"):
+    with pytest.raises(fedrot.FedrotError, match=r"The tensors are a LoRA adapter's.*FedRotLoRA"):
         check_update({"m.lora_A.weight": torch.ones(1, 2)}, {"m.weight": (2, 2)})

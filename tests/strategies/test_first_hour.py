@@ -125,7 +125,7 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
         ({"alignment": "attention"}, r"alignment is a str; pass fedrot\.AlignmentOptions"),
         ({"rows": "."}, "rows is the folder"),
         ({"on_round": "wandb"}, "on_round is a str; give a function"),
-        ({"spill": True}, "spill is True; give the folder"),
+        ({"spill": True}, "spill is True; give a folder"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
         ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
@@ -346,7 +346,7 @@ def test_what_is_moved_aside_is_said_and_an_empty_file_stays(
     (tmp_path / "alignment.jsonl").write_text("earlier\n")
     (tmp_path / "alignment.1.jsonl").write_text("earliest\n")
     _run(tmp_path, 1)
-    assert "alignment.jsonl' is of an earlier run, and is now '" in caplog.text
+    assert "alignment.jsonl' is of an earlier run; renamed to '" in caplog.text
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "alignment.jsonl").touch()
     _run(tmp_path / "empty", 1)

@@ -34,18 +34,18 @@ ROUNDS = 200 if os.environ.get("FEDROT_TEST_ALL") else 100
 CLIENTS, TIMEOUT = 20, 60.0
 #: In bytes. One update is 78 KB.
 WARM_UP, LARGEST_GROWTH = 45, 4 * 2**20
-SILENT, LATE = "No answer came in time", "It answers no request of this round"
+SILENT, LATE = "No answer before the timeout", "It matches no request of this round"
 #: Fault -> what the report says of it, None where there is nothing wrong.
 FAULTS: dict[str, str | None] = {
     "late": SILENT,
     "lost": SILENT,
     "crashed": "crashed",
-    "duplicated": "Its sender has answered before in this round",
+    "duplicated": "Its sender has already answered in this round",
     "NaN": "holds NaN or Inf",
     "Inf": "holds NaN or Inf",
     "wrong shape": "has shape",
     "missing tensor": "is missing",
-    "truncated bytes": "bytes where",
+    "truncated bytes": "bytes of values instead of",
     "wrong header": "no readable npy header",
     "no examples": "The metric 'num-examples' is 0",
 }

@@ -95,7 +95,7 @@ def test_messages_with_different_models_have_no_broadcast_model() -> None:
 
     grid = FakeGrid(dict.fromkeys((100, 101), lambda message: reply(message, state(), 10)))
     strategy = TwoModels(CONFIG, fraction_evaluate=0.0)
-    with pytest.raises(FedrotError, match="do not hold one and the same ArrayRecord"):
+    with pytest.raises(FedrotError, match="hold different ArrayRecords"):
         strategy.start(grid, ArrayRecord(state()), num_rounds=1)
 
 

@@ -172,16 +172,16 @@ def of_another_shape(answer: Answer) -> None:
 
 #: Answers that are left out, and a part of the reason.
 HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
-    "fails": (lambda node: failure, "it needs fedrot.strategies.answer_with_sums"),
-    "is silent": (lambda node: lambda message: None, "no answer came in time"),
+    "fails": (lambda node: failure, "Call fedrot.strategies.answer_with_sums"),
+    "is silent": (lambda node: lambda message: None, "no answer before the timeout"),
     "neither": (lambda node: edited(edited(node, without(SUMS)), without(LOSSES)), "no ArrayRecord"),
-    "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "of counts, sums, gram"),
+    "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "with counts, sums, gram"),
     "another shape": (lambda node: edited(node, of_another_shape), "the head"),
     "NaN": (lambda node: edited(node, scaled(SUMS, "gram", float("nan"))), "NaN or Inf"),
     "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e200)), "values above 1e+100"),
     "negative": (lambda node: edited(node, scaled(SUMS, "counts", -1.0)), "negative"),
     "impossible": (lambda node: edited(node, scaled(SUMS, "gram", 0.0)), "second moments"),
-    "losses of 1e9": (lambda node: edited(node, scaled(LOSSES, "losses", 1e9)), "larger than 1e+06"),
+    "losses of 1e9": (lambda node: edited(node, scaled(LOSSES, "losses", 1e9)), "above 1e+06"),
     "negative losses": (lambda node: edited(node, scaled(LOSSES, "losses", -1.0)), "negative"),
     "no rows": (lambda node: edited(node, scaled(LOSSES, "counts", 0.0)), "0.0 rows"),
 }
@@ -277,7 +277,7 @@ def test_a_head_that_cannot_be_fitted_stays_and_is_calibrated(warnings: Callable
     found = fitted([client(one_class, rows(10))])
     assert not found.fitted
     assert "needs rows of at least two classes" in warnings()
-    assert "40 held-out rows are few" in warnings()
+    assert "with 40 held-out rows" in warnings()
     assert found.losses[1] == found.losses[2]
 
 

@@ -1,1 +1,1 @@
-"""Spaces, projections, layers and task heads: what a family's description consists of."""
+"""The elements of a family's description: spaces, projections, layers and task heads."""

@@ -19,7 +19,7 @@ Names = Collection[str]
 #: the groups of all first blocks come before those of all second blocks.
 Layer = Callable[[Config, Names, str], Block | tuple[Block, ...]]
 
-#: Buffers that some versions of transformers store, by the end of their names, with their axes.
+#: Number of axes of buffers that some versions of transformers store, by the end of their names.
 BUFFERS = {"embeddings.position_ids": 2, "embeddings.token_type_ids": 2, "rotary_emb.inv_freq": 1}
 
 
@@ -28,12 +28,12 @@ class Stack:
     """Numbered layers.
 
     Attributes:
-        name: the module under which the layers are numbered, without model prefix: ``encoder.layer`` of
-            ``bert.encoder.layer.0.``. Every tensor below it must have a place in the description.
-        count: the configuration's key for the number of layers. Of several keys the first that is set
-            counts; the last must be there.
+        name: the module that contains the numbered layers, without model prefix: ``encoder.layer`` of
+            ``bert.encoder.layer.0.``. Every tensor inside this module must be in the description.
+        count: the configuration's key for the number of layers. Of several keys, the first that is set
+            is used; the last key must exist.
         layer: describes one layer; or a stack inside each layer.
-        section: the part of the configuration that describes this stack; all of it if empty.
+        section: the configuration's key of the section about this stack; empty for the whole one.
         order: the name of a group that permutes the heads of all layers, which share ``head_bias``.
         head_bias: the relative-position bias ``[buckets, heads]`` that all layers add.
     """
@@ -73,13 +73,13 @@ def _numbered(block: Block, number: int) -> Block:
 
 @dataclass(frozen=True)
 class When:
-    """Items that a model has if it has a tensor, or under a condition on configuration and names."""
+    """Items that a model has if it has a tensor, or if its configuration and names meet a condition."""
 
     condition: str | Callable[[Config, Names], bool]
     items: tuple[Axes | Block | Stack, ...]
 
     def holds(self, config: Config, names: Names) -> bool:
-        """Whether a model has the items."""
+        """Return whether a model has the items."""
         if isinstance(self.condition, str):
             return self.condition in names
         return self.condition(config, names)
@@ -92,10 +92,10 @@ def optional(*modules: Axes) -> tuple[When, ...]:
 
 #: How a family's residual stream moves, see ``Family.stream``.
 ROTATED = "rotated"
-POST_NORM = "permuted: norms stand on the stream, behind its blocks"
-NORM_IN_FRONT = "permuted: a norm stands between embeddings and stream"
+POST_NORM = "permuted: norms act on the stream after its blocks"
+NORM_IN_FRONT = "permuted: a norm lies between embeddings and stream"
 
-#: What a family's description consists of.
+#: An element of a family's description.
 Item = Axes | Block | Stack | When
 
 
@@ -105,16 +105,15 @@ class Family:
 
     Attributes:
         model_types: the values of ``model_type`` in its configurations.
-        body: embeddings, stacks of layers and norms, in the order of the forward pass. All of these
-            tensors are needed before what crosses layers may be moved.
-        task_heads: every task head of the family, of which a model has some, and other tensors that a
-            model may have.
-        spaces: what the axes' spaces are; one that is not listed is a plain permutation.
-        inside: modules of the encoder that ``body`` does not name, a pooler for instance. Task heads
-            stand beside the encoder.
-        buffers: tensors that nothing moves, by the end of their names, with their number of axes.
-        stream: how its residual stream moves in canonical form, for lists of families. What decides
-            about a model is ``Symmetry.folds``.
+        body: embeddings, stacks of layers and norms, in the order of the forward pass. A model must have
+            all of these tensors; otherwise groups across layers are refused.
+        task_heads: every task head of the family, of which a model has some, and other optional tensors.
+        spaces: the spaces by name; a space that is not listed is a plain permutation.
+        inside: modules of the encoder that ``body`` does not name, such as a pooler. Task heads are
+            outside the encoder.
+        buffers: number of axes of tensors that no group moves, by the end of their names.
+        stream: how the residual stream moves in canonical form, only for tables of families. For a
+            model, ``Symmetry.folds`` decides.
 
     Names of tensors have no model prefix.
     """
@@ -135,7 +134,7 @@ class Family:
 
     @property
     def encoder(self) -> frozenset[str]:
-        """The modules of the encoder, beside which task heads stand."""
+        """The modules of the encoder; task heads are outside of it."""
         places = (
             [item.name] if isinstance(item, Stack) else list(axes_of(item))
             for item in _chosen(self.body)
@@ -180,16 +179,16 @@ def _chosen(
 
 
 def rotary_units(config: Config, dim: int, default: float = 1.0) -> int:
-    """Return how many of a head's ``dim`` units rotary positions turn, in a family that turns a part.
+    """Return the number of a head's ``dim`` units that rotary positions rotate.
 
-    Other families turn whole heads, whatever their configuration says.
+    Only for families that rotate a part of the head; others ignore these keys of the configuration.
 
     Args:
-        default: the share that the family turns if the configuration does not say.
+        default: the share that the family rotates if the configuration has none.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = parameters.get("partial_rotary_factor")
     for key in ("partial_rotary_factor", "rotary_pct"):
         share = config.get(key) if share is None else share
     units = int(dim * (default if share is None else share))
-    return units + units % 2  # an odd unit turns with the next one
+    return units + units % 2  # units rotate in pairs

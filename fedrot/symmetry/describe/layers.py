@@ -1,7 +1,7 @@
-"""The usual blocks of a transformer layer: their groups, and what they read and write.
+"""The usual blocks of a transformer layer: their groups, and the spaces that they read and write.
 
-A family lists the names of its modules and calls these. The groups get the number of their layer from
-the ``Stack`` that holds the layer.
+A family calls these functions with the names of its modules. The ``Stack`` that contains a layer sets
+the layer number of its groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block:
     """A piece of a model: its groups, the spaces on its tensors' axes, and its redundant biases.
 
     ``refused`` holds the parts that cannot be moved because of this block, with the reason. ``norms``
-    holds by norm the weights that read it, see ``pre_norm`` and ``last_norm``.
+    holds, by norm, the weights that read the norm, see ``pre_norm`` and ``last_norm``.
     """
 
     groups: tuple[Group, ...] = ()
@@ -40,12 +40,12 @@ class Block:
 
 
 def axes_of(item: Block | Axes) -> Axes:
-    """Return the axes of a block, or axes themselves."""
+    """Return the axes of a block; axes are returned as they are."""
     return item.axes if isinstance(item, Block) else item
 
 
 def together(*blocks: Block | Axes) -> Block:
-    """Return several blocks as one; axes alone are a block without groups."""
+    """Return several blocks as one; axes are a block without groups."""
     found = [block if isinstance(block, Block) else Block(axes=block) for block in blocks]
     return Block(
         tuple(group for block in found for group in block.groups),
@@ -64,9 +64,9 @@ def _readers(blocks: Sequence[Block]) -> dict[str, tuple[str, ...]]:
 
 
 def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequence[str] = ()) -> Block:
-    """Return blocks that read the stream through a norm alone: ``x + block(norm(x))``.
+    """Return blocks that read the stream only through a norm: ``x + block(norm(x))``.
 
-    ``memory`` are the weights among theirs that read another norm's output.
+    ``memory`` are the blocks' weights that read another norm's output.
     """
     inside = together(*blocks)
     readers = (name for name, axes in inside.axes.items() if read(space) in axes)
@@ -75,7 +75,7 @@ def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequenc
 
 
 def last_norm(module: str, space: str = RESIDUAL) -> Block:
-    """Return the norm behind the last layer, which all weights read that read no other norm."""
+    """Return the norm after the last layer; all weights without another norm read this norm."""
     return together(norm(module, space), Block(norms={module: ()}))
 
 
@@ -94,14 +94,14 @@ def attention(
 ) -> Block:
     """Return one multi-head attention block.
 
-    The heads of all modules are permuted together. Query and key share one rotation (or what rotary
-    positions leave of it) and one scale per key head, value and output another (Zhang et al. 2025,
-    Eq. 5, 8-11; Verma & Elbayad 2024, section 3.2).
+    The heads of all modules are permuted together. For each key head, query and key share a rotation
+    (or its subgroup under rotary positions) and a scale; value and output share another rotation and
+    scale (Zhang et al. 2025, Eq. 5, 8-11; Verma & Elbayad 2024, section 3.2).
 
     Args:
-        name: begins the names of the groups.
-        space: what queries are computed from, and what the block writes to.
-        memory: what keys and values are computed from; ``space`` if None.
+        name: prefix of the groups' names.
+        space: the space that queries read and that the block writes.
+        memory: the space that keys and values read; ``space`` if None.
         order: the group that permutes these heads if other blocks share their order; see
             ``shared_heads``.
     """
@@ -109,7 +109,7 @@ def attention(
     query_side, key_side = (p.query, *p.queries), (p.key, *p.keys)
 
     def matched(low: int, high: int) -> tuple[Slot, ...]:
-        """Return units of queries and keys; the key undoes what the query does."""
+        """Return units of queries and keys; keys are contravariant to queries."""
         return (
             *(s for u in query_side for s in u.written(heads.count, dim, low, high)),
             *(s for u in key_side for s in u.written(kv, dim, low, high, contravariant=True)),
@@ -152,7 +152,7 @@ def attention(
 
 
 def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]:
-    """Return the key biases that add the same to all scores of a query, and the values' bias."""
+    """Return the key biases that add one number to all scores of a query, and the values' bias."""
     kv, dim = heads.keys or heads.count, heads.dim
     found = [
         RedundantBias(unit.written(kv, dim, heads.rotary, dim)[1], kv)
@@ -166,10 +166,10 @@ def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]
 
 
 def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
-    """Return attention blocks whose heads share one order, because they share a bias per head.
+    """Return attention blocks whose heads share one order, because the blocks share a bias per head.
 
     Args:
-        name: of the group of the heads' order; the blocks were made with ``order=name``.
+        name: of the group that permutes the heads; the blocks were made with ``order=name``.
         bias: the relative-position bias ``[buckets, heads]`` that all blocks add.
     """
     inside = [g for block in blocks for g in block.groups if g.part == "attention" and g.within == name]
@@ -191,8 +191,8 @@ def feed_forward(
 ) -> Block:
     """Return one feed-forward block with an elementwise activation (Zhang et al. 2025, Eq. 6-7).
 
-    With a ``gate``, the activation is on the gate, whose units multiply those of ``up``: up and down
-    may change their sign together.
+    With a ``gate``, the activation is applied to the gate, and its units multiply those of ``up``. Units
+    of up and down may then change their sign together.
     """
     units = up.written(1, neurons)
     if gate is not None:

@@ -1,4 +1,4 @@
-"""A mixture of experts: the actions on the experts' order and on their neurons, and its block."""
+"""A mixture of experts: its block, and the actions on the order of experts and on their neurons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 
 @dataclass(frozen=True)
 class ExpertPermutation(Permutation):
-    """The orders of ``n`` experts. The router's rows move with them."""
+    """The orders of ``n`` experts and of the router's rows."""
 
     stage: ClassVar[str] = "experts"
 
@@ -26,7 +26,7 @@ class ExpertNeurons(SignedOrders):
     """The orders and signs of the ``n`` gated neurons inside each of ``experts`` experts.
 
     An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for expert ``i``.
-    It acts on tensors whose axis 0 numbers the experts.
+    Axis 0 of the tensors is the number of the expert.
     """
 
     stage: ClassVar[str] = "ffn"
@@ -47,13 +47,13 @@ class ExpertNeurons(SignedOrders):
 def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, down: str) -> Block:
     """Return a mixture of gated experts (Jiang et al. 2024) whose weights are stored as one tensor.
 
-    Experts change their order together with the router's rows. The neurons of each expert change their
-    order and their sign among themselves.
+    The experts and the router's rows are permuted together. The neurons inside each expert are permuted
+    with signs.
 
     Args:
-        name: begins the names of the groups.
-        experts: how many there are.
-        neurons: of each expert.
+        name: prefix of the groups' names.
+        experts: number of experts.
+        neurons: number of neurons of each expert.
         router: the tensor ``[experts, in]``.
         gate_up: the tensor ``[experts, 2 * neurons, in]``, rows of the gate first.
         down: the tensor ``[experts, out, neurons]``.

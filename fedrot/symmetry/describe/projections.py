@@ -1,4 +1,4 @@
-"""Projections of a layer: where the units of queries, keys, values and neurons lie in its modules."""
+"""Projections of a layer: the places of queries, keys, values and neurons in its modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Units:
     """The place of a projection's output units in a module.
 
     Attributes:
-        module: holds the ``weight`` and, if ``bias``, the ``bias``.
-        bias: whether there is one, or the name of a parameter that holds the bias of these units alone.
-        start: the first of the units among the module's outputs.
-        every: 0 if the units are consecutive. Fused projections that keep the units of each head
-            together have a stride: head ``h`` begins at output ``start + h * every``.
-        together: how many heads lie side by side at each stride; then only whole heads can be moved.
-        conv1d: whether the weight is ``[in, out]``, as GPT-2's.
+        module: the module with the ``weight`` and, if ``bias``, the ``bias``.
+        bias: whether there is a bias, or the name of a parameter with the bias of only these units.
+        start: the index of the first unit among the module's outputs.
+        every: 0 if the units are consecutive. Fused projections that store query, key and value of each
+            head together have a stride: head ``h`` begins at output ``start + h * every``.
+        together: number of consecutive heads at each stride; if above 1, only whole heads can be moved.
+        conv1d: whether the weight is ``[in, out]``, as in GPT-2.
     """
 
     module: str
@@ -38,7 +38,7 @@ class Units:
 
     @property
     def bias_name(self) -> str:
-        """The name of its bias, empty if it has none."""
+        """The name of the bias, empty if there is none."""
         if isinstance(self.bias, str):
             return self.bias
         return f"{self.module}.bias" if self.bias else ""
@@ -54,16 +54,16 @@ class Units:
     ) -> list[Slot]:
         """Return the rows of the weight, then the entries of the bias.
 
-        Of ``heads`` heads of ``dim`` units, only the units from ``low`` to ``high`` of each.
+        The slots are the units from ``low`` to ``high`` of each of ``heads`` heads of ``dim`` units.
 
         Raises:
-            SymmetryError: parts of heads that lie ``together`` are asked for.
+            SymmetryError: only some units of each head are selected, but ``together`` is above 1.
         """
         high = dim if high is None else high
         if self.together > 1 and high - low < dim:
             raise SymmetryError(
-                f"The module '{self.module}' keeps {self.together} heads side by side; units of a part "
-                "of each head (partial rotary positions) cannot be described there."
+                f"The module '{self.module}' stores {self.together} heads side by side. A part of each "
+                "head (partial rotary positions) is not supported there."
             )
         blocks = (dim, low, high) if high - low < dim else ()
         rows = Slice(self.start, self.start + heads * dim, *blocks)
@@ -93,15 +93,14 @@ class Heads:
 
     Attributes:
         count: query heads.
-        dim: units of each.
-        keys: key and value heads, each shared by ``count / keys`` consecutive query heads; 0 means as
-            many as query heads.
-        rotary: units of each head that rotary positions turn, the first ones.
-        normed: whether queries and keys pass a norm with gains before they are turned.
-        interleaved: whether a rotary frequency turns units ``2 f`` and ``2 f + 1`` (GPT-J), in place of
+        dim: units of each head.
+        keys: key and value heads, each shared by ``count / keys`` consecutive query heads; 0 means
+            ``count``.
+        rotary: number of units at the start of each head that rotary positions rotate.
+        normed: whether queries and keys pass a norm with gains before the rotary positions.
+        interleaved: whether a rotary frequency rotates units ``2 f`` and ``2 f + 1`` (GPT-J), instead of
             ``f`` and ``f + rotary / 2``.
-        ordered: whether the heads differ by more than their weights, as slopes of ALiBi do: they keep
-            their order.
+        ordered: whether heads must keep their order, because each has its own constant (ALiBi slopes).
     """
 
     count: int
@@ -116,7 +115,7 @@ class Heads:
     def of(
         cls, config: Mapping[str, Any], count: str = "num_attention_heads", width: str = "hidden_size"
     ) -> Heads:
-        """Return the heads that divide the width, both read from these keys of the configuration."""
+        """Return heads of ``width / count`` units, given the keys of the configuration."""
         return cls(config[count], config[width] // config[count])
 
 
@@ -127,8 +126,8 @@ class Projections:
     Attributes:
         queries: further projections into the queries' coordinates (of relative positions).
         keys: further projections into the keys' coordinates.
-        key_bias_seen: whether the bias of ``key`` adds different amounts to the scores of one softmax
-            (where positions have queries); under rotary positions it does in any case.
+        key_bias_seen: whether the bias of ``key`` adds different numbers to the scores of one softmax,
+            because positions have queries. Biases under rotary positions are handled separately.
     """
 
     query: Units
@@ -143,13 +142,13 @@ class Projections:
     def separate(
         cls, p: str, names: Sequence[str], bias: bool = True, output_bias: bool | None = None
     ) -> Projections:
-        """Return projections that are modules of their own.
+        """Return projections that are separate modules.
 
         Args:
             p: the prefix of the modules.
             names: of the modules for query, key, value and output.
             bias: whether query, key and value have biases.
-            output_bias: whether the output has one; ``bias`` if None.
+            output_bias: whether the output has a bias; ``bias`` if None.
         """
         last = bias if output_bias is None else output_bias
         query, key, value = (Units(f"{p}{name}", bias) for name in names[:3])
@@ -159,12 +158,12 @@ class Projections:
     def fused(
         cls, module: str, heads: Heads, output: Units, bias: bool = True, by_head: bool = False
     ) -> Projections:
-        """Return projections of which one module holds query, key and value.
+        """Return projections with query, key and value in one module.
 
         Args:
-            output: its own module; the weight of ``module`` is laid out as its.
-            by_head: whether the module keeps the queries of a key head together with their key and
-                value (GPT-NeoX, Falcon); if not, all queries come first, then all keys, then all
+            output: the output projection; ``module`` has its layout (``conv1d``).
+            by_head: whether the module stores the queries of a key head together with their key and
+                value (GPT-NeoX, Falcon); if False, all queries are first, then all keys, then all
                 values.
         """
         keys = heads.keys or heads.count

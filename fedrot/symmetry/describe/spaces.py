@@ -1,9 +1,9 @@
-"""Spaces that cross layers, such as the residual stream: which tensor axis lies in which space.
+"""Spaces that cross layers, such as the residual stream, and the tensor axes that lie in them.
 
-A space is a name: ``residual`` is the residual stream, others are hidden units between the last
-layer and the logits. A tensor's entry has one space, or None, per axis. A space in bars,
-``|residual|``, is permuted there but keeps its signs: the gain of a norm. A space behind an angle,
-``<residual``, is read there: the inputs of a linear layer.
+A space is a name: ``residual`` is the residual stream, other spaces are hidden units between the last
+layer and the logits. Each axis of a tensor has an entry, which is a space or None. An entry in bars,
+``|residual|``, is permuted without signs: the gain of a norm. An entry after an angle, ``<residual``, is
+read: the inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Axes = Mapping[str, tuple[str | None, ...]]
 
 @dataclass(frozen=True)
 class Space:
-    """What a family says about one space.
+    """A family's description of one space.
 
     Attributes:
-        kind: what may act on it. Signs pass through RMSNorm and odd activations.
-        present: a tensor without which the space is the residual stream.
-        absent: a tensor with which the space is the residual stream.
+        kind: the action on the space, with signs under RMSNorm and odd activations.
+        present: a tensor; if the model lacks it, the space is the residual stream.
+        absent: a tensor; if the model has it, the space is the residual stream.
     """
 
     kind: type[Permutation] = Permutation
@@ -34,7 +34,7 @@ class Space:
     absent: str = ""
 
     def exists(self, names: Collection[str]) -> bool:
-        """Whether a model with these tensors has the space beside the residual stream."""
+        """Return whether a model with these tensors has the space, separate from the residual stream."""
         return (not self.present or self.present in names) and self.absent not in names
 
 
@@ -49,7 +49,7 @@ def linear(module: str, out: str | None, into: str | None) -> Axes:
 
 
 def norm(module: str, space: str = RESIDUAL) -> Axes:
-    """Return the axes of a ``LayerNorm`` or ``RMSNorm`` module; signs pass through its gain."""
+    """Return the axes of a ``LayerNorm`` or ``RMSNorm`` module; signs do not act on its gain."""
     return {f"{module}.weight": (f"|{space}|",), f"{module}.bias": (space,)}
 
 
@@ -64,7 +64,7 @@ def merged(*axes: Axes) -> Axes:
 
 
 def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
-    """Return the axes with the residual stream in place of ``spaces``."""
+    """Return the axes with ``spaces`` replaced by the residual stream."""
 
     def placed(entry: str | None) -> str | None:
         if entry is None or space_of(entry) not in spaces:
@@ -80,15 +80,15 @@ def space_of(entry: str) -> str:
 
 
 def spaces_of(axes: Axes) -> set[str]:
-    """Return the spaces that the axes name."""
+    """Return the spaces in the entries of the axes."""
     return {space_of(entry) for entries in axes.values() for entry in entries if entry}
 
 
 def read_to_the_end(axes: Axes) -> set[str]:
-    """Return the spaces that the task heads lead to outputs in coordinates of their own.
+    """Return the spaces that task heads map to outputs outside of all spaces, directly or in steps.
 
-    A space that is itself an output of the model (a bare encoder's hidden states, a pooler that
-    nothing reads) may not be moved: the outputs would be.
+    A space that is itself an output of the model (a bare encoder's hidden states, a pooler without a
+    task head) must not be moved, because the output would be moved too.
     """
     ends: set[str] = set()
     entries = (tuple(e and space_of(e) for e in both) for both in axes.values() if len(both) == 2)

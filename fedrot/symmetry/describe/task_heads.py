@@ -1,4 +1,4 @@
-"""Task heads that several families share: what each tensor reads and writes."""
+"""Task heads that several families share: the spaces that each tensor reads and writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, linear, merged, norm
 
 
 def read_out(space: str = RESIDUAL, modules: str = "lm_head score classifier qa_outputs") -> Axes:
-    """Return linear heads (language model, sequences, tokens, spans of text) that read ``space``."""
+    """Return linear task heads (language model, sequences, tokens, spans) that read ``space``."""
     return merged(*(linear(module, None, space) for module in modules.split()))
 
 
@@ -18,8 +18,8 @@ def two_layers(module: str, hidden: str, last: str = "out_proj") -> Axes:
 def masked_lm(module: str, last_norm: str, decoder: str, space: str = RESIDUAL) -> Axes:
     """Return a masked language model's head: ``module.dense``, a norm, and a decoder.
 
-    The decoder shares the table of the embeddings, so that the head leads back to their space. Its bias
-    may be the decoder's or lie beside it.
+    The decoder is tied to the table of the embeddings, so ``module.dense`` writes the embeddings' space.
+    The decoder's bias may be inside the decoder or beside it.
     """
     outer = decoder.rpartition(".")[0]
     return merged(
@@ -30,7 +30,7 @@ def masked_lm(module: str, last_norm: str, decoder: str, space: str = RESIDUAL) 
     )
 
 
-#: The linear heads of most decoders.
+#: The linear task heads of most decoders.
 PLAIN = read_out()
 
 #: BERT's pooler, and classifiers with and without it. Families declare ``Space(present=POOLER)``.
@@ -41,7 +41,7 @@ POOLED = merged(
 )
 POOLER = "pooler.dense.weight"
 
-#: RoBERTa's heads.
+#: RoBERTa's task heads.
 ROBERTA = merged(
     two_layers("classifier", "classifier"), masked_lm("lm_head", "layer_norm", "lm_head.decoder")
 )

@@ -1,21 +1,21 @@
-"""The supported families of models, one module each, and the symmetries that none of them uses.
+"""The supported families of models, one module each, and the symmetries that no family uses.
 
-Transformers have further continuous symmetries. They are left unused: most of them scale weights, which
-would change what weight decay and Adam see. The test of dimensions counts them all.
+Transformers have further continuous symmetries. They are not used: most of them scale weights, which
+would change weight decay and Adam's steps. A test counts the dimensions of all of them.
 
-* Attention heads: of ``GL(d_h)`` everything but rotations and one scale; under rotary positions a scale
-  per frequency; under a norm on queries and keys, their gains against each other.
-* Attention biases: a key's bias without rotary positions, and a value's bias if the output has one. See
-  ``fedrot.canonical``.
-* Feed-forward: scales of ReLU's neurons, and of up against down if there is a gate.
-* Norms: biases and gains that the next projection can hold. If all gains of a pre-norm model are held
-  there, its residual stream can be rotated as a whole. (Gemma 3's norms before the stream prevent it.)
+* Attention heads: ``GL(d_h)`` beyond rotations and one scale; under rotary positions a scale per
+  frequency; under a norm on queries and keys, scales between their gains.
+* Attention biases: a key's bias without rotary positions, and a value's bias if the output projection
+  has a bias. See ``fedrot.canonical``.
+* Feed-forward: scales of ReLU's neurons, and scales between up and down if there is a gate.
+* Norms: biases and gains that can be folded into the next projection. If all gains of a pre-norm model
+  are folded, its residual stream can be rotated. (Gemma 3's norms of the blocks' outputs prevent this.)
 * LayerNorm: the mean of its input, which it removes, and constants along its inverse gains in the rows
   that read its output.
 * Embeddings: constants that tables, or parallel blocks, can exchange; linear maps of embeddings that are
   projected (ALBERT, ELECTRA, OPT).
-* A norm between embeddings and stream (ModernBERT, BLOOM): its gain and bias, for which the table makes
-  up.
+* A norm between embeddings and stream (ModernBERT, BLOOM): its gain and bias, which the table can
+  compensate.
 * Mixtures of experts: one vector added to all rows of the router.
 * Relative positions: one constant per head of a bias; in DeBERTa ``GL(d)`` of the positions.
 * CLIP: a rotation of the space of similarities; the embeddings that the model returns would change.

@@ -121,5 +121,5 @@ def test_kinds_are_collected_with_and_without_their_limit() -> None:
 
 def test_kinds_that_are_not_computed_from_batches_say_so() -> None:
     for name in ("gram_conv1d", "trained"):
-        with pytest.raises(fedrot.FedrotError, match=f"'{name}' are not computed from batches"):
+        with pytest.raises(fedrot.FedrotError, match=f"'{name}' cannot be computed from batches"):
             kind_named(name).collected(nn.Linear(2, 2), [])

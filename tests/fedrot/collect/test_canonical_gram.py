@@ -152,7 +152,7 @@ def test_gains_near_0_are_refused(gain: float, dtype: torch.dtype, biased: bool)
         (2, torch.ones(4, 4), "The gain of shape"),
         (3, torch.ones(5), "The bias of shape"),
         (3, torch.tensor([0.0, torch.nan, 0, 0]), "The bias of shape"),
-        (1, torch.full((4,), 9.0), "No inputs have this mean and this Gram matrix"),
+        (1, torch.full((4,), 9.0), "The mean and the Gram matrix contradict each other"),
     ],
 )
 def test_what_belongs_to_no_inputs_is_refused(place: int, value: Tensor, message: str) -> None:

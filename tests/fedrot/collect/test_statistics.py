@@ -531,7 +531,7 @@ def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
     ):
         assert torch.equal(alignment.transport({"trained": {key: mask}})["trained"][key], mask)
     some = torch.arange(WIDTH) < 5
-    with pytest.raises(fedrot.FedrotError, match=r"mask.*rotation.*all of its rows or none"):
+    with pytest.raises(fedrot.FedrotError, match=r"The rotation.*mask.*all of its rows or none"):
         alignment.transport({"trained": {key: some}})
     # Rows of the output projection are places in the residual stream, which no rotation moves.
     output = f"{CASES[name].names.of(0, 'output')}.weight"

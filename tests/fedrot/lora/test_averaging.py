@@ -171,7 +171,7 @@ def test_ranks_may_differ_in_exact_averages(rank: int | None) -> None:
         expected = truncated(dense_mean(asked, module), rank or 4)
         assert torch.allclose(product(found, module), expected, atol=1e-8)
         assert report.error_of_factors[module] is None
-    assert "factors of 2 modules have no mean, as ranks differ" in str(report)
+    assert "factors of 2 modules have no mean: their ranks differ" in str(report)
     with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\].*method='exact'"):
         average_adapters(asked, SETTINGS, AdapterOptions("mean"))
 
@@ -276,9 +276,9 @@ def test_a_start_that_changed_the_base_needs_one_rank() -> None:
         average_adapters(sent, pissa, AdapterOptions("exact"))
     with pytest.raises(UpdateError, match=said):
         average_adapters(sent[:1], pissa, AdapterOptions("exact"), previous=adapter(9, 4))
-    with pytest.raises(FedrotError, match="A dict is given in place of an AdapterUpdate"):
+    with pytest.raises(FedrotError, match="The update is a dict; pass an AdapterUpdate"):
         average_adapters([adapter(0)], SETTINGS)  # type: ignore[list-item]
-    with pytest.raises(FedrotError, match=r"rank is 2\.5; it is a whole number"):
+    with pytest.raises(FedrotError, match=r"rank is 2\.5; it must be an integer"):
         average_adapters(sent[:1], SETTINGS, rank=2.5)  # type: ignore[arg-type]
 
 
@@ -412,12 +412,12 @@ def test_dtypes_are_those_of_the_adapters() -> None:
         ),
         (
             {"base_model.model.head.bias": None},
-            "head.bias' is in some adapters, and missing",
+            "head.bias' is in some adapters and missing",
         ),
         ({"base_model.model.head.bias": torch.full((4,), torch.nan)}, "holds NaN or Inf"),
         (
             {"m.lora_A.weight": torch.ones(1, 1), "m.lora_B.weight": torch.ones(1, 1)},
-            "'m' is adapted in some adapters and not in others",
+            "'m' is in some adapters and missing in others",
         ),
     ],
 )
@@ -558,7 +558,7 @@ def test_devices_may_differ_from_the_cpu() -> None:
 def test_arguments_of_another_kind_are_named() -> None:
     asked = updates([adapter(0)])
     for options in ("exact", 0.5):
-        with pytest.raises(FedrotError, match=r"given in place of fedrot\.lora\.AdapterOptions"):
+        with pytest.raises(FedrotError, match=r"; pass fedrot\.lora\.AdapterOptions"):
             average_adapters(asked, SETTINGS, options)  # type: ignore[arg-type]
     found, _ = average_adapters(
         [replace(asked[0], settings={"lora_alpha": 6})],  # type: ignore[arg-type]
@@ -566,7 +566,7 @@ def test_arguments_of_another_kind_are_named() -> None:
     )
     assert found.keys() == adapter(0).keys()
     for alpha in (0.0, -8.0, float("nan")):
-        with pytest.raises(FedrotError, match="an adapter has a positive one"):
+        with pytest.raises(FedrotError, match="it must be positive and finite"):
             LoraSettings(alpha)
     flat = {"q.lora_A.weight": torch.ones(4), "q.lora_B.weight": torch.ones(3, 4)}
     with pytest.raises(UpdateError, match="have no common rank"):
@@ -595,7 +595,7 @@ def test_a_bounded_sum_keeps_four_times_the_largest_rank() -> None:
     many = [drawn(2) for _ in range(20)]
     _, report = average_adapters(updates(many, [1.0] * 20), SETTINGS, AdapterOptions("exact"))
     assert report.lost["m"] > 0.1
-    assert "; estimates, as the sum of bounded rank leaves out" in str(report)
+    assert "; these are estimates: the sum of bounded rank leaves out at most" in str(report)
 
 
 @pytest.mark.parametrize("method", ["mean", "exact"])
@@ -624,7 +624,7 @@ def test_errors_of_many_adapters_are_near_the_true_ones(method: str, apart: floa
     [
         ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact"),
         ({"gauge": "best"}, "Unknown gauge 'best' of adapters; one of keep-a, previous, none"),
-        ({"gauge": "none"}, "gauge is an option of method 'exact', and does nothing with 'mean'"),
+        ({"gauge": "none"}, "gauge is an option of method 'exact' and has no effect with 'mean'"),
     ],
 )
 def test_options_are_checked(options: dict[str, str], said: str) -> None:

@@ -33,7 +33,7 @@ def test_queries_lie_beside_their_key_and_value() -> None:
 
 def test_a_part_of_heads_that_lie_side_by_side_has_no_place() -> None:
     projections = Projections.fused("qkv", HEADS, Units("out"), by_head=True)
-    with pytest.raises(fedrot.SymmetryError, match=r"'qkv' keeps 2 heads side by side"):
+    with pytest.raises(fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"):
         attention("", replace(HEADS, rotary=1), projections)
 
 

@@ -263,7 +263,7 @@ def test_gram_matrices_of_what_reads_the_stream_turn_and_diagonals_are_refused(n
         {kind: {reader.weight: inputs.square().sum(0)}},
         {"fisher": {reader.weight: anchor[reader.weight].square()}},
     ):
-        with pytest.raises(fedrot.FedrotError, match="cannot follow the rotation 'residual'"):
+        with pytest.raises(fedrot.FedrotError, match="The rotation 'residual' cannot be applied"):
             alignment.transport(statistics)
 
 

@@ -376,5 +376,5 @@ def test_a_config_of_impossible_values_is_refused(key: str, value: Any) -> None:
 def test_a_config_without_heads_is_refused() -> None:
     name = "bert-classifier"
     config = {**config_of(name).to_dict(), "num_attention_heads": 0}
-    with pytest.raises(fedrot.SymmetryError, match="describes no model of family 'bert'"):
+    with pytest.raises(fedrot.SymmetryError, match="does not describe a model of family 'bert'"):
         fedrot.symmetry_of(config, state_of(name))

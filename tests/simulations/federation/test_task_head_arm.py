@@ -91,7 +91,7 @@ def test_the_last_round_is_reported_with_the_head_that_is_fitted_to_all_rows(
 def test_a_head_of_another_task_is_refused_before_anything_is_trained() -> None:
     config = SimulationConfig(task="clm", train_limit=100, holdout=0.2, arms=("plain+task-head",))
     with pytest.raises(
-        FedrotError, match=r"arm 'plain\+task-head': A task head of .* the model has none"
+        FedrotError, match=r"arm 'plain\+task-head': The task head of .* the model has none"
     ):
         runner.check([config])
 

@@ -136,10 +136,10 @@ def test_files_and_settings_of_clients_are_explained(tmp_path: Path) -> None:
     for other, expected in (
         (pointer, "is a pointer of git-lfs"),
         (deep.parent, f"There is one below it: give '{deep}'."),
-        (more, "All need the same modules_to_save and bias"),
+        (more, "All clients need the same modules_to_save and bias"),
         (moved, "If it is the same base by another name or path, write the same into both"),
         (later, "later' has revision 'v2'"),
-        (kind, "The adapter is of kind IA3; only LORA has factors to average"),
+        (kind, "The adapter is of kind IA3; only LORA adapters can be averaged"),
     ):
         code, said = invoke("merge", a, other, "--dry-run")
         assert (code, expected in " ".join(said.split())) == (2, True), said
@@ -218,7 +218,7 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
     for name, change, expected in (
         ("no b", no_b, "has no partner"),
         ("no entries", no_entries, "without entries (4 of 10 tensors are empty), as sharded"),
-        ("flat", flat, "is no matrix but [32], as sharded training"),
+        ("flat", flat, "has shape [32], like weights of sharded training"),
         (
             "twice",
             lambda t: {**t, **{f"module.{n}": v.clone() for n, v in t.items()}},
@@ -262,7 +262,7 @@ def test_of_dora_the_report_says_what_it_is_about(tmp_path: Path) -> None:
     folders = [saved(tmp_path / name, seed, use_dora=True) for seed, name in enumerate("ab")]
     code, said = invoke("merge", *folders, "--dry-run")
     assert code == 0, said
-    assert "this is about the products alone: DoRA's weights have magnitudes" in said
+    assert "these are errors of products only: DoRA's magnitudes were averaged separately" in said
     plain = [saved(tmp_path / f"plain {name}", seed) for seed, name in enumerate("ab")]
     assert "magnitudes" not in invoke("merge", *plain, "--dry-run")[1]
 

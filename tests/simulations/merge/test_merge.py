@@ -493,7 +493,7 @@ def test_what_the_aggregator_notes_is_in_the_report(
     report = merge(pair, None, settings, dry_run=True)
     (note,) = (note for note in report.notes if "bert.pooler.dense.weight" in note)
     # Two models saw 12 texts each, so 8 of 32 directions are rounding of either sign.
-    assert " of 32 directions of its input were seen by no client" in note
+    assert " of 32 directions of its input are zero at every client" in note
 
 
 def test_the_report_says_how_rows_without_splits_were_divided(pair: tuple[Path, Path]) -> None:
@@ -640,7 +640,7 @@ def other_words(folder: Path) -> None:
         (other_words, "'{b}' are not the same (60 and 60 embeddings): 'other' "),
         (xlnet, "'{b}/config.json': The architecture 'xlnet' is not supported"),
         (no_class, "'{b}/config.json' names nothing under 'architectures'"),
-        (no_json, "'{b}/config.json' is damaged: it is no JSON"),
+        (no_json, "'{b}/config.json' is damaged: it is not JSON"),
         (no_config, "'{b}/config.json' does not exist"),
         (no_weights, "'{b}' has no model.safetensors and no model.safetensors.index.json"),
         (truncated, "'{b}/model.safetensors' is damaged or no safetensors file"),

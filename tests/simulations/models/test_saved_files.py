@@ -327,7 +327,7 @@ def test_empty_files_are_named(name: str, model: Path) -> None:
         (model / "model.safetensors").unlink()
     (model / name).write_bytes(b"")
     code, output = check(model)
-    expected = "is damaged: it is no JSON" if name == "config.json" else "is empty. Copy it again"
+    expected = "is damaged: it is not JSON" if name == "config.json" else "is empty. Copy it again"
     assert (code, f"'{model / name}' {expected}" in output) == (2, True), output
 
 

@@ -24,7 +24,7 @@ def report(tmp_path: Path) -> Path:
         group(1, "attention", 0, 0.4),
         {"round": 1, "client": 7, "dropped": "<NaN> in 'a'"},
         {"round": 3, "client": 7, "dropped": "<NaN> in 'a'"},
-        {"round": 2, "client": 3, "failed": "No answer came in time."},
+        {"round": 2, "client": 3, "failed": "No answer before the timeout."},
         {"round": 2, "lost": "0 good replies, 1 needed."},
         {"round": 2, "tensor": "w", "note": "a note"},
         group(3, "attention", 0, 0.2),
@@ -53,7 +53,7 @@ def test_the_page_shows_the_heat_map_and_who_lost_what(report: Path) -> None:
     text = page.replace("\n", "").replace("<wbr>", "")
     lines = [line.split("<td") for line in text.split("<tr>")[2:]]
     cells = [[cell.split(">", 1)[1].split("<")[0] for cell in line[1:]] for line in lines]
-    reasons = ["&lt;NaN&gt; in &#39;a&#39;", "No answer came in time."]
+    reasons = ["&lt;NaN&gt; in &#39;a&#39;", "No answer before the timeout."]
     assert cells == [
         ["7", "dropped", "2", "1 to 3", reasons[0]],
         ["3", "failed", "1", "2", reasons[1]],

@@ -231,7 +231,7 @@ def test_the_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
 
 
 def test_none_kept_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FedrotError, match="not 0"):
+    with pytest.raises(FedrotError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
 
 
@@ -320,7 +320,7 @@ def test_another_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr("fedrot.strategies.resume.checkpoints._FORMAT", 99)
         save(tmp_path, 1)
-    with pytest.raises(FedrotError, match="in format 99; this one reads format 1"):
+    with pytest.raises(FedrotError, match="in format 99; this version of fedrot reads format 1"):
         Checkpoints(tmp_path).newest()
 
 

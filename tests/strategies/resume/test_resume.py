@@ -608,7 +608,9 @@ def test_a_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     play(FedAvg(), rounds=1, checkpoints=Checkpoints(tmp_path / "old"))
     play(FedAvg(), rounds=1, checkpoints=Checkpoints(tmp_path / "new"))
     for resume in (None, tmp_path / "new"):
-        with pytest.raises(FedrotError, match=r"already has checkpoints\. Go on from them with resume="):
+        with pytest.raises(
+            FedrotError, match=r"already has checkpoints\. Resume from them with resume="
+        ):
             play(FedAvg(), checkpoints=Checkpoints(tmp_path / "old"), resume=resume)
 
 

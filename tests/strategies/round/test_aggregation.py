@@ -364,11 +364,11 @@ def fewer(client: Client) -> Client:
 
 #: What a client may get wrong, and what the warning says.
 BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
-    "none": (without, "without the statistics 'gram'"),
-    "empty": (added("gram"), "without the statistics 'gram'"),
+    "none": (without, "has no statistics 'gram'"),
+    "empty": (added("gram"), "has no statistics 'gram'"),
     "other kind instead": (
         lambda c: replace(c, statistics={"fisher": {HEAD[0]: torch.ones(3, WIDTH)}}),
-        "without the statistics 'gram'",
+        "has no statistics 'gram'",
     ),
     "nan": (changed("gram", DOWN, nan), "hold NaN, Inf"),
     "inf": (changed("gram", DOWN, lambda g: g / 0), "hold NaN, Inf"),
@@ -389,7 +389,7 @@ BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
     ),
     "of a bias": (
         lambda c: replace(c, statistics={"gram": {**c.statistics["gram"], HEAD[1]: torch.eye(3)}}),
-        "belong to no matrix",
+        "belong to a tensor that is no matrix",
     ),
     "heads": (lambda c: other_form(c, "heads"), "has another kind or form"),
     "diagonal": (lambda c: other_form(c, "diagonal"), ""),
@@ -397,13 +397,13 @@ BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
     "negative fisher": (added("fisher", **{HEAD[0]: -torch.ones(3, WIDTH)}), "are negative"),
     "rotated fisher": (
         added("fisher", **{QUERY: torch.rand(WIDTH, WIDTH)}),
-        "cannot follow the rotation",
+        "diagonal does not determine the rotated diagonal",
     ),
     "float mask": (added(TRAINED, **{HEAD[0]: torch.ones(3)}), "a mask is boolean"),
     "long mask": (added(TRAINED, **{HEAD[0]: torch.ones(4, dtype=torch.bool)}), "have shape [4]"),
     "rotated mask": (
         added(TRAINED, **{QUERY: torch.arange(WIDTH) % 2 == 0}),
-        "cannot follow the rotation",
+        "diagonal does not determine the rotated diagonal",
     ),
 }
 
@@ -545,7 +545,7 @@ def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path: Path) -> 
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     assert [row["client"] for row in rows if "dropped" in row] == [3]
     notes = {row["tensor"]: row["note"] for row in rows if "note" in row}
-    assert "directions of its input were seen by no client" in notes[DOWN]
+    assert "directions of its input are zero at every client" in notes[DOWN]
     assert {row["client"] for row in rows if "client" in row} == {0, 1, 2, 3}
 
 
@@ -626,7 +626,7 @@ def test_statistics_never_reach_the_strategy_behind(kind: Callable[..., Any], al
     ids=["default", "attention", "other_basis", "model"],
 )
 def test_fisher_with_rotations_is_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(fedrot.FedrotError, match="cannot follow rotations") as caught:
+    with pytest.raises(fedrot.FedrotError, match="Rotations of heads cannot be applied") as caught:
         FedRot(config_of(NAME), aggregation=Fisher, **options)
     for way_out in ("align_mod", "alignment=None", "parts=('heads', 'ffn')"):
         assert way_out in str(caught.value)

@@ -411,8 +411,8 @@ def test_from_a_plain_mean_that_is_kept_an_optimiser_goes_back_to_the_model_that
     [
         ({"guard": "accuracy", "alignment": None}, "alignment=None"),
         ({"guard": 0.5}, "guard is a float"),
-        ({"guard": "points"}, r"'points' does not say.*higher_is_better=True"),
-        ({"guard": "loss_of_accuracy"}, "'loss_of_accuracy' does not say"),
+        ({"guard": "points"}, r"'points' does not show.*higher_is_better=True"),
+        ({"guard": "loss_of_accuracy"}, "'loss_of_accuracy' does not show"),
         ({"guard": ""}, "name of a metric"),
     ],
 )
@@ -436,7 +436,7 @@ def _private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
 @pytest.mark.parametrize("build", [AlignedMedian, _private])
 def test_a_strategy_without_a_mean_is_refused_at_the_start(build: Callable[..., FedAvg]) -> None:
     evaluate = points("plain")
-    with pytest.raises(FedrotError, match="looks at every update"):
+    with pytest.raises(FedrotError, match="needs every update"):
         run(build, evaluate, guard="accuracy")
     assert evaluate.calls == []
 
@@ -446,7 +446,7 @@ def test_a_run_without_an_evaluation_is_refused_at_the_start() -> None:
         run(guard="accuracy")
     strategy = FedRot(SYMMETRY, guard="accuracy")
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]
-    with pytest.raises(FedrotError, match="'start'"):
+    with pytest.raises(FedrotError, match="call this strategy's start with evaluate_fn"):
         play(strategy, clients)
 
 
@@ -462,7 +462,7 @@ def test_a_metric_that_is_missing_is_refused_before_clients_train() -> None:
     [
         (None, "returned nothing in round 1"),
         (MetricRecord(), "has no metric 'loss'.*it has: nothing"),
-        (MetricRecord({"loss": [1.0, 2.0]}), "gives a list for metric 'loss'"),
+        (MetricRecord({"loss": [1.0, 2.0]}), "returns a list for metric 'loss'"),
     ],
 )
 def test_an_evaluation_without_a_number_ends_the_run(

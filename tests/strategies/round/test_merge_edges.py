@@ -372,7 +372,7 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
         del message.content["metrics"]
     if aggregation is RegMean:
         # One fault of all ends the run.
-        with pytest.raises(fedrot.FedrotError, match="without the statistics 'gram'"):
+        with pytest.raises(fedrot.FedrotError, match="has no statistics 'gram'"):
             finished(strategy, replies)
     else:
         found, metrics = finished(strategy, replies)
@@ -394,7 +394,7 @@ def test_metrics_under_the_name_of_statistics_do_not_crash_the_round(
 def test_a_privacy_wrapper_around_an_aggregation_is_refused(wrapper: Any, given: dict[str, Any]) -> None:
     behind = FedRot(CONFIG, alignment=None, aggregation=RegMean)
     strategy = wrapper(behind, noise_multiplier=0.0, num_sampled_clients=3, **given)
-    with pytest.raises(fedrot.FedrotError, match="in front of"):
+    with pytest.raises(fedrot.FedrotError, match=r"clips updates before .*class Private\(Aligned, "):
         ask(strategy, state(), 3)
 
 

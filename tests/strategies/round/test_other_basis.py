@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_tra
 ) -> None:
     strategy = FedRot(config_of(name), other_basis=OtherBasis(model=model))
     for _ in range(2):
-        with pytest.raises(fedrot.SymmetryError, match=f"Leave the argument out .*{reason}"):
+        with pytest.raises(fedrot.SymmetryError, match=f"Omit other_basis .*{reason}"):
             broadcast(strategy, state_of(name, dtype=torch.float32))
 
 

@@ -71,7 +71,7 @@ def test_its_statistics_move_with_aligned_updates(page: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("statistics", "message"),
     [
-        ({}, "without the statistics 'token_counts'"),
+        ({}, "has no statistics 'token_counts'"),
         ({"token_counts": {EMBEDDING: torch.ones(2)}}, "are not one count per row"),
         ({"token_counts": {"nowhere": torch.ones(2)}}, "belong to no tensor"),
     ],

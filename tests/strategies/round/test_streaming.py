@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_in_a_round_is_named(
 
     monkeypatch.setattr("fedrot.strategies.round.waiting.write_tensors", full)
     with (
-        pytest.raises(fedrot.FedrotError, match=f"kept in '{tmp_path}': .*No space left"),
+        pytest.raises(fedrot.FedrotError, match=f"written to '{tmp_path}': .*No space left"),
         Store(tmp_path) as store,
     ):
         store.put({"w": torch.ones(2)})
@@ -1018,9 +1018,7 @@ def test_an_evaluation_of_no_examples_whose_loss_is_nan_is_left_out_and_named(
     found = strategy.aggregate_evaluate(1, sent)
     assert dict(found or {}) == pytest.approx({"loss": 2.5})
     node = messages[1].metadata.dst_node_id
-    reason = (
-        f"The metric '{key}' is {shown}, so that there are no examples, and the metric 'loss' is nan"
-    )
+    reason = f"The metric '{key}' is {shown}: there are no examples, and the metric 'loss' is nan"
     assert f"Evaluation of client {node} dropped: {reason}" in caplog.text
     messages = list(strategy.configure_evaluate(2, ArrayRecord(state()), ConfigRecord(), grid))
     nothing = [evaluation(m, **{key: zero, "loss": math.nan}) for m in messages]

@@ -326,7 +326,10 @@ def test_another_dtype_than_announced_is_refused() -> None:
 def test_a_huge_shape_is_refused_without_memory_for_it(shape: str) -> None:
     claimed = eval(shape)
     tracemalloc.start()
-    refuse(array(npy(described(shape)), claimed), "impossible shape|no readable npy header|bytes where")
+    refuse(
+        array(npy(described(shape)), claimed),
+        "impossible shape|no readable npy header|bytes of values instead",
+    )
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 1_000_000
@@ -350,9 +353,9 @@ def test_shapes_of_truth_values_are_numbers() -> None:
 def test_truncated_and_trailing_bytes_are_refused() -> None:
     data = Array(np.zeros(2, np.float32)).data
     for end in range(len(data)):
-        refuse(array(data[:end]), "no readable npy header|bytes where 8 belong")
-    refuse(array(data + b"\0"), "brings 9 bytes where 8 belong")
-    refuse(array(data + data), "bytes where 8 belong")
+        refuse(array(data[:end]), "no readable npy header|bytes of values instead of 8")
+    refuse(array(data + b"\0"), "has 9 bytes of values instead of 8")
+    refuse(array(data + data), "bytes of values instead of 8")
 
 
 def test_headers_that_are_no_description_are_refused() -> None:
@@ -395,7 +398,7 @@ def test_a_tie_to_itself_is_refused() -> None:
 
 def test_a_tie_to_what_is_missing_is_refused() -> None:
     refuse(array(b"other", stype=TIED), "tied to 'other', which is not in the record")
-    refuse(array(b"\xff\xfe", stype=TIED), "tied to what is no name")
+    refuse(array(b"\xff\xfe", stype=TIED), "tied to bytes that are no name")
     refuse(array(b"", stype=TIED), "tied to ''")
 
 

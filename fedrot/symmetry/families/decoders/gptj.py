@@ -1,4 +1,4 @@
-"""GPT-J: rotary positions that turn neighbouring units; attention and feed-forward read one norm."""
+"""GPT-J: rotary positions that rotate adjacent units; attention and feed-forward read one norm."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LLaMA, Mistral and Qwen2: rotary positions, grouped queries, gated feed-forward, RMSNorm.
 
-The helpers serve the families that differ from these in little.
+Similar families use the helper functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:
-    """Return the heads of a decoder's attention, which rotary positions turn as a whole."""
+    """Return the heads of a decoder's attention; rotary positions rotate all of their units."""
     count = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // count
     return Heads(count, dim, config.get("num_key_value_heads") or count, dim, normed)
@@ -27,7 +27,7 @@ def gated(config: Config, p: str) -> Block:
 
 
 def pre_normed(p: str, attention: Block, feed_forward: Block) -> Block:
-    """Return the layer of these blocks, each with its norm in front of it."""
+    """Return the layer of these blocks, each with its norm before it."""
     return together(
         pre_norm(f"{p}input_layernorm", attention),
         pre_norm(f"{p}post_attention_layernorm", feed_forward),

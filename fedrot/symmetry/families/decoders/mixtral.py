@@ -1,6 +1,6 @@
-"""Mixtral: LLaMA with a mixture of experts, which change their order with the router's rows.
+"""Mixtral: LLaMA with a mixture of experts, which are permuted together with the router's rows.
 
-Before version 5, transformers stored each expert as three modules. There the experts keep their order.
+Before version 5, transformers stored each expert as three modules. Such experts are not permuted.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _has_last_norm(config: Config, names: Names) -> bool:
 FAMILY = Family(
     name="opt",
     model_types=("opt",),
-    stream="rotated; permuted in opt-350m, whose norms stand behind its blocks",
+    stream="rotated; permuted in opt-350m, which has norms after its blocks",
     body=(
         embedding("decoder.embed_tokens", "embedding"),
         embedding("decoder.embed_positions"),

@@ -1,6 +1,6 @@
 """Qwen3 and Gemma 3 (text): LLaMA with a norm with gains on queries and keys.
 
-The norm leaves only a sign per rotary frequency. Gemma 3 has two more norms per layer.
+Under this norm, only a sign per rotary frequency is a symmetry. Gemma 3 has two more norms per layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("attention_bias", False)
     attending = together(
         attention(p, heads_of(config, normed=True), projections(p, bias, bias)),
-        # One gain per unit of a head, the same for all heads: it stays.
+        # The gain of a unit is the same for all heads, so no group moves it.
         {f"{p}self_attn.{name}_norm.weight": (None,) for name in "qk"},
     )
     if config["model_type"] == "qwen3":
@@ -32,5 +32,5 @@ FAMILY = decoder(
     "qwen3",
     ("qwen3", "gemma3_text"),
     _layer,
-    "rotated; permuted in gemma3_text, with norms behind blocks",
+    "rotated; permuted in gemma3_text, which has norms after its blocks",
 )

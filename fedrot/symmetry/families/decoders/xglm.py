@@ -1,4 +1,4 @@
-"""XGLM: a pre-norm decoder with fixed sinusoidal positions, which hold the residual stream."""
+"""XGLM: a pre-norm decoder with fixed sinusoidal positions, so the residual stream cannot be moved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedrot.symmetry.describe.spaces import embedding
 
 #: Why the residual stream is not moved.
 _FIXED = (
-    "the model adds sinusoidal positions to it, which are no tensor of the state dict and cannot move."
+    "the model adds sinusoidal positions to it, which are not in the state dict and cannot be moved."
 )
 
 
@@ -32,6 +32,6 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 FAMILY = Family(
     name="xglm",
     model_types=("xglm",),
-    stream="fixed: its sinusoidal positions are no tensors",
+    stream="fixed: its sinusoidal positions are not in the state dict",
     body=(embedding("embed_tokens"), Stack("layers", "num_layers", _layer), last_norm("layer_norm")),
 )

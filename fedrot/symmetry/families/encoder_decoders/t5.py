@@ -1,8 +1,7 @@
 """T5 1.0, T5 1.1, Flan-T5 and mT5: encoder, decoder, cross attention, no biases, RMSNorm.
 
-Encoder and decoder share the embeddings' table and so one residual stream. The self attention of all
-layers of a stack adds one relative-position bias; cross attention has none. T5 1.1's feed-forward is
-gated.
+Encoder and decoder share the embeddings' table, and therefore one residual stream. All self attentions
+of a stack share one relative-position bias; cross attention has none. T5 1.1's feed-forward is gated.
 """
 
 from __future__ import annotations

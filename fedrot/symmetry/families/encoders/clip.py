@@ -1,4 +1,4 @@
-"""CLIP: two pre-norm towers, for texts and for images, each with a residual stream of its own."""
+"""CLIP: two pre-norm towers, for texts and for images, each with its own residual stream."""
 
 from __future__ import annotations
 

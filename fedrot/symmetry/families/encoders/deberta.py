@@ -1,7 +1,7 @@
 """DeBERTa v1, v2 and v3: BERT with relative positions in the attention.
 
-Positions have projections of their own, or (v2 and v3 with ``share_att_key``) the content's. v1 fuses
-query, key and value of each head.
+Positions have separate projections, or use those of the content (v2 and v3 with ``share_att_key``). In
+v1, one module holds query, key and value of each head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = "embeddings.word_embeddings"
 
 
 def _relative(config: Config, kind: str) -> bool:
-    """Whether positions take part in attention, as ``c2p`` or as ``p2c``."""
+    """Return whether attention uses positions, as ``c2p`` or as ``p2c``."""
     kinds = config.get("pos_att_type") or ()
     kinds = kinds.split("|") if isinstance(kinds, str) else kinds
     return bool(config.get("relative_attention", False)) and kind in kinds
@@ -82,7 +82,7 @@ FAMILY = Family(
         POOLED,
         masked_lm("cls.predictions.transform", "LayerNorm", "cls.predictions.decoder", "embedding"),
         masked_lm("lm_predictions.lm_head", "LayerNorm", "lm_predictions.lm_head.decoder", "embedding"),
-        # This head has no decoder of its own: it reads out the word embeddings.
+        # This task head has no decoder: it multiplies by the word embeddings.
         When("lm_predictions.lm_head.bias", ({f"{_WORDS}.weight": (None, "embedding")},)),
     ),
     spaces={"embedding": Space(present=_SMALL), "pooler": Space(present=POOLER)},

@@ -1,4 +1,4 @@
-"""DistilBERT: a smaller BERT under module names of its own."""
+"""DistilBERT: a smaller BERT with other module names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILY = Family(
         linear("pre_classifier", "pre_classifier", RESIDUAL),
         linear("classifier", None, "pre_classifier"),
         linear("qa_outputs", None, RESIDUAL),
-        # The language model's head leads back to the residual stream: it shares the embeddings' table.
+        # The language model's head writes the residual stream: it is tied to the embeddings' table.
         linear("vocab_transform", RESIDUAL, RESIDUAL),
         norm("vocab_layer_norm"),
         linear("vocab_projector", None, RESIDUAL),

@@ -1,4 +1,4 @@
-"""ELECTRA: BERT's layers, behind embeddings that may have fewer dimensions."""
+"""ELECTRA: BERT's layers, with embeddings that may have fewer dimensions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     output, down = Units(f"{p}attn.Wo", bias), Units(f"{p}mlp.Wo", mlp_bias)
     projections = Projections.fused(f"{p}attn.Wqkv", heads, output, bias)
     return together(
-        # The first layer reads the embeddings' norm.
+        # The first layer has no norm: it reads the embeddings' norm.
         norm(f"{p}attn_norm") if p != "layers.0." else {},
         attention(p, replace(heads, rotary=heads.dim), projections),
         norm(f"{p}mlp_norm"),
@@ -41,6 +41,6 @@ FAMILY = Family(
         norm("head.norm", "head"),
         read_out("head", "decoder classifier qa_outputs"),
     ),
-    # The decoder shares the embeddings' table; a classifier reads hidden units of its own.
+    # The decoder is tied to the embeddings' table; a classifier reads its own hidden units.
     spaces={"head": Space(absent="decoder.weight")},
 )

@@ -189,7 +189,7 @@ def test_mistakes_are_refused_with_what_to_do() -> None:
         message=request("gram,fisher"),
     )
     refused("Unknown statistics 'hessian'", message=request("hessian"))
-    refused("'trained' are not computed from batches", message=request("trained"))
+    refused("'trained' cannot be computed from batches", message=request("trained"))
     wrapped = torch.nn.DataParallel(model())
     refused(r"of 'module\..*' belong to no tensor of the reply", model=wrapped)
 
@@ -279,7 +279,7 @@ def test_the_log_says_what_clients_send_before_anybody_trains(
 
 def test_the_error_of_a_run_without_statistics_names_the_call() -> None:
     app = client_app([state()] * 3, lambda *_: None)
-    with pytest.raises(FedrotError, match=r"without the statistics 'gram'.*\.add_statistics\(content, "):
+    with pytest.raises(FedrotError, match=r"has no statistics 'gram'.*\.add_statistics\(content, "):
         started(FedRot(config_of(NAME), aggregation=RegMean, fraction_evaluate=0.0), app)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def test_it_is_loaded_as_the_class_of_a_task(prefix: str, model: Path) -> None:
     state = loaded.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
     assert all(torch.equal(saved.read()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_keep_the_precision_of_the_file_not_of_the_configuration(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    saved = open_saved_model(model)
+    loaded, _, _ = saved.load(saved.class_for("AutoModelForSequenceClassification"))
+    state, tensors = loaded.state_dict(), load_file(model / "model.safetensors")
+    assert all(state[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_model_of_the_hub_comes_with_its_tokenizer_and_without_its_other_files(

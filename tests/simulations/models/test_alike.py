@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fedrot.simulations.models.alike import moved_label
+from fedrot.simulations.models.alike import label_elsewhere, moved_label
 from tests import families
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
@@ -233,3 +234,14 @@ def test_the_largest_position_counts_where_the_angles_of_one_kind_of_layer_depen
         configure(folder, max_position_embeddings=largest, rope_parameters={"full_attention": rope})
     found, output = invoke("merge", a, b, "--dry-run")
     assert (found, "max_position_embeddings is 64 in" in output) == (code, code == 2), output
+
+
+def test_outputs_of_a_tagger_are_compared_with_tags_not_with_types() -> None:
+    tags = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+    data = SimpleNamespace(name="news", tags=tags, label_names=("LOC", "PER"))
+    config = SimpleNamespace(
+        architectures=["BertForTokenClassification"], id2label=dict(enumerate(tags))
+    )
+    assert label_elsewhere(config, data) == ""
+    config.id2label = {**named, 1: "B-LOC", 3: "B-PER"}
+    assert label_elsewhere(config, data) == "'B-LOC' is output 1 of the model, and label 3 of news"

@@ -239,9 +239,8 @@ def test_the_largest_position_counts_where_the_angles_of_one_kind_of_layer_depen
 def test_outputs_of_a_tagger_are_compared_with_tags_not_with_types() -> None:
     tags = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
     data = SimpleNamespace(name="news", tags=tags, label_names=("LOC", "PER"))
-    config = SimpleNamespace(
-        architectures=["BertForTokenClassification"], id2label=dict(enumerate(tags))
-    )
+    named = dict(enumerate(tags))
+    config = SimpleNamespace(architectures=["BertForTokenClassification"], id2label=named)
     assert label_elsewhere(config, data) == ""
     config.id2label = {**named, 1: "B-LOC", 3: "B-PER"}
     assert label_elsewhere(config, data) == "'B-LOC' is output 1 of the model, and label 3 of news"

@@ -123,6 +123,14 @@ def test_a_single_token_predicts_nothing(task: Task, model: torch.nn.Module) -> 
     assert math.isnan(training.train(copy.deepcopy(model), replace(task, train=odd), np.array([0]), 0))
 
 
+def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too(task: Task) -> None:
+    """GPT-2's tokenizer has one token for both."""
+    ids = [np.array([7, 8, 3]), np.array([7, 3])]
+    odd = replace(task.train, ids=ids, segments=[np.zeros_like(row) for row in ids], pad_id=3)
+    labels = task.objective.batch(odd, np.arange(2), np.random.default_rng(0))["labels"]
+    assert labels.tolist() == [[7, 8, 3], [7, 3, IGNORED]]
+
+
 def test_a_diverged_model_has_no_metrics(task: Task, model: torch.nn.Module) -> None:
     broken = copy.deepcopy(model)
     with torch.no_grad():

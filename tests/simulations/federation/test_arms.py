@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedrot
+import reproductions.soup  # noqa: F401  # An aggregation that takes a score.
 from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
 from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
 from fedrot.simulations.arm import Arm
@@ -410,3 +411,15 @@ def test_clients_that_align_first_send_the_unscrambled_update_and_fisher(task: T
     expected = fedrot.align(trained, received, symmetry, eager).apply(trained)
     for name, tensor in expected.items():
         torch.testing.assert_close(update[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_a_score_is_higher_for_a_model_with_a_lower_loss(
+    task: Task, shell: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = aggregation_of(Arm.parse("greedy"), task, 0, shell)
+    assert build is not None
+    score: Any = vars(build())["_score"]
+    losses = iter((0.4, 1.5))
+    monkeypatch.setattr(training, "evaluate", lambda *_: {"accuracy": 0.5, "loss": next(losses)})
+    tensors = shell.state_dict()
+    assert score(tensors) > score(tensors)

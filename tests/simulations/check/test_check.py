@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from typer.testing import CliRunner
 
 import fedrot
+from fedrot.simulations.check import checking
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.symmetry import FAMILIES
@@ -269,6 +271,22 @@ def test_a_model_that_looks_at_single_heads_is_caught(
     assert found["suspects"] in shown
     assert "is preserved" not in shown
     assert read(model, "--parts", "attention+ffn")[0] == 0
+
+
+def test_parts_that_are_sound_alone_may_not_be_together(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = checking.output_change
+
+    def output_change(*args: Any) -> Callable[[Callable[[Any], bool]], float]:
+        change, (_, _, symmetry, chosen, _) = real(*args), args
+        groups = symmetry.select(chosen)
+        return lambda wanted: 0.5 if all(map(wanted, groups)) else change(wanted)
+
+    monkeypatch.setattr(checking, "output_change", output_change)
+    code, found = read(model)
+    assert (code, found["holds"], found["change"]) == (1, False, 0.5)
+    assert all(kind["holds"] for kind in found["kinds"])
 
 
 def test_outputs_that_are_no_numbers_prove_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,3 +441,12 @@ def test_the_markdown_of_a_run_has_all_of_its_tables(run: Path) -> None:
     assert same.startswith("What alignment found: main, start same**")
     assert "| aligned, attention, round 1 | 30.0 % | 6.0 % | 5.0 | 0 of 2 |" in same
     assert scrambled.startswith("What alignment found: main, start scrambled**")
+
+
+def test_all_classes_of_a_client_are_listed(run: Path) -> None:
+    names, counts = [f"emotion-{number:02d}" for number in range(12)], [*range(1, 13)]
+    seeds = {str(seed): {"sizes": [sum(counts)], "counts": [counts]} for seed in SEEDS}
+    (run / "partition.json").write_text(json.dumps({"main": {"label_names": names, "seeds": seeds}}))
+    page = page_of(run)
+    assert all(f"{name} {count}" in page for name, count in zip(names, counts, strict=True))
+    assert "others" not in page

@@ -41,7 +41,7 @@ class Federation:
         self.commands = documented_commands()
         self.used: set[str] = set()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.port, self.spare_port, *self.node_ports = _free_ports(6)
+        self.port, self.spare_port, *self.node_ports = free_ports(6)
 
     def __enter__(self) -> Federation:
         return self
@@ -162,7 +162,7 @@ class Federation:
         return "\n".join(tails)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports that nothing listens on, all different because all are held at once."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fedrot.simulations.federation.run_folder import read_rows
+from tests.deployment.federation import free_ports
 from tests.simulations.commands import invoke
 from tests.simulations.in_process import simulated
 from tests.simulations.runs import central
@@ -68,6 +69,7 @@ def _flower_home(process: psutil.Process) -> str | None:
 def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run over two starts, plain and aligned: ``fedrot flower-app`` and ``flwr run``, with Ray."""
     folder = tmp_path_factory.mktemp("engine")
+    ports = [*map(str, free_ports(2))]
     environment = {
         **os.environ,
         "FLWR_HOME": str(flower_home),
@@ -75,6 +77,9 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "HF_HUB_OFFLINE": "1",
+        # Other tests start a SuperLink, too.
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": ports[0],
+        "FLWR_LOCAL_CONTROL_API_PORT": ports[1],
         "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
     }
     assert invoke("flower-app", folder / "app")[0] == 0

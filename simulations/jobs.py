@@ -219,8 +219,10 @@ def _on_ray(machine: Machine) -> Iterator[tuple[Start, Callable[[], int]]]:
         signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
     try:
         # No more at a time than there are cores, so that jobs start in the order of the list.
-        cores = lambda: max(1, int(ray.cluster_resources().get("CPU", 1)))  # noqa: E731
-        yield lambda job: task.remote(job).future(), cores
+        yield (
+            lambda job: task.remote(job).future(),
+            lambda: max(1, int(ray.cluster_resources().get("CPU", 1))),
+        )
     finally:
         ray.shutdown()
 

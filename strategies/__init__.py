@@ -10,14 +10,14 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.client_statistics import add_statistics
-from fedrot.strategies.client_sums import regmean_mod
 from fedrot.strategies.fedrot import FedRot
-from fedrot.strategies.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.secure_regmean import SecureRegMean
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.task_head import fit_task_head
+from fedrot.strategies.sums.client_sums import regmean_mod
+from fedrot.strategies.sums.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
+from fedrot.strategies.sums.secure_regmean import SecureRegMean
+from fedrot.strategies.sums.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
 

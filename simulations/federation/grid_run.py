@@ -27,7 +27,7 @@ from fedrot.simulations.federation.runner import check, check_gpus, log_to, pres
 from fedrot.simulations.federation.store import (
     Cell,
     CellRows,
-    Store,
+    RunFolder,
     cells_of,
     identity_of,
     partitions_of,
@@ -63,7 +63,7 @@ def simulate(
         dry_run: only check everything and print the partitions; nothing is run or written.
 
     Raises:
-        FileExistsError, FedrotError: the folder holds something else, see ``Store``, or another run
+        FileExistsError, FedrotError: the folder holds something else, see ``RunFolder``, or another run
             writes to it; data, partition or model cannot be used; the machine has fewer GPUs, or there
             is no cluster.
         RuntimeError: cells failed; their tracebacks are in ``failures/``, and the others are finished.
@@ -78,11 +78,11 @@ def simulate(
         console.print(f"Dry run: {len(cells)} cells (seed, start and arm); nothing was run or written.")
         return
     with only_writer(out):
-        _fill(Store(out, configs, command), configs, cells, console, machine)
+        _fill(RunFolder(out, configs, command), configs, cells, console, machine)
 
 
 def _fill(
-    store: Store,
+    store: RunFolder,
     configs: Sequence[SimulationConfig],
     cells: Sequence[Cell],
     console: Console,
@@ -118,7 +118,7 @@ class _Run:
     """
 
     def __init__(
-        self, store: Store, cells: Sequence[Cell], partitions: Mapping[str, Any], console: Console
+        self, store: RunFolder, cells: Sequence[Cell], partitions: Mapping[str, Any], console: Console
     ) -> None:
         self.store, self.console = store, console
         self.failed, self._count = 0, len(cells)

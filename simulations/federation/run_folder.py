@@ -1,4 +1,4 @@
-"""What run folders contain: rows, readable while the run goes on, and the versions behind them."""
+"""Readers of run folders: rows of results and of alignment, and the versions of packages."""
 
 from __future__ import annotations
 

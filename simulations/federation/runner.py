@@ -1,17 +1,22 @@
-"""What surrounds a run: the environment, checks before it, and the tables after it."""
+"""Environment of a run, checks of its configurations, and tables of its results."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_alignment, read_results
+
+if TYPE_CHECKING:
+    from fedrot.simulations.arm import Arm
 
 #: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
 ENVIRONMENT = {
@@ -68,17 +73,22 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         model = build_model(config, task.data, seed=0)
         check_model(task, model)
         for arm in (arm for arm in arms if arm.fits_task_head):
-            try:
+            with _naming(arm):
                 head_of(model.config, model.state_dict())
-            except FedrotError as error:
-                raise FedrotError(f"arm '{arm.name}': {error}") from error
         if config.moves:
             symmetry = symmetry_of(model_config(config, task.data), model.state_dict())
             for arm in filter(lambda arm: arm.align, arms):
-                try:
+                with _naming(arm):
                     arm.options.layer_indices(symmetry.layers)
-                except FedrotError as error:
-                    raise FedrotError(f"arm '{arm.name}': {error}") from error
+
+
+@contextmanager
+def _naming(arm: Arm) -> Iterator[None]:
+    """Name an arm in the errors about it."""
+    try:
+        yield
+    except FedrotError as error:
+        raise FedrotError(f"arm '{arm.name}': {error}") from error
 
 
 def present(out: Path, console: Console) -> None:

@@ -12,7 +12,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.experiment import run_cells
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.runner import check
-from fedrot.simulations.federation.store import Store, cells_of, partitions_of
+from fedrot.simulations.federation.store import RunFolder, cells_of, partitions_of
 from fedrot.simulations.folder_lock import only_writer
 
 app = ServerApp()
@@ -26,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
 
     Raises:
         ValueError: ``out`` is not an absolute path (Flower chooses the working directory).
-        FileExistsError, FedrotError: the folder holds something else, see ``Store``, or another run
+        FileExistsError, FedrotError: the folder holds something else, see ``RunFolder``, or another run
             writes to it; data, partition or model cannot be used.
         RuntimeError: the nodes are not the configuration's clients, or a round brought no update.
     """
@@ -37,10 +37,10 @@ def main(grid: Grid, context: Context) -> None:
     config = SimulationConfig.from_flat(settings)
     check([config])
     with only_writer(out):
-        _fill(Store(out, [config], "flwr run"), config, grid)
+        _fill(RunFolder(out, [config], "flwr run"), config, grid)
 
 
-def _fill(store: Store, config: SimulationConfig, grid: Grid) -> None:
+def _fill(store: RunFolder, config: SimulationConfig, grid: Grid) -> None:
     """Run the cells that a folder does not have; the first one that fails ends the run."""
     store.partitions(partitions_of([config]))
     missing = [cell for cell in cells_of([config]) if not store.finished(cell)]

@@ -1,4 +1,4 @@
-"""``Store``: the folder of a run, filled cell by cell in any order and continued where it was left."""
+"""``RunFolder``: the folder of a run, which is filled cell by cell and continued where it was left."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CellRows:
         self.alignments.append(dict(row))
 
 
-class Store:
+class RunFolder:
     """The folder of a run, which keeps the rows of every finished cell in a file under ``cells/``.
 
     Beside them are ``config.json``, ``versions.json``, ``partition.json``, ``status.json``,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.federation.store import CellRows, Store, cells_of
+from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import result_tables
@@ -134,7 +134,7 @@ SETTINGS = {
 
 def hostile_run(path: Path) -> Path:
     config = SimulationConfig(setting=HOSTILE, arms=("plain",), seeds=(0, 1), rounds=1)
-    store = Store(path, [config], f"fedrot {HOSTILE}")
+    store = RunFolder(path, [config], f"fedrot {HOSTILE}")
     counted = {"sizes": [3], "counts": [[1, 2]]}
     store.partitions({HOSTILE: {"label_names": [HOSTILE, "b"], "seeds": {"0": counted}}})
     for cell in cells_of([config]):
@@ -232,7 +232,7 @@ def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> No
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "bert"}')
     with pytest.raises(FileExistsError, match=r"has a config.json of something else, such as a model"):
-        Store(tmp_path, [SimulationConfig()], "one")
+        RunFolder(tmp_path, [SimulationConfig()], "one")
     assert config.read_text() == '{"model_type": "bert"}'
 
 

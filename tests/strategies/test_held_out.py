@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.strategies import FedRot, Guard, evaluate_at_clients
-from fedrot.strategies.held_out import MESSAGE_TYPE
+from fedrot.strategies.sums.held_out import MESSAGE_TYPE
 from fedrot.temperature import TEMPERATURES
 from tests.models import EAGER, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, build, state

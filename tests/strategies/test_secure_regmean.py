@@ -33,8 +33,8 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies import SecureRegMean, align_mod, regmean_mod
-from fedrot.strategies.client_sums import ASKED
-from fedrot.strategies.secure_regmean import _inverse
+from fedrot.strategies.sums.client_sums import ASKED
+from fedrot.strategies.sums.secure_regmean import _inverse
 from tests.models import State, largest_difference, near
 from tests.strategies.fakes import failure
 from tests.strategies.test_secagg import SecureGrid

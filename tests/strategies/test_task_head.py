@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import fedrot
 from fedrot.head import collect_classes, fit_head
 from fedrot.strategies import LabelledRows, answer_with_sums, fit_task_head
-from fedrot.strategies.held_out import LOSSES, SUMS
+from fedrot.strategies.sums.held_out import LOSSES, SUMS
 from fedrot.temperature import TEMPERATURES
 from tests.models import VOCABULARY, State, config_of
 from tests.strategies.classifier import NAME, build, state

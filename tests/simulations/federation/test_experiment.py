@@ -22,7 +22,7 @@ from fedrot.simulations.federation.experiment import run_cells
 from fedrot.simulations.federation.grid_run import run_job
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
-from fedrot.simulations.federation.store import Store, cells_of
+from fedrot.simulations.federation.store import RunFolder, cells_of
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -127,7 +127,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
             run.progress.append((description, server_round, rounds))
 
         monkeypatch.setattr(arm_strategies, "log", progress)
-        store = Store(run.path, [config], "test")
+        store = RunFolder(run.path, [config], "test")
         # Ids of nodes say nothing about their partitions.
         grid = FakeGrid({900 - 7 * c: nodes(c) for c in range(config.clients)})
         ordered, scratch = OrderedGrid(grid, config.clients), tmp_path / "scratch"

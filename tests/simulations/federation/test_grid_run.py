@@ -23,7 +23,7 @@ from rich.console import Console
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app, experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
-from fedrot.simulations.federation.store import CellRows, Store, cells_of
+from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome
 from reproductions.report.compact import compact, write_parquet
 from tests.simulations import commands
@@ -213,7 +213,7 @@ def test_cells_behind_one_whose_process_died_go_on(
     """And that one is tried once."""
     arms = ("plain", "aligned", "joined")
     config = SimulationConfig(setting="a", arms=arms, seeds=(0,), train_limit=60, test_limit=20)
-    store, tried = Store(tmp_path, [config], "test"), list[list[str]]()
+    store, tried = RunFolder(tmp_path, [config], "test"), list[list[str]]()
 
     def dying(jobs: list[Job], machine: Machine, tick: Any) -> Any:
         (job,) = jobs
@@ -259,7 +259,7 @@ def test_the_longest_job_begins_first(tmp_path: Path) -> None:
     assert [costs[cell.name] for cell in cells] == pytest.approx(
         [10 * whole, 10 * whole, 10 * rest, 100 * whole]
     )
-    run = grid_run._Run(Store(tmp_path, [one, two], "test"), cells, partitions, Console())
+    run = grid_run._Run(RunFolder(tmp_path, [one, two], "test"), cells, partitions, Console())
     jobs = run._jobs()
     assert [[cell.arm.name for cell in own] for own in jobs.values()] == [
         ["whole"],

@@ -14,7 +14,7 @@ import pytest
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import ROW_FIELDS, read_alignment, read_rows
-from fedrot.simulations.federation.store import CellRows, Store, cells_of, identity_of, write_cell
+from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of, identity_of, write_cell
 from reproductions.report.compact import compact
 
 
@@ -38,14 +38,14 @@ def test_a_cell_of_a_copy_without_its_last_round_runs_again(tmp_path: Path) -> N
     settings = {"command": "fedrot simulate", "settings": [config().model_dump(mode="json")]}
     (run / "config.json").write_text(json.dumps(settings))
     (run / "versions.json").write_text("{}")
-    folder = Store(compact(run, tmp_path / "copy"), [config()], "fedrot simulate")
+    folder = RunFolder(compact(run, tmp_path / "copy"), [config()], "fedrot simulate")
     finished = {cell.arm.name: folder.finished(cell) for cell in cells_of([config()])}
     assert finished == {"plain": True, "aligned": False}
     assert {found["arm"] for found in read_rows(folder.path)} == {"plain"}
     # Without a copy such a run is refused, and stays as it is.
     before = {file.name: file.read_bytes() for file in run.iterdir()}
     with pytest.raises(FileExistsError, match="an older version that had no cells/; fedrot report"):
-        Store(run, [config()], "fedrot simulate")
+        RunFolder(run, [config()], "fedrot simulate")
     assert {file.name: file.read_bytes() for file in run.iterdir()} == before
 
 
@@ -58,12 +58,12 @@ def partition(*seeds: int, rows: int = 5) -> dict[str, Any]:
 
 def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     first = config(seeds=[0, 1])
-    folder = Store(tmp_path, [first], "fedrot simulate A")
+    folder = RunFolder(tmp_path, [first], "fedrot simulate A")
     folder.partitions({"a": partition(0, 1)})
     for cell in cells_of([first]):
         folder.add(cell, CellRows([row(cell.arm.name, 3, cell.seed)]))
     more = [config(seeds=[3], arms=["plain", "whole"]), config(setting="b")]
-    folder = Store(tmp_path, more, "fedrot simulate B")
+    folder = RunFolder(tmp_path, more, "fedrot simulate B")
     folder.partitions({"a": partition(3), "b": partition(0)})
     held = json.loads((tmp_path / "config.json").read_text())
     assert held["command"] == "fedrot simulate A\nfedrot simulate B"
@@ -73,12 +73,12 @@ def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     partitions = json.loads((tmp_path / "partition.json").read_text())
     assert set(partitions["a"]["seeds"]) == {"0", "1", "3"}
     assert len(read_rows(tmp_path)) == 4
-    Store(tmp_path, more, "fedrot simulate B")
+    RunFolder(tmp_path, more, "fedrot simulate B")
     assert json.loads((tmp_path / "config.json").read_text())["command"].count("simulate B") == 1
 
 
 def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
-    folder = Store(tmp_path, [config()], "fedrot simulate")
+    folder = RunFolder(tmp_path, [config()], "fedrot simulate")
     folder.partitions({"a": partition(0)})
     with pytest.raises(FedrotError, match="'a' with other rows for seed 0: the data have changed"):
         folder.partitions({"a": partition(0, rows=6)})
@@ -108,7 +108,7 @@ def test_names_of_cells_are_of_their_own_and_short() -> None:
 
 
 def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path: Path) -> None:
-    folder = Store(tmp_path, [config()], "fedrot simulate")
+    folder = RunFolder(tmp_path, [config()], "fedrot simulate")
     plain, aligned = cells_of([config()])
     measured = {"setting": "a", "arm": "aligned", "start": "same", "seed": 0, "dropped": "NaN"}
     folder.add(aligned, CellRows([row("aligned", 3)], [measured]), "one line\n")
@@ -125,16 +125,16 @@ def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path
     assert "a · seed 0 · same · aligned\none line\n" in (tmp_path / "flower.log").read_text()
     # Cells of an earlier grid come after those of this one; the folder of data may have moved.
     later = config(arms=["whole", "aligned"], data_dir="elsewhere")
-    folder = Store(tmp_path, [later], "fedrot simulate")
+    folder = RunFolder(tmp_path, [later], "fedrot simulate")
     folder.add(cells_of([later])[0], CellRows([row("whole", 3)]))
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["whole", "aligned", "plain"]
     with pytest.raises(FedrotError, match=r"holds the setting 'a' with lr 0\.001, not 0\.5"):
-        Store(tmp_path, [config(lr=0.5)], "fedrot simulate")
+        RunFolder(tmp_path, [config(lr=0.5)], "fedrot simulate")
 
 
 def test_a_worker_writes_a_cell_where_it_sees_the_folder(tmp_path: Path) -> None:
-    store = Store(tmp_path / "run", [config()], "fedrot simulate")
+    store = RunFolder(tmp_path / "run", [config()], "fedrot simulate")
     plain, aligned = cells_of([config()])
     write_cell(store.path, plain, CellRows([row("plain", 3)]), "of the worker\n")
     store.add(plain, CellRows([row("plain", 2)]), "of the parent\n")
@@ -144,14 +144,14 @@ def test_a_worker_writes_a_cell_where_it_sees_the_folder(tmp_path: Path) -> None
     )
     assert [store.publish(cell)[0]["round"] for cell in (plain, aligned)] == [3, 3]
     # A folder of the same path on another machine is of another run, or not there.
-    other = Store(tmp_path / "other", [config(lr=0.5)], "fedrot simulate")
+    other = RunFolder(tmp_path / "other", [config(lr=0.5)], "fedrot simulate")
     found = [identity_of(path) for path in (store.path, other.path, tmp_path / "nowhere")]
     assert len(set(found)) == 3
     assert identity_of(store.path) == found[0]
 
 
 def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path: Path) -> None:
-    store = Store(tmp_path, [config()], "fedrot simulate")
+    store = RunFolder(tmp_path, [config()], "fedrot simulate")
     cell, found = cells_of([config()])[0], CellRows()
     for value in (math.nan, math.inf, 0.25):
         found.row({**row("plain", 3), "value": value, "more": 1})
@@ -167,9 +167,9 @@ def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path: Path) -
 
 
 def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
-    store = Store(tmp_path, [config()], "fedrot simulate")
+    store = RunFolder(tmp_path, [config()], "fedrot simulate")
     cell = cells_of([config()])[0]
     store.add(cell, CellRows([row("plain", 3)]))
     (tmp_path / "cells" / f"{cell.name}.json").write_text('{"rows": [3], "alignment": []}')
     with pytest.raises(FedrotError, match="is damaged: it has no rows"):
-        Store(tmp_path, [config()], "fedrot simulate")
+        RunFolder(tmp_path, [config()], "fedrot simulate")

@@ -40,8 +40,13 @@ ASKED, ALPHA = "fedrot-regmean", "fedrot-regmean-alpha"
 KIND, NAMES, GAINS = "/", "|", "gains"
 
 
+def oriented(weight: Tensor, kind: str) -> Tensor:
+    """Return a weight whose Gram matrix is of this kind as ``[out, in]``, or turn such a matrix back."""
+    return weight if INPUT_AXIS[kind] == 1 else weight.mT
+
+
 @dataclass(frozen=True)
-class Group:
+class SharedInput:
     """Weights that read one input of ``n`` units, and the scale of each unit, float64 ``[n]``.
 
     ``gains`` are the factors of their products, one for each weight.
@@ -54,7 +59,7 @@ class Group:
 
     def oriented(self, weight: Tensor) -> Tensor:
         """Return a weight as ``[out, n]``, or such a matrix in the weight's own layout."""
-        return weight if INPUT_AXIS[self.kind] == 1 else weight.mT
+        return oriented(weight, self.kind)
 
     def gram(self, found: Statistics) -> Tensor:
         """Return a client's Gram matrix ``[n, n]``, float64."""
@@ -134,7 +139,7 @@ def _asked(message: Message) -> Any:
     return next((c[ASKED] for c in message.content.config_records.values() if ASKED in c), None)
 
 
-def _read(message: Message) -> tuple[list[Group], float]:
+def _read(message: Message) -> tuple[list[SharedInput], float]:
     """Return the layers that the server asks for, and alpha."""
     config: Any
     (config,) = (c for c in message.content.config_records.values() if ASKED in c)
@@ -149,13 +154,13 @@ def _read(message: Message) -> tuple[list[Group], float]:
     return groups_of(scales), alpha
 
 
-def groups_of(scales: Mapping[str, Tensor]) -> list[Group]:
+def groups_of(scales: Mapping[str, Tensor]) -> list[SharedInput]:
     """Return the groups of what the server sends: scales by kind and names, and all gains in order."""
     gains, found = iter(scales[GAINS].tolist()), []
     for key in sorted(scales.keys() - {GAINS}):
         kind, _, joined = key.partition(KIND)
         names = tuple(joined.split(NAMES))
-        found.append(Group(kind, names, scales[key].double(), tuple(islice(gains, len(names)))))
+        found.append(SharedInput(kind, names, scales[key].double(), tuple(islice(gains, len(names)))))
     return found
 
 
@@ -169,7 +174,7 @@ def _named(arrays: ArrayRecord, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def _check_found(
-    found: Statistics, groups: Iterable[Group], shapes: Mapping[str, tuple[int, ...]]
+    found: Statistics, groups: Iterable[SharedInput], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Check what is asked for; other statistics are left out."""
     if found.get(TRAINED):
@@ -182,7 +187,7 @@ def _check_found(
 
 
 def _sums(
-    groups: Iterable[Group],
+    groups: Iterable[SharedInput],
     alpha: float,
     update: Tensors,
     received: Tensors,

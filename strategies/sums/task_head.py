@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedrot.errors import FedrotError
 from fedrot.head import check_shrinkage, fit_head, head_of, with_head
-from fedrot.strategies.held_out import ask, losses_at, total
+from fedrot.strategies.sums.held_out import ask, losses_at, total
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import replace_changed
 from fedrot.temperature import LossSums, best_temperature, with_temperature

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from fedrot.collect.gram import collect_gram
 from fedrot.collect.random_inputs import random_inputs
-from fedrot.collect.statistics import INPUT_AXIS
 from fedrot.errors import FedrotError
-from fedrot.strategies.client_sums import ALPHA, ASKED, GAINS, KIND, NAMES, groups_of
+from fedrot.strategies.sums.client_sums import ALPHA, ASKED, GAINS, KIND, NAMES, groups_of, oriented
 from fedrot.tensors import Tensors
 
 #: Random texts or images from which the server finds the scales.
@@ -122,9 +121,8 @@ class SecureRegMean(FedAvg):
             self._scales[key] = torch.where(least > 0, (self.headroom * least).rsqrt(), 1.0).float()
             kind, _, names = key.partition(KIND)
             for name in names.split(NAMES):
-                weight = self._received[name].double()
-                oriented = weight if INPUT_AXIS[kind] == 1 else weight.mT
-                change = max(float((oriented.square() @ squares).mean().sqrt()), _CHANGE)
+                weight = oriented(self._received[name].double(), kind)
+                change = max(float((weight.square() @ squares).mean().sqrt()), _CHANGE)
                 gains.append(1 / self._products.get(name, change / math.sqrt(self.headroom)))
         self._scales[GAINS] = torch.tensor(gains)
         self._groups = groups_of(self._scales)

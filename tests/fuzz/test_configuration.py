@@ -71,7 +71,7 @@ def only_read() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_run, "simulate", lambda *args, **kwargs: None)
         patch.setattr(server_app, "only_writer", lambda *args: nullcontext())
-        patch.setattr(server_app, "Store", lambda *args: None)
+        patch.setattr(server_app, "RunFolder", lambda *args: None)
         patch.setattr(server_app, "_fill", lambda *args: None)
         yield
 

@@ -17,8 +17,10 @@ demo: .venv/installed ## three natural cases on bundled real data: tables and ru
 	rm -rf runs/demo
 	$(BIN)/fedrot simulate demo --out runs/demo
 
-# One test process a core. A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
+# Three test processes for two cores: some tests wait for programs that they start.
+# A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
+PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)))
+PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
 test: lint types pages ## lint, types, links of the documentation, tests
 	$(PYTEST)

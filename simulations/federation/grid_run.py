@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
@@ -72,7 +73,7 @@ def simulate(
     if not machine.address:
         check_gpus(machine.gpus)
     check(configs)
-    print_partitions(configs, console)
+    print_partitions(configs, console, brief=not dry_run)
     cells = cells_of(configs)
     if dry_run:
         console.print(f"Dry run: {len(cells)} cells (seed, start and arm); nothing was run or written.")
@@ -96,7 +97,8 @@ def _fill(
         console.print(f"{len(cells) - len(missing)} of {len(cells)} cells are finished already.")
     run, complete = _Run(store, missing, partitions, console), False
     try:
-        run.finish(machine)
+        with console.status("The first cells run.") as run.progress:
+            run.finish(machine)
         complete = not run.failed
     except KeyboardInterrupt:
         console.print(
@@ -107,20 +109,21 @@ def _fill(
         shutil.rmtree(out / _TRAININGS, ignore_errors=True)
         store.close(complete)
         if any(map(store.finished, cells)):
-            present(out, console)
+            present(out, console, brief=True)
     check_failures(run.failed, len(missing), "cells", out)
 
 
 class _Run:
-    """The run of the cells that a folder lacks, with a line on the console for each.
+    """The run of the cells that a folder lacks.
 
-    ``failed`` counts the cells that failed.
+    ``failed`` counts the cells that failed. Each cell is printed as a line when it has finished; on a
+    terminal, the line of the last one is ``progress``.
     """
 
     def __init__(
         self, store: RunFolder, cells: Sequence[Cell], partitions: Mapping[str, Any], console: Console
     ) -> None:
-        self.store, self.console = store, console
+        self.store, self.console, self.progress = store, console, console.status("")
         self.failed, self._count = 0, len(cells)
         self._untried = {cell.name: cell for cell in cells}
         self._costs = _costs(cells, partitions)
@@ -169,15 +172,19 @@ class _Run:
 
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1
-        self._tell(cell, noted_failure(self.store.path, cell.name, cell.title, failure))
+        self._tell(cell, noted_failure(self.store.path, cell.name, cell.title, failure), failed=True)
 
-    def _tell(self, cell: Cell, said: str) -> None:
+    def _tell(self, cell: Cell, said: str, failed: bool = False) -> None:
         del self._untried[cell.name]
         left = sum(self._costs[name] for name in self._untried)
         time = timedelta(seconds=round(left * (perf_counter() - self._start) / (self._cost - left)))
         rest = f"; about {time} left" if self._untried else ""
         number = self._count - len(self._untried)
-        self.console.print(f"[{number} of {self._count}] {cell.title}: {said}{rest}", highlight=False)
+        line = f"[{number} of {self._count}] {cell.title}: {said}{rest}"
+        if self.console.is_terminal and not failed:
+            self.progress.update(Text(line))
+        else:
+            self.console.print(line, highlight=False)
 
 
 def _costs(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, float]:

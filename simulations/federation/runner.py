@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,40 +92,59 @@ def _naming(arm: Arm) -> Iterator[None]:
         raise FedrotError(f"arm '{arm.name}': {error}") from error
 
 
-def present(out: Path, console: Console) -> None:
-    """Print the tables of a run folder and write its report."""
+def present(out: Path, console: Console, *, brief: bool = False) -> None:
+    """Print the results of a run folder, and write its report.
+
+    Args:
+        brief: leave the tables of several settings out if sentences say whether alignment helped.
+    """
     from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
     from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import write_report
-    from fedrot.simulations.report.summaries import metrics_in
+    from fedrot.simulations.report.summaries import by_setting, metrics_in
     from fedrot.simulations.report.tables import result_tables
 
     rows = read_results(out)
-    metrics = metrics_in(rows)
-    for table in (*result_tables(rows), *share_tables(read_alignment(out))):
-        console.print(table)
+    said = verdicts(rows)
+    brief = brief and bool(said) and len(by_setting(rows)) > 1
+    if not brief:
+        for table in (*result_tables(rows), *share_tables(read_alignment(out))):
+            console.print(table)
     headings = {
-        "What scrambling the clients' coordinates cost:": costs_of_scrambling(rows, metrics),
-        "Did alignment help?": verdicts(rows),
+        "What scrambling the clients' coordinates cost:": costs_of_scrambling(rows, metrics_in(rows)),
+        "Did alignment help? (95 % t intervals over seeds)": said,
     }
     for heading, sentences in headings.items():
         if sentences:
             console.print(heading, style="bold")
             console.print(*(f"  {sentence}" for sentence in sentences), sep="\n", highlight=False)
+    if brief:
+        console.print(f"Tables: fedrot report {shlex.quote(str(out))}", highlight=False)
     console.print(f"Report: {write_report(out)}")
 
 
-def print_partitions(configs: Sequence[SimulationConfig], console: Console) -> None:
-    """Print how the first seed divides the data of each setting."""
+def print_partitions(configs: Sequence[SimulationConfig], console: Console, *, brief: bool) -> None:
+    """Print how the first seed divides the data of each setting; in brief, only clients and rows."""
     from fedrot.simulations.report.tables import partition_table
     from fedrot.simulations.tasks.task import task_of
+
+    said = set[str]()
+
+    def say_once(sentence: str) -> None:
+        if sentence not in said:
+            console.print(sentence, highlight=False)
+        said.add(sentence)
 
     for config in configs:
         task, seed = task_of(config.to_json()), config.seeds[0]
         for sentence in filter(None, (task.data.note, task.data.said)):
-            console.print(sentence, highlight=False)
-        names, _, counts = task.partition(seed)
-        console.print(partition_table(counts, names, config.setting, seed))
+            say_once(sentence)
+        names, sizes, counts = task.partition(seed)
+        if brief and len(configs) > 1:
+            rows = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+            say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
+        else:
+            console.print(partition_table(counts, names, config.setting, seed))
 
 
 def check_gpus(gpus: float) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,6 +21,7 @@ import pytest
 from flwr.app import ArrayRecord
 from rich.console import Console
 
+from fedrot.simulations.cli.experiment_commands import configs_of
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app, experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
@@ -116,6 +118,49 @@ def test_a_setting_from_options_gives_the_rows_of_a_grid(grid: Path, tmp_path: P
     assert "6 of 6 cells are finished already" in simulated(
         tmp_path / "options", "simulate", *arguments.split()
     )
+
+
+def test_of_several_settings_the_terminal_shows_sentences_and_fedrot_report_the_tables(
+    grid: Path, tmp_path: Path
+) -> None:
+    grid.write_text(GRID.replace(', "joined"', ""))
+    out, table = tmp_path / "a run", "final round, 2 seed(s)"
+    printed = simulated(out, "simulate", grid)
+    assert "Alignment in 2 settings and starts" in printed
+    assert table not in printed
+    assert "Rows per client" not in printed
+    assert printed.count("Labels: 7 classes") == 1  # Both settings have the same data.
+    assert printed.count("2 clients have 60 rows each (seed 0; --dry-run shows more).") == 1
+    assert re.search("2 clients have ([0-9]+) to ([0-9]+) rows each", printed)
+    assert f"Tables: fedrot report '{out}'" in printed
+    assert table in commands.invoke("report", out)[1]
+    # Without the arm that sentences are about, there are tables.
+    grid.write_text(GRID.replace('"aligned", "joined"', '"attention"'))
+    assert table in simulated(tmp_path / "other", "simulate", grid)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_terminal_finished_cells_share_a_line_and_failures_stay(
+    fails: bool, grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid.write_text(GRID.replace(', "aligned", "joined"', "").replace("seeds = [0, 1]", "seeds = [0]"))
+    lines = list[str]()
+
+    class Terminal(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            lines.extend(map(str, objects))
+            super().print(*objects, **options)
+
+    if fails:
+        monkeypatch.setattr(grid_run, "run_job", None)
+    shown = io.StringIO()
+    terminal = Terminal(file=shown, force_terminal=True, width=200)
+    configs = configs_of(grid, quick=False, data_dir=None, model=None)
+    expected = pytest.raises(RuntimeError, match="2 of 2 cells failed") if fails else nullcontext()
+    with expected:
+        grid_run.simulate(configs, tmp_path / "run", "", terminal, Machine(1))
+    assert [line[:8] for line in lines if "seed 0 · " in line] == ["[1 of 2]", "[2 of 2]"] * fails
+    assert ("FAILED" if fails else "[1 of 2] one · seed 0 · same · plain: accuracy") in shown.getvalue()
 
 
 def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
